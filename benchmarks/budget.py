@@ -65,15 +65,7 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run.
-
-    Attributes:
-        budget: of host memory; "smallest", or "less" for one byte less than that.
-        kernels: "native", or "none" for torch's products.
-        requests: how many prompts.
-        kept: whether an earlier process has kept its routing and learning.
-        policy: as for `moe-runtime run`, like the two that follow.
-    """
+    """One run."""
 
     budget: str
     kernels: str

@@ -91,11 +91,7 @@ def _journal(path: Path) -> Path:
 
 
 def cut_power(folder: Path, dice: random.Random) -> int:
-    """Gives a random half of the unflushed blocks their old content back, the newest first.
-
-    Returns:
-        How many.
-    """
+    """Gives a random half of the unflushed blocks their old content back, the newest first."""
     lost = 0
     for journal in folder.glob("*.undo"):
         with journal.with_suffix(".records").open("r+b") as file:
@@ -177,11 +173,7 @@ def undisturbed(place: Path) -> list[float]:
 
 
 def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
-    """Kills so many processes.
-
-    Raises:
-        SystemExit: a process could not go on, or the losses of a run are others.
-    """
+    """Kills so many processes."""
     expected, dice = undisturbed(place / "whole"), random.Random(seed)
     counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
     folder = place / "run-0"

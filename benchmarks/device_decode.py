@@ -125,21 +125,7 @@ def main() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all rows have in common, and what earlier ones leave for later ones.
-
-    Attributes:
-        shape: of the checkpoint.
-        folder: it lies there.
-        options: of the command.
-        prompts: what is asked.
-        rates: what the machine can do.
-        results: gets the rows.
-        began_s: when this process began.
-        answers: of all rows that have numbers; the first one is of the model that is resident as a
-            whole.
-        exact: the same tokens with logits in fp32, once transformers computed them.
-        profiles: of rows, where they are asked for.
-    """
+    """What all rows have in common, and what earlier ones leave for later ones."""
 
     shape: ModelShape
     folder: Path

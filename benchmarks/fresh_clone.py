@@ -65,13 +65,7 @@ class StepFailure(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took and said.
-
-    Attributes:
-        seconds: to its end.
-        first_s: to its first character on stdout.
-        output: all of stdout.
-    """
+    """What a step took and said."""
 
     seconds: float
     first_s: float
@@ -79,16 +73,7 @@ class Step:
 
 
 def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
-    """Runs a command to its end; what it began ends with it, whatever happens.
-
-    Args:
-        words: the command.
-        place: its working directory.
-        more: variables of its environment beside this process's own.
-
-    Raises:
-        StepFailure: it failed.
-    """
+    """Runs a command to its end; what it began ends with it, whatever happens."""
     with tempfile.TemporaryFile("w+") as complaints:
         began = time.perf_counter()
         with subprocess.Popen(
@@ -121,20 +106,7 @@ def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
 def measure(
     source: Path, folder: Path, say: Callable[[str], None], *, tests: bool
 ) -> dict[str, float]:
-    """Clones a checkout and takes the steps of a new user in the clone.
-
-    Args:
-        source: the checkout.
-        folder: an empty one, for the clone and for what its commands keep.
-        say: is given a line after each step.
-        tests: run the suite as well.
-
-    Returns:
-        A number for each of `METRICS` that was measured.
-
-    Raises:
-        StepFailure: a step failed, or no text came.
-    """
+    """Clones a checkout and takes the steps of a new user in the clone."""
     clone = folder / "clone"
     found: dict[str, float] = {}
 

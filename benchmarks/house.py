@@ -147,12 +147,8 @@ def prose(root: Path) -> dict[str, float]:
 
 
 def walk(root: Path, budget: str) -> dict[str, float]:
-    """What a checkout's `load` and its decode steps pass through, counted in a process of its own.
-
-    Args:
-        root: of the checkout.
-        budget: of the run with misses.
-    """
+    """What a checkout's `load` and its decode steps pass through, counted in a process of its
+    own."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _WALK, budget]
     done = subprocess.run(

@@ -44,12 +44,7 @@ PROJECTIONS, _LAYERS = "a token's queries, keys, values", 8
 
 @torch.no_grad()
 def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each product and of what it is held to; `ratio` is theirs over ours.
-
-    Args:
-        device: `cuda` or `cpu`.
-        tiny: Whether for a rehearsal.
-    """
+    """Seconds of each product and of what it is held to; `ratio` is theirs over ours."""
     E, rows, D, F = TINY_SIZES if tiny else SIZES
     num_rows = E * rows
     x = torch.randn(num_rows, D, device=device).bfloat16()
@@ -146,15 +141,7 @@ ACTIVATION = ActivationSpec("silu")
 
 @torch.no_grad()
 def measure_packed(device: str, copy_bytes_s: float, *, tiny: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each format and number of tokens, beside those of the values.
-
-    `ratio` is that of values which lie there in bf16, `written_ratio` with writing them first.
-
-    Args:
-        device: `cuda` or `cpu`.
-        copy_bytes_s: What a copy reads and writes in a second.
-        tiny: Whether for a rehearsal.
-    """
+    """Seconds of each format and number of tokens, beside those of the values."""
     D, F, E, K = TINY_LAYER if tiny else LAYER
     found = {}
     for name, kind in FORMATS.items():
@@ -216,7 +203,6 @@ def _stack(kind: WeightFormat, E: int, N: int, K: int, device: str) -> Quantized
 
 
 def _bytes(experts: QuantizedExperts) -> int:
-    """Of all experts."""
     total = 0
     for stack in (experts.gate, experts.up, experts.down):
         if stack is not None:
@@ -492,10 +478,7 @@ def kept(before: int, after: int, x: Tensor, out: Tensor) -> int:
 def both_passes_peak(
     forward: Callable[[], Tensor], inputs: list[Tensor], device: str
 ) -> int | None:
-    """Most bytes that a forward and a backward pass held beside parameters and input.
-
-    The gradients of the parameters are among them.
-    """
+    """Most bytes that a forward and a backward pass held beside parameters and input."""
     before = allocated(device)
     if before is None:
         return None

@@ -93,11 +93,7 @@ def _shapes_table(shapes: Results, medians: Medians) -> list[str]:
 
 
 def layers_table(files: list[Results]) -> list[str]:
-    """Milliseconds of a layer's calls, and how many times as long the best peer takes.
-
-    Args:
-        files: of one case, `bench experts` or `bench layer`.
-    """
+    """Milliseconds of a layer's calls, and how many times as long the best peer takes."""
     case = files[0]["case"]
     tokens = sorted({number for results in files for number in results["settings"]["tokens"]})
     columns = " | ".join(f"T = {number}" for number in tokens)
@@ -158,7 +154,6 @@ def _origin(results: Results) -> str:
 
 
 def _machine_line(results: Results) -> str:
-    """Where numbers come from."""
     machine = results["machine"]
     return (
         f"{_processor(results)}, {machine['num_cores']} cores, "

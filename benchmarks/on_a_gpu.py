@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.kernels.grouped_gemm.table import cache_folder
+from moe_runtime.kernels.grouped_gemm.tile import cache_folder
 
 GRACE_S = 15.0
 """After an interrupt, to remove a checkpoint of gigabytes."""
@@ -36,13 +36,7 @@ LATE = "its time ended"
 
 
 class Part(NamedTuple):
-    """One command.
-
-    Attributes:
-        name: of its log.
-        seconds: that it may take, beside what others before it have left.
-        command: is given them, less those of the end.
-    """
+    """One command."""
 
     name: str
     seconds: float
@@ -70,15 +64,7 @@ def run_parts(
     root: Path,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartOutcome]:
-    """Runs all of them, and says how each ended.
-
-    Args:
-        parts: in the order of their worth.
-        folder: gets a log of each, and copies of what it wrote, as soon as it has ended.
-        written: folders whose files of JSON are results.
-        root: where commands run.
-        clock: seconds.
-    """
+    """Runs all of them, and says how each ended."""
     folder.mkdir(parents=True, exist_ok=True)
     before, end_s, outcomes = _stamps(written), clock(), []
     for part in parts:
@@ -99,7 +85,6 @@ def run_parts(
 
 
 def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str:
-    """How a command ended."""
     program = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, cwd=root, start_new_session=True
     )

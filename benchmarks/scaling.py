@@ -53,17 +53,7 @@ FLOPS_PER_ROW = 6 * DIM * HIDDEN
 
 @dataclass(frozen=True)
 class Case:
-    """One layer that is timed and predicted.
-
-    Attributes:
-        zipf: exponent of the experts' popularity; 0 is equal loads.
-        degree: chunks.
-        is_local_first: rows that stay are computed first.
-        hierarchical: two-level exchange, over machines of two ranks.
-        algorithm: placement of the experts.
-        num_replicas: of EPLB.
-        straggler: how often rank 0 computes what it has to compute.
-    """
+    """One layer that is timed and predicted."""
 
     zipf: float = 0.0
     degree: int = 1
@@ -95,11 +85,7 @@ def make_experts(num_slots: int) -> StackedExperts:
 
 
 def time_in_turn(probes: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of the slowest rank of each probe; all ranks run it at once.
-
-    All probes take turns in every round: where the machine is slower for a while, it is slower for
-    what the simulator is told and for what it is compared with.
-    """
+    """Median seconds of the slowest rank of each probe; all ranks run it at once."""
     times: dict[str, list[float]] = {name: [] for name in probes}
     for _ in range(rounds + 1):
         for name, probe in probes.items():
@@ -211,7 +197,6 @@ class Layer:
         self._x_TD = torch.randn(NUM_TOKENS, DIM)
 
     def run(self) -> None:
-        """The layer."""
         case = self._case
         with torch.no_grad():
             expert_parallel(

@@ -61,15 +61,7 @@ ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def growth(samples: Sequence[tuple[float, int]], num_requests: int) -> dict[str, Any]:
-    """Whether resident memory grew over the last two thirds of the time.
-
-    It did if Theil and Sen's slope of the medians of stretches is above zero with 99 % confidence,
-    and by more than what the requests of that time would keep if each left a kilobyte.
-
-    Args:
-        samples: seconds and bytes.
-        num_requests: in all of the time.
-    """
+    """Whether resident memory grew over the last two thirds of the time."""
     begin_s, end_s = samples[0][0], samples[-1][0]
     late = np.array([one for one in samples if one[0] >= begin_s + (end_s - begin_s) / 3])
     blocks = np.array_split(late, min(BLOCKS, len(late)))
@@ -90,15 +82,7 @@ def growth(samples: Sequence[tuple[float, int]], num_requests: int) -> dict[str,
 
 @dataclass
 class Pressed:
-    """What clients and the watch on memory found.
-
-    Attributes:
-        tally: of all requests.
-        samples: seconds, and resident bytes of the server.
-        peak_bytes: its highest resident memory.
-        metrics: when nobody asked any more.
-        num_requests: until then.
-    """
+    """What clients and the watch on memory found."""
 
     tally: Tally
     samples: list[tuple[float, int]] = field(default_factory=list)
@@ -347,13 +331,7 @@ _BAD: tuple[tuple[str, Any], ...] = (
 
 @dataclass
 class Tally:
-    """What became of requests.
-
-    Attributes:
-        counts: of answered, cancelled, refused and failed requests, by those words.
-        wrong: what should not have been: one line each.
-        tokens: that were generated for whole answers.
-    """
+    """What became of requests."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -388,14 +366,7 @@ def draw_request(random: Random) -> tuple[str, dict[str, Any]]:
 
 
 class Client:
-    """One client, which asks one thing after the other.
-
-    Args:
-        http: connections to the server's ``v1/``.
-        tally: filled.
-        random: decides what is asked.
-        has_failures: whether reads fail, so that sound requests may fail too.
-    """
+    """One client, which asks one thing after the other."""
 
     def __init__(
         self, http: httpx2.AsyncClient, tally: Tally, random: Random, *, has_failures: bool
@@ -434,15 +405,7 @@ class Client:
         goes_after: int | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """A sound request.
-
-        Args:
-            path: below ``v1/``.
-            body: as JSON.
-            goes_after: events after which the connection is closed, if they come; a request that is
-                not streamed is left after as many hundredths of a second.
-            on_begun: called with each event.
-        """
+        """A sound request."""
         if body["stream"]:
             await self._stream(path, body, goes_after, on_begun)
         elif goes_after is not None:

@@ -1,7 +1,4 @@
-"""Names whose modules are imported when they are first used.
-
-For registries and packages of which a process needs one entry in twenty.
-"""
+"""Names whose modules are imported when they are first used."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -12,11 +9,7 @@ T = TypeVar("T")
 
 
 class LazyTable(Mapping[str, T]):
-    """Values by name; the names are known without importing anything.
-
-    Args:
-        places: where the value of each name is: ``"package.module:attribute"``.
-    """
+    """Values by name from places "package.module:attribute"; names are known without imports."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = dict(places)
@@ -36,11 +29,10 @@ class LazyTable(Mapping[str, T]):
 
 
 def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that imports where a name is defined on first use (PEP 562).
+    """A module's `__getattr__` that imports where a name is defined on first use (PEP 562).
 
-    Args:
-        package: the module; for a package none of the names may be that of a module in it.
-        places: modules, a leading dot for one of the package, and their names, separated by spaces.
+    `places` are modules, a leading dot for one of the package, and their names, separated by
+    spaces. No name may be that of a module in the package.
     """
     modules = {name: module for module, names in places.items() for name in names.split()}
 

@@ -70,13 +70,7 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A configuration to train.
-
-    Attributes:
-        name: of the system.
-        config: the whole of it.
-        changes: what differs from the first one, as nested tables; empty for that.
-    """
+    """A configuration to train."""
 
     name: str
     config: TrainConfig
@@ -94,14 +88,6 @@ def read_variants(
     Args:
         path: a file as `moe-runtime train` reads it. A table ``[variants.NAME]`` in it is laid over
             the rest, key by key.
-        vary: ``key.inner=value,value`` each, in TOML's notation: a variant for every value.
-        steps_of: how many to take, given those of the file; None takes them, and those of
-            variants.
-
-    Raises:
-        ValueError: the file, a key or a value is none that a run can have; the message names the
-            variant. There are no variants, or two of one name.
-        OSError: the file cannot be read.
     """
     tree = read_toml(path)
     tables = tree.pop("variants", {})
@@ -130,11 +116,7 @@ def read_variants(
 
 
 def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
-    """Refuses keys that a training here does not go by.
-
-    Raises:
-        ValueError: names the key, and why.
-    """
+    """Refuses keys that a training here does not go by."""
     run = [f"run.{key}" for key in changes.get("run", {})]
     for key in [*changes, *run]:
         if key in _OVERWRITTEN:
@@ -171,11 +153,7 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
 
 
 class TrainedVariant(BenchSystem):
-    """A variant under training; losses are compared with those of the configuration as it is.
-
-    Attributes:
-        losses: of every step, for each seed.
-    """
+    """A variant under training; losses are compared with those of the configuration as it is."""
 
     def __init__(
         self,
@@ -186,20 +164,7 @@ class TrainedVariant(BenchSystem):
         num_threads: int,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Prepares a run, as `moe-runtime train --dry-run` does, and lets it go.
-
-        Args:
-            variant: what is trained.
-            place: what its relative paths start from.
-            output: folder of its runs.
-            storage: an own folder for offloaded experts; None where all are in memory.
-            num_threads: of torch, where the variant does not say.
-            is_stopping: asked after every step.
-
-        Raises:
-            ValueError: it cannot be trained; the message names the variant.
-            OSError: a file cannot be read or written.
-        """
+        """Prepares a run, as `moe-runtime train --dry-run` does, and lets it go."""
         super().__init__(variant.name)
         self._variant, self._place = variant, place
         self.losses: list[list[float | None]] = []
@@ -211,12 +176,7 @@ class TrainedVariant(BenchSystem):
         self.device = preparation.device
 
     def repeat(self) -> Mapping[str, Number]:
-        """Trains with the next seed.
-
-        Raises:
-            PeerFailedError: the run diverged, or something it needs is missing.
-            StoppedRepetitionError: it was stopped before its last step.
-        """
+        """Trains with the next seed."""
         records: list[Record] = []
         try:
             is_complete = self._train(records)
@@ -274,11 +234,7 @@ class TrainedVariant(BenchSystem):
 
 
 def _state_bytes(preparation: Preparation) -> float | None:
-    """Bytes of a parameter's state in its tier; None where experts are not offloaded.
-
-    Raises:
-        CapacityError: the budget is too small.
-    """
+    """Bytes of a parameter's state in its tier; None where experts are not offloaded."""
     config, model = preparation.config, preparation.model
     if config.run.host_memory is None:
         return None
@@ -327,19 +283,7 @@ def _systems(
 def measure_ablation(
     variants: Sequence[Variant], place: Path, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Trains every variant with every seed; the content of a results file.
-
-    Args:
-        variants: the configuration as it is comes first.
-        place: folder that their relative paths start from.
-        rules: ``most`` is how many seeds: the configuration's own, and those after it. A training
-            that is stopped has no numbers.
-        settings: what the results depend on beside the variants.
-
-    Raises:
-        ValueError: a variant cannot be trained; the message names it, and nothing was trained.
-        OSError: a file cannot be read or written.
-    """
+    """Trains every variant with every seed; the content of a results file."""
     # Every seed is wanted, however near to each other the losses are.
     rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
     with _systems(variants, place, rules.is_stopping) as systems:

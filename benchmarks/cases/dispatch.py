@@ -32,17 +32,7 @@ LOADS = ("balanced", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """One exchange.
-
-    Attributes:
-        num_tokens: of each rank.
-        dim: width of a token.
-        num_experts: of all ranks; as many on each.
-        top_k: choices of a token.
-        load: ``balanced`` (every expert equally often), ``uniform`` (chosen at random), or
-            ``zipf`` (popularity 1 / rank of the expert, experts in random order).
-        dtype: torch's name of the type of rows.
-    """
+    """One exchange."""
 
     num_tokens: int
     dim: int
@@ -53,7 +43,6 @@ class ExchangeShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token."""
         return self.dim * getattr(torch, self.dtype).itemsize
 
     def ids_TK(self, rank: int) -> Tensor:
@@ -81,11 +70,9 @@ class CountingTransport:
         self.row_bytes = 0
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
-        """As the inner one."""
         return self._inner.exchange_numbers(numbers_PN)
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
-        """As the inner one."""
         return self._inner.routes(sent_CP, received_CP)
 
     def exchange(
@@ -126,11 +113,7 @@ class RankExchange:
         return padded_round(self._x_TD, self._routing)
 
     def num_equal(self) -> int:
-        """Tokens of this rank for which both sides give the same bits.
-
-        Raises:
-            AssertionError: the bytes that ours sent are not those of the closed form.
-        """
+        """Tokens of this rank for which both sides give the same bits."""
         self._transport.row_bytes = 0
         ours_TD = self.ours()
         assert self._transport.row_bytes == self.sent_bytes()["moe_runtime"]
@@ -188,12 +171,7 @@ SIDES = ("moe_runtime", "padded")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchBenchPlan:
-    """What is asked of both sides.
-
-    Attributes:
-        shapes: exchanges, of different loads or types.
-        rounds: of each shape in a repetition.
-    """
+    """What is asked of both sides."""
 
     shapes: Sequence[ExchangeShape]
     rounds: int
@@ -212,16 +190,7 @@ class RankRounds:
 
     @torch.no_grad()
     def run(self, what: str, number: int, side: str) -> list[float]:
-        """Does one thing with an exchange, on all ranks at once.
-
-        Args:
-            what: ``compare``, ``bytes`` or ``time``.
-            number: of the exchange.
-            side: whose bytes or time.
-
-        Returns:
-            Equal tokens of all ranks; bytes that all ranks send; or seconds of each round.
-        """
+        """Does one thing with an exchange, on all ranks at once."""
         exchange = self._exchanges[number]
         if what == "compare":
             return [_of_all(exchange.num_equal(), dist.ReduceOp.SUM)]
@@ -264,11 +233,7 @@ class DispatchSide(BenchSystem):
         self._rounds = rounds
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every shape; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: they differ.
-        """
+        """Measures every shape; before the first time, compares results."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}
@@ -288,11 +253,7 @@ class DispatchSide(BenchSystem):
 def measure_dispatch(
     plan: DispatchBenchPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Measures both sides within the default group, which every rank calls.
-
-    Returns:
-        The content of a results file on the first rank; None on the others.
-    """
+    """Measures both sides within the default group, which every rank calls."""
     rounds = RankRounds(plan)
     if dist.get_rank():
         rounds.follow()

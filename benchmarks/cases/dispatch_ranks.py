@@ -40,17 +40,7 @@ _EXCHANGES = timedelta(hours=6)
 def ranks_here(
     plan: DispatchBenchPlan, num_ranks: int, store: str, *, limit_s: float = _JOINING_S
 ) -> Iterator[None]:
-    """A default group of this process, the first rank, and others that follow within the block.
-
-    Args:
-        plan: what they measure.
-        num_ranks: in all.
-        store: a file that is not there yet, in a folder of its own.
-        limit_s: how long they may take to join.
-
-    Raises:
-        RankFailureError: one ended, or did not join in time.
-    """
+    """A default group of this process, the first rank, and others that follow within the block."""
     others: list[subprocess.Popen[bytes]] = []
 
     def find_ended() -> list[int]:
@@ -84,18 +74,7 @@ def ranks_here(
 def join(
     rank: int, num_ranks: int, store: str, limit_s: float, find_ended: Callable[[], Sequence[int]]
 ) -> None:
-    """Waits for all ranks, then makes the default group; this process computes with one thread.
-
-    Args:
-        rank: this one.
-        num_ranks: in all.
-        store: the file where they meet.
-        limit_s: how long it waits.
-        find_ended: the ranks that will not come any more, as far as it is known.
-
-    Raises:
-        RankFailureError: one ended, or did not come in time.
-    """
+    """Waits for all ranks, then makes the default group; this process computes with one thread."""
     torch.set_num_threads(1)
     meeting = FileStore(store, num_ranks)
     meeting.set(f"rank {rank}", "here")

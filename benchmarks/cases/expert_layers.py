@@ -40,20 +40,13 @@ def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class CallsPlan:
-    """Which calls of a layer are measured.
-
-    Attributes:
-        tokens: numbers of tokens of a call.
-        trains: whether calls with backward are measured, too.
-        block_s: seconds that a repetition takes for each kind of call.
-    """
+    """Which calls of a layer are measured."""
 
     tokens: Sequence[int]
     trains: bool
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """As ``kinds_of_calls``."""
         return kinds_of_calls(self.tokens, trains=self.trains)
 
     def metrics(self) -> dict[str, Metric]:
@@ -82,11 +75,7 @@ class CallsSystem(BenchSystem):
         """How many tokens of a result are compared, and how many agree."""
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every kind of call; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: it cannot compute this layer, or its results differ.
-        """
+        """Measures every kind of call; before the first time, compares results."""
         kinds = [one for one in self._plan.calls() if self.takes(one[1], trains=one[2])]
         with peer_failures():
             if not self.compared:
@@ -103,13 +92,7 @@ class CallsSystem(BenchSystem):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """A module of experts in memory, and what its calls need.
-
-    Attributes:
-        module: of transformers; called with x, ids and gate weights.
-        num_experts, top_k: E and K.
-        dim_model, dim_hidden: D and F.
-    """
+    """A module of experts in memory, and what its calls need."""
 
     module: Any
     num_experts: int
@@ -119,7 +102,6 @@ class ExpertLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and tokens."""
         return next(self.module.parameters()).dtype
 
     @property
@@ -129,7 +111,6 @@ class ExpertLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
     @property
@@ -150,7 +131,6 @@ class ExpertLayer:
         return ids.to(self.device), shares.to(self.device, self.dtype)
 
     def tokens(self, num_tokens: int) -> Tensor:
-        """Random tokens ``[T, D]``."""
         generator = torch.Generator().manual_seed(99)
         drawn = torch.randn(num_tokens, self.dim_model, generator=generator)
         return drawn.to(self.device, self.dtype)
@@ -179,11 +159,8 @@ class ExpertLayer:
         return few, places
 
     def handed_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D, F]``.
-
-        Raises:
-            PeerFailedError: the layer has other parts than gate, up and down in bf16.
-        """
+        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D,
+        F]``."""
         found = {name: value.detach() for name, value in self.module.named_parameters()}
         is_transposed = getattr(self.module, "is_transposed", False)
         if self.dtype != torch.bfloat16 or found.keys() != _HANDED or is_transposed:
@@ -197,11 +174,7 @@ class ExpertLayer:
 
 
 def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
-    """The experts of a known model with random weights.
-
-    Raises:
-        ValueError: no model of that name is known.
-    """
+    """The experts of a known model with random weights."""
     from transformers import CONFIG_MAPPING
     from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
 
@@ -224,35 +197,20 @@ def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
 
 
 def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
-    """The first layer of experts of a checkpoint, with random weights.
-
-    Args:
-        model: a checkpoint.
-        dtype: to compute in; ``"auto"`` for the checkpoint's own.
-
-    Raises:
-        CheckpointError: nothing readable is there.
-        UnsupportedModelError: it has no experts that transformers marks as such.
-    """
+    """The first layer of experts of a checkpoint, with random weights."""
     module, found_dtype, num_experts, top_k = _of_model(model, dtype)
     return _drawn(module, found_dtype, num_experts, top_k)
 
 
 def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
-    """Sizes of the first layer of experts of a checkpoint, and the type to compute in.
-
-    Args:
-        model: a checkpoint.
-        dtype: as for ``layer_of_model``, and what is raised, too.
-    """
+    """Sizes of the first layer of experts of a checkpoint, and the type to compute in."""
     module, found_dtype, num_experts, top_k = _of_model(model, dtype)
     return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
 
 
 def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:
     from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
-    from moe_runtime.checkpoints.model_files import found_headers
-    from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+    from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 
     with found_headers(model) as folder:
         checkpoint = open_checkpoint(folder, dtype)
@@ -262,7 +220,6 @@ def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.d
 
 
 def _dims(module: Any) -> tuple[int, int]:
-    """D and F."""
     down = tuple(module.down_proj.shape[1:])
     return (down[1], down[0]) if getattr(module, "is_transposed", False) else down
 

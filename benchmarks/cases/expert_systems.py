@@ -87,10 +87,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
     """How many tokens of a call's first routing are near enough to what they should be.
 
     Args:
-        plan: see there.
         found: of the implementation, ``[T, D]``.
-        expected: this project's.
-        trains: whether both are gradients of x.
     """
     bound, found = rounding_bound(plan.layer, trains=trains), found.to(expected.device)
     exact = in_float64(plan.layer, len(found), trains=trains)
@@ -131,13 +128,7 @@ def distance(found: Tensor, exact: Tensor) -> Tensor:
 
 
 class ExpertsSystem(CallsSystem):
-    """An implementation.
-
-    Args:
-        name: of the implementation.
-        plan: see there.
-        expected: this project's result by metric, of the first routing.
-    """
+    """An implementation."""
 
     def __init__(self, name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> None:
         super().__init__(name, plan)
@@ -166,11 +157,7 @@ def measure_experts(
     settings: Mapping[str, Any],
     peers: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
-    """Measures this project, every implementation of transformers, and peers.
-
-    Returns:
-        The content of a results file.
-    """
+    """Measures this project, every implementation of transformers, and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers
 
     register_with_transformers()
@@ -193,26 +180,14 @@ class ExpertsPeer(BenchSystem):
         folder: Path,
         running: ExitStack,
     ) -> None:
-        """What it is held to.
-
-        Args:
-            program: the peer.
-            plan: see there.
-            expected: this project's result by metric, of the first routing.
-            folder: where all peers find the layer; written by the first one that needs it.
-            running: ends its process.
-        """
+        """What it is held to."""
         super().__init__(program.name, {})
         self._program, self._plan, self._expected = program, plan, expected
         self._folder, self._running = folder, running
         self._process: PeerProcess | None = None
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every kind of forward pass; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: it ended, cannot compute this layer, or its results differ.
-        """
+        """Measures every kind of forward pass; before the first time, compares results."""
         process = self._process or self._start()
         calls = [(name, tokens) for name, tokens, trains in self._plan.calls() if not trains]
         if not self.compared:
@@ -241,11 +216,8 @@ class ExpertsPeer(BenchSystem):
 
 
 def write_layer(plan: ExpertsPlan, folder: Path) -> None:
-    """Writes the weights of a layer, and tokens and routings of every call, unless they are there.
-
-    Raises:
-        PeerFailedError: see ``ExpertLayer.handed_parts``.
-    """
+    """Writes the weights of a layer, and tokens and routings of every call, unless they are
+    there."""
     layer = plan.layer
     if (folder / f"{plan.tokens[-1]}.npz").exists():  # the last file
         return

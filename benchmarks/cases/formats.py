@@ -93,13 +93,7 @@ Matrix = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, kw_only=True)
 class FormatLayer(ExpertLayer):
-    """Experts in a format; ``module`` computes them as a decode step of a loaded model does.
-
-    Attributes:
-        format_name: of ``FORMATS``.
-        experts: one after another in ``memory``.
-        memory: uint8, all of it theirs.
-    """
+    """Experts in a format; ``module`` computes them as a decode step of a loaded model does."""
 
     format_name: str
     experts: Sequence[ExpertWeights]
@@ -107,7 +101,6 @@ class FormatLayer(ExpertLayer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of tokens."""
         return torch.bfloat16
 
     @property
@@ -117,14 +110,12 @@ class FormatLayer(ExpertLayer):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
         return sum(matrix.nbytes for matrix in _matrices(self.experts[0]))
 
     @property
     def input_rounding(self) -> float:
         """Each number is half of a step from its own at most, and a step a 127th of the largest
-        of a group: in the 2-norm no more than the root of the group's size as often.
-        """
+        of a group: in the 2-norm no more than the root of the group's size as often."""
         kind = FORMATS[self.format_name]
         is_rounded = kind is not None and kind.int8_activations
         return _ROUNDED_PRODUCTS * INT8_GROUP**0.5 / (2 * 127) if is_rounded else 0.0
@@ -165,17 +156,7 @@ class FormatLayer(ExpertLayer):
 
 
 def make_format_layer(name: str, sizes: LayerSizes, memory: int) -> FormatLayer:
-    """A layer of as many of its experts as fit.
-
-    Args:
-        name: of ``FORMATS``.
-        sizes: of the layer.
-        memory: bytes that the experts may take.
-
-    Raises:
-        ValueError: its rows are no whole blocks, or one token's experts do not fit.
-        CapacityError: the memory cannot be had.
-    """
+    """A layer of as many of its experts as fit."""
     num_experts, top_k, dim_d, dim_f = sizes
     generator = torch.Generator().manual_seed(0)
     shapes = (dim_f, dim_d), (dim_f, dim_d), (dim_d, dim_f)
@@ -274,15 +255,7 @@ def _decode_step(experts: Sequence[ExpertWeights]) -> Callable[[Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class FormatsPlan:
-    """What is asked of every format.
-
-    Attributes:
-        names: of formats.
-        sizes: of the layer.
-        memory: bytes that experts of a format may take.
-        tokens: numbers of tokens of a call.
-        block_s: seconds that a repetition takes for each number.
-    """
+    """What is asked of every format."""
 
     names: Sequence[str]
     sizes: LayerSizes
@@ -332,14 +305,7 @@ def measure_formats(
     settings: Mapping[str, Any],
     peers: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
-    """Measures every format, reads and peers; each has an equal part of the time that is left.
-
-    Returns:
-        The content of a results file.
-
-    Raises:
-        NativeUnavailableError: the native library was not built.
-    """
+    """Measures every format, reads and peers; each has an equal part of the time that is left."""
     require_native().set_num_threads(torch.get_num_threads())
     begin = rules.clock()
     rows, ends, counts = list[dict[str, Any]](), set[str](), dict[str, int]()

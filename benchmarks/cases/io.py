@@ -40,14 +40,7 @@ Layouts = Mapping[ExpertKey, ExpertLayout]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """What is asked of every system.
-
-    Attributes:
-        layouts: where each expert lies.
-        num_experts: how many a repetition reads, each once.
-        in_flight: experts on their way at any time.
-        io_threads: threads of this project's queue.
-    """
+    """What is asked of every system."""
 
     layouts: Layouts
     num_experts: int
@@ -68,11 +61,7 @@ class ReadSystem(BenchSystem):
         self._number = 0
 
     def repeat(self) -> Mapping[str, Number]:
-        """Reads the experts of one repetition.
-
-        Raises:
-            PeerFailedError: a read failed, or brought other bytes than those of the file.
-        """
+        """Reads the experts of one repetition."""
         keys = self.plan.keys(self._number)
         self._number += 1
         layouts = self.plan.layouts
@@ -95,11 +84,7 @@ class ReadSystem(BenchSystem):
 
     @abstractmethod
     def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
-        """Reads experts into slots.
-
-        Returns:
-            The experts that lie in slots afterwards, and the seconds that each read took.
-        """
+        """Reads experts into slots."""
 
     def close(self) -> None:
         """Ends what reads."""
@@ -155,7 +140,6 @@ class QueueReads(ReadSystem):
         return lies, [read.ended_s - begin for begin, read in reads]
 
     def close(self) -> None:
-        """Ends the threads."""
         self._source.close()
 
 
@@ -193,7 +177,6 @@ class PlainReads(ReadSystem):
         return {key: self.slab.slot(slot) for slot, key in lies.items()}, took_s
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
 

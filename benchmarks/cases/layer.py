@@ -35,7 +35,6 @@ class LayerPlan(CallsPlan):
     dtype: torch.dtype
 
     def x(self, num_tokens: int) -> Tensor:
-        """Tokens ``[1, T, D]``."""
         generator = torch.Generator().manual_seed(num_tokens)
         x = torch.randn(1, num_tokens, self.sizes.dim_model, generator=generator)
         return x.to(self.dtype)
@@ -89,8 +88,6 @@ class Expected:
     Attributes:
         ours: this project's results, ``[T, D]``.
         clear: the tokens that are compared, ``[T]`` bool.
-        exact: of the first of these, in float64.
-        bound: relative distance that roundings allow.
     """
 
     ours: Tensor

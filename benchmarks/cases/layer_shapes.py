@@ -51,11 +51,7 @@ TRAINING_SHAPES = {
 
 
 def sizes_of_shape(name: str) -> LayerSizes:
-    """Sizes of a known model.
-
-    Raises:
-        ValueError: no model of that name is known.
-    """
+    """Sizes of a known model."""
     require_known("shape", name, LAYER_SHAPES)
     shape = LAYER_SHAPES[name]
     return LayerSizes(shape.num_experts, shape.top_k, shape.dim_model, shape.dim_hidden)

@@ -38,13 +38,7 @@ _ROUNDINGS = 4
 
 
 class OpCall(NamedTuple):
-    """One op on its operands.
-
-    Attributes:
-        name: of the op.
-        call: computes it by an implementation, ``auto`` or ``reference``.
-        leaves: tensors whose gradients it gives; none where it has no backward pass.
-    """
+    """One op on its operands."""
 
     name: str
     call: Callable[[Any], Tensor]
@@ -130,23 +124,14 @@ def _leaf(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
 
 
 class OpSystem(BenchSystem):
-    """An op as a system under test; results are compared at each number of tokens.
-
-    Args:
-        calls: of the op, by the number of tokens.
-        plan: see there.
-    """
+    """An op as a system under test; results are compared at each number of tokens."""
 
     def __init__(self, calls: Mapping[int, OpCall], plan: OpsPlan) -> None:
         super().__init__(next(iter(calls.values())).name)
         self._calls, self._plan = calls, plan
 
     def repeat(self) -> Mapping[str, Number]:
-        """The median of a block of calls of each kind; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: a result differs, or it cannot be computed here.
-        """
+        """The median of a block of calls of each kind; before the first time, compares results."""
         with peer_failures():
             return self._times()
 

@@ -49,13 +49,7 @@ class PlacementsPlan:
     """What is placed.
 
     Attributes:
-        profile: loads and transitions that placements are made from.
         future: ``[T, L, K]`` routing that they are scored on.
-        devices: where experts go.
-        told: what algorithms are told.
-        num_replicas: slots of a layer beyond one for each expert; algorithms that make no copies
-            go without.
-        searches: also those that search.
     """
 
     profile: RoutingProfile
@@ -95,13 +89,7 @@ class PlacementsPlan:
 
 
 class PlacedExperts(BenchSystem):
-    """An algorithm under test; visits of the scored part are compared with where experts lie.
-
-    Args:
-        name: of the algorithm.
-        plan: what is placed.
-        make: makes a placement, or several whose mean scores count.
-    """
+    """An algorithm under test; visits of the scored part are compared with where experts lie."""
 
     def __init__(
         self, name: str, plan: PlacementsPlan, make: Callable[[], Sequence[Placement]]
@@ -110,12 +98,7 @@ class PlacedExperts(BenchSystem):
         self._plan, self._make = plan, make
 
     def repeat(self) -> Mapping[str, Number]:
-        """Places and scores.
-
-        Raises:
-            PeerFailedError: the algorithm cannot place these experts on these devices, or visits
-                were counted where their experts do not lie.
-        """
+        """Places and scores."""
         plan = self._plan
         start = time.perf_counter()
         with peer_failures():

@@ -29,18 +29,7 @@ _COMPARED_EVENTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesPlan:
-    """What is replayed.
-
-    Attributes:
-        workload: the events.
-        policies: names, each once.
-        capacities: shares of all experts that fit.
-        scope: ``per-layer`` or ``global``.
-        training: what learners are taught first; None leaves them to the workload.
-        reset_per_sequence: each request has a cache and policies of its own.
-        predictor: a trained one, which ``predicted`` asks.
-        sizes: bytes of each expert, where they differ: what is read is weighed by them.
-    """
+    """What is replayed."""
 
     workload: Workload
     policies: Sequence[str]
@@ -52,11 +41,7 @@ class PoliciesPlan:
     sizes: Mapping[ExpertKey, int] | None = None
 
     def experiment(self, policy: str) -> Experiment:
-        """The replays of a policy.
-
-        Raises:
-            ValueError: there is no such policy, scope or capacity.
-        """
+        """The replays of a policy."""
         asked = self.predictor if policy == "predicted" else None
         return Experiment(
             policies=[policy],
@@ -93,11 +78,7 @@ class PolicyReplays(BenchSystem):
         self._experiment = plan.experiment(name)
 
     def repeat(self) -> Mapping[str, Number]:
-        """Replays the trace at every capacity.
-
-        Raises:
-            PeerFailedError: the replay is not what the policy does.
-        """
+        """Replays the trace at every capacity."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}
@@ -145,11 +126,7 @@ def beginning(workload: Workload, num_events: int) -> Workload:
 def measure_policies(
     plan: PoliciesPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the policies; the content of a results file.
-
-    Raises:
-        ValueError: an unknown policy or scope, or a capacity without room for a token's experts.
-    """
+    """Measures the policies; the content of a results file."""
     systems = [PolicyReplays(name, plan) for name in plan.policies]
     return measure_systems("policies", systems, metrics_of(plan), rules, settings)
 
@@ -169,21 +146,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 def require_golden(workload: Workload, path: Path) -> int:
-    """Replays every row of a file of exact hit counts, which another replay of the trace found.
-
-    It is a JSON list of rows (or an object with it as ``rows``): ``policy``, ``scope``
-    (``per_layer`` or ``global``), ``capacity`` in slots (of each layer, or of all), whether the
-    cache is emptied between sequences (``reset_per_sequence``), and what was counted: ``accesses``,
-    ``hits`` and ``all_k_hit_rate``, the share of a layer's visits without a load, of six digits.
-
-    Returns:
-        How many there are.
-
-    Raises:
-        ValueError: a count differs; or a row has a policy, scope or capacity that there is not.
-        CheckpointError: the file has no such rows.
-        OSError: it cannot be read.
-    """
+    """Replays every row of a file of exact hit counts, which another replay of the trace found."""
     rows = _rows(path)
     for number, row in enumerate(rows):
         place = f"{path}: row {number} ({row['policy']}, {row['scope']}, {row['capacity']} slots)"

@@ -25,19 +25,7 @@ _TIMED_STEPS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorsPlan:
-    """What is measured.
-
-    Attributes:
-        predictors: names, each once.
-        training: sequences that they learn from.
-        test: others, of which recall is counted.
-        served: the same as a workload, in whose steps predictors are timed and prefetch.
-        distances: layers to look ahead.
-        max_tokens: recall of a random sample of so many tokens; None for all.
-        seed: of that sample.
-        machine: a modelled one, on which they prefetch; None leaves that out.
-        capacities: shares of the experts that fit there.
-    """
+    """What is measured."""
 
     predictors: Sequence[str]
     training: Routes
@@ -64,14 +52,7 @@ def metrics_of(plan: PredictorsPlan) -> dict[str, Metric]:
 
 
 class MeasuredPredictor(BenchSystem):
-    """A predictor under test; recalls of the control are compared with complete ones.
-
-    It is fitted, its recall is counted, and it prefetches where a machine is modelled.
-
-    Attributes:
-        estimator: fitted.
-        is_timed: whether it was asked at least once.
-    """
+    """A predictor under test; recalls of the control are compared with complete ones."""
 
     def __init__(self, name: str, plan: PredictorsPlan) -> None:
         super().__init__(name)
@@ -91,11 +72,7 @@ class MeasuredPredictor(BenchSystem):
         self._found = _recalls(counted) | _prefetching(name, self.estimator, plan)
 
     def repeat(self) -> Mapping[str, Number]:
-        """Asks for the next layer before and after every layer, as a run does.
-
-        Raises:
-            PeerFailedError: the control did not find everything.
-        """
+        """Asks for the next layer before and after every layer, as a run does."""
         if self.equal < self.compared or not self.compared:
             raise PeerFailedError(
                 f"the control, which knows the answer, found it in {self.equal} of {self.compared} "
@@ -160,16 +137,7 @@ def measure_predictors(
     settings: Mapping[str, Any],
     on_count: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Measures the predictors; the content of a results file.
-
-    Those whose recall was counted before it was to stop are asked once more and keep it.
-
-    Args:
-        on_count: called with a predictor's name before it is fitted.
-
-    Raises:
-        ValueError: an unknown predictor, or a capacity without room for a token's experts.
-    """
+    """Measures the predictors; the content of a results file."""
     systems: list[MeasuredPredictor] = []
     for name in plan.predictors:
         on_count(name)

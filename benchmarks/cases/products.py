@@ -12,11 +12,7 @@ METRICS = {"product_s": Metric("s")}
 
 
 class TimedProduct(BenchSystem):
-    """A product as a system under test; its name says of which layer. Nothing is compared.
-
-    Attributes:
-        tile: in which it is computed.
-    """
+    """A product as a system under test; its name says of which layer. Nothing is compared."""
 
     def __init__(
         self,
@@ -24,13 +20,7 @@ class TimedProduct(BenchSystem):
         measured: Measured,
         seconds_of: Callable[[Callable[[], Any]], float],
     ) -> None:
-        """What it computes.
-
-        Args:
-            layer: T, D, F, E and K.
-            measured: the product, and the tile that it has.
-            seconds_of: runs a call often enough and says what it takes.
-        """
+        """What it computes."""
         sizes = " ".join(f"{name}={size}" for name, size in zip("TDFEK", layer, strict=True))
         super().__init__(f"{measured.problem.name}, {sizes}")
         self.tile = measured.tile
@@ -38,10 +28,6 @@ class TimedProduct(BenchSystem):
         self._seconds_of = seconds_of
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times it once.
-
-        Raises:
-            PeerFailedError: it cannot be computed here.
-        """
+        """Times it once."""
         with peer_failures():
             return {"product_s": self._seconds_of(self._call)}

@@ -42,10 +42,7 @@ class StartedServer:
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
-        """Bytes that it reads within the block, by calls and from storage, and its peak by then.
-
-        They are there once the block has ended, unless the server has ended too.
-        """
+        """Bytes that it reads within the block, by calls and from storage, and its peak by then."""
         found: dict[str, float] = {}
         before = self._counts()
         yield found
@@ -73,21 +70,7 @@ def started_server(
     timeout_s: float,
     is_stopping: Callable[[], bool],
 ) -> Iterator[StartedServer]:
-    """Starts a server of OpenAI's API and waits until it lists its models; ends it afterwards.
-
-    Args:
-        words: its command.
-        url: where it will answer.
-        cap_bytes: of all its memory, page cache included; the cache is emptied before, where this
-            user may do that.
-        timeout_s: seconds that it may take.
-        is_stopping: whether to wait no longer.
-
-    Raises:
-        ValueError: something answers there already, or the command cannot be run.
-        PeerFailedError: it ended, or took too long.
-        CapUnavailableError: memory cannot be capped here.
-    """
+    """Starts a server of OpenAI's API and waits until it lists its models; ends it afterwards."""
     if _answers(url):
         raise ValueError(f"--start: something answers at {url} already; end it or change the port")
     with ExitStack() as stack:
@@ -216,14 +199,7 @@ def serve_results(
     settings: Mapping[str, Any],
     is_interrupted: bool,
 ) -> dict[str, Any]:
-    """The content of a results file.
-
-    Args:
-        found: the levels.
-        bounds: of a request that counts as good, as for ``summarize``.
-        settings: what was asked for; no keys.
-        is_interrupted: whether a signal ended it.
-    """
+    """The content of a results file."""
     rows = [(one, summarize(one, bounds)) for one in found]
     has_answers = any(row["answered"] for _, row in rows)
     ended = "interrupted" if is_interrupted else "most" if has_answers else "failed"

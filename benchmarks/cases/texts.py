@@ -37,15 +37,7 @@ Ids = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan(ABC):
-    """What is asked of every system, text by text; a text is a prompt or a batch of prompts.
-
-    Attributes:
-        num_new: tokens after each prompt, the first included; at least 2.
-        agreement: least share of likeliest tokens that must equal this project's.
-        timeout_s: seconds after which a system that does not answer is ended.
-        continuations: ``num_new`` ids after each prompt of each text, which all are given in place
-            of this project's likeliest ones: a model of random weights writes no text.
-    """
+    """What is asked of every system, text by text; a text is a prompt or a batch of prompts."""
 
     case: ClassVar[str]
     judged: ClassVar[tuple[str, ...]]
@@ -75,11 +67,7 @@ class TextPlan(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyPlan(TextPlan):
-    """One sequence at a time: first token and time between tokens.
-
-    Attributes:
-        prompts: ids of each prompt.
-    """
+    """One sequence at a time: first token and time between tokens."""
 
     case: ClassVar[str] = "latency"
     judged: ClassVar[tuple[str, ...]] = ("first_token_s", "between_tokens_s")
@@ -109,11 +97,7 @@ class LatencyPlan(TextPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputPlan(TextPlan):
-    """Batches of prompts side by side: tokens a second in all.
-
-    Attributes:
-        batches: ids of the prompts that are read side by side; of different lengths if need be.
-    """
+    """Batches of prompts side by side: tokens a second in all."""
 
     case: ClassVar[str] = "throughput"
     judged: ClassVar[tuple[str, ...]] = ("new_tokens_per_s",)
@@ -153,31 +137,17 @@ class ThroughputPlan(TextPlan):
 
 
 class TextSystem(BenchSystem):
-    """A peer that continues texts.
-
-    Attributes:
-        energy: measures that of the machine while it answers.
-    """
+    """A peer that continues texts."""
 
     def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Any]) -> None:
-        """What it is held to.
-
-        Args:
-            program: the peer.
-            plan: see there.
-            expected: the likeliest tokens of each text.
-        """
+        """What it is held to."""
         super().__init__(program.name, {})
         self.program, self.energy = program, EnergyMeter()
         self._plan, self._expected = plan, plan.sequences(expected)
         self._given = plan.continuations or expected
 
     def repeat(self) -> Mapping[str, Number]:
-        """Runs the peer once: it reads the first text untimed, then all of them.
-
-        Raises:
-            PeerFailedError: it ended, or its text differs.
-        """
+        """Runs the peer once: it reads the first text untimed, then all of them."""
         plan = self._plan
         with started(self.program, plan.timeout_s) as process:
             begun = process.ask("start", settings=self.program.settings)
@@ -206,11 +176,7 @@ class TextSystem(BenchSystem):
 
 
 def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Any]:
-    """The likeliest tokens after each text, untimed: greedy continuations, or what is given.
-
-    Raises:
-        PeerFailedError: this project does not run.
-    """
+    """The likeliest tokens after each text, untimed: greedy continuations, or what is given."""
     given = plan.continuations or [None] * len(plan.texts)
     try:
         with started(ours, plan.timeout_s) as process:
@@ -249,14 +215,7 @@ def measure_texts(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures this project and its peers.
-
-    Returns:
-        The content of a results file.
-
-    Raises:
-        PeerFailedError: this project does not run, so that there is no text to compare with.
-    """
+    """Measures this project and its peers."""
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]

@@ -47,18 +47,7 @@ _NUM_THREADS = 4
 
 
 def seconds_alone(file: Path, read: int, written: int) -> float | None:
-    """Times reads and writes of whole blocks, in random order, four at a time.
-
-    Args:
-        file: written over.
-        read, written: bytes.
-
-    Returns:
-        None of less than a block, and where files cannot be opened past the page cache.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Times reads and writes of whole blocks, in random order, four at a time."""
     kinds = [True] * (read // _BLOCK_BYTES) + [False] * (written // _BLOCK_BYTES)
     if not kinds or file.stat().st_size < _BLOCK_BYTES:
         return None
@@ -98,16 +87,7 @@ _FEW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What is asked of every system.
-
-    Attributes:
-        sizes: of a layer of experts; every layer has them.
-        layers: of the model.
-        sequences, context: of a step.
-        dtype: of products; bfloat16 under autocast, weights and states are float32.
-        host_memory: budget of the offloaded training in bytes; None leaves it out.
-        device: where the systems of this process compute.
-    """
+    """What is asked of every system."""
 
     sizes: LayerSizes
     layers: int
@@ -154,12 +134,7 @@ class TrainingPlan:
         return ["grouped_mm", "eager"] if self.sizes.num_experts <= _FEW else ["grouped_mm"]
 
     def needed_bytes(self, num_programs: int = 0) -> int:
-        """Weights, gradients and moments of all systems in memory.
-
-        Args:
-            num_programs: peers in processes of their own, which may hold weights and gradients
-                twice.
-        """
+        """Weights, gradients and moments of all systems in memory."""
         with torch.device("meta"):
             one, two = (
                 sum(part.numel() for part in LanguageModel(config).parameters())
@@ -228,11 +203,7 @@ class TrainingSystem(BenchSystem):
         return float(found[0].detach())
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times a step; before the first time, compares losses.
-
-        Raises:
-            PeerFailedError: it cannot train this model, or its losses differ.
-        """
+        """Times a step; before the first time, compares losses."""
         with peer_failures():
             if not self.compared:
                 losses = [self.step() for _ in self._expected]
@@ -255,23 +226,10 @@ class TrainingSystem(BenchSystem):
 
 
 class OffloadedSystem(TrainingSystem):
-    """This project's training with experts and their states off memory beyond a budget.
-
-    What a step read, wrote and waited for are metrics of it, and the time that as many bytes take
-    alone on the same disk.
-    """
+    """This project's training with experts and their states off memory beyond a budget."""
 
     def __init__(self, plan: TrainingPlan, folder: Path, expected: list[float]) -> None:
-        """Begins with the same weights as all.
-
-        Args:
-            plan: its ``host_memory`` is the budget.
-            folder: an empty one, for the experts' file.
-            expected: as of all.
-
-        Raises:
-            CapacityError: the budget is too small.
-        """
+        """Begins with the same weights as all."""
         assert plan.host_memory is not None
         model = _first_model(plan)
         self.training = offload_training(
@@ -312,14 +270,7 @@ class TrainingPeer(BenchSystem):
     def __init__(
         self, program: PeerProgram, plan: TrainingPlan, expected: list[float], running: ExitStack
     ) -> None:
-        """What it is held to.
-
-        Args:
-            program: the peer, and the folder as the ``model`` of its settings.
-            plan: see there.
-            expected: this project's losses.
-            running: ends its process.
-        """
+        """What it is held to."""
         super().__init__(program.name, {})
         self._program, self._plan, self._expected = program, plan, expected
         self._running = running
@@ -328,11 +279,7 @@ class TrainingPeer(BenchSystem):
         self._energy = EnergyMeter()
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times a step; before the first time, compares losses.
-
-        Raises:
-            PeerFailedError: it ended, cannot train this model, or its losses differ.
-        """
+        """Times a step; before the first time, compares losses."""
         if self._process is None:
             self._process = self._running.enter_context(started(self._program, _TIMEOUT_S))
             asked = {"rate": _RATE, "betas": _BETAS, "decay": _DECAY, **self._program.settings}
@@ -353,11 +300,7 @@ class TrainingPeer(BenchSystem):
 def require_equal(
     system: BenchSystem, losses: list[float], expected: list[float], bound: float
 ) -> None:
-    """Compares losses, and notes how many agree.
-
-    Raises:
-        PeerFailedError: one differs by more than ``bound``.
-    """
+    """Compares losses, and notes how many agree."""
     far = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     system.compared, system.equal = len(far), sum(one <= bound for one in far)
     if system.equal < system.compared:
@@ -464,16 +407,7 @@ def measure_training(
     free_bytes: int,
     programs: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
-    """Measures steps of all systems; the content of a results file.
-
-    Args:
-        free_bytes: memory that may be taken.
-        programs: peers in processes of their own.
-
-    Raises:
-        ValueError: all systems side by side need more memory than that.
-        CapacityError: the budget of the offloaded training is too small.
-    """
+    """Measures steps of all systems; the content of a results file."""
     needed = plan.needed_bytes(len(programs))
     if needed > free_bytes:
         raise ValueError(

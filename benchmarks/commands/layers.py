@@ -405,11 +405,7 @@ def bench_training(
 
 
 def require_one(model: str | None, shape: str | None, question: str) -> None:
-    """Refuses MODEL and ``--shape`` together, and neither.
-
-    Raises:
-        ValueError: there is no one thing to measure.
-    """
+    """Refuses MODEL and ``--shape`` together, and neither."""
     if (model is None) == (shape is None):
         raise ValueError(f"expected MODEL or --shape, one of them: {question}")
 
@@ -437,11 +433,7 @@ def _sizes_said(model: str | None, shape: str | None, sizes: LayerSizes) -> dict
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":
-    """The type to compute in; None for ``auto``.
-
-    Raises:
-        ValueError: there is no such type.
-    """
+    """The type to compute in; None for ``auto``."""
     from moe_runtime.checkpoints.checkpoint import COMPUTE_DTYPES
     from moe_runtime.config import require_known
 
@@ -453,11 +445,7 @@ def parse_dtype(name: str) -> "torch.dtype | None":
 
 
 def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
-    """Numbers of tokens, in order; fewer with ``--quick`` where none are given.
-
-    Raises:
-        ValueError: one is no number, too small or too large.
-    """
+    """Numbers of tokens, in order; fewer with ``--quick`` where none are given."""
     if text is None:
         return [1, 16, 256] if quick else [1, 16, 64, 256]
     try:
@@ -472,16 +460,7 @@ def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
 
 
 def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProgram"]) -> list[str]:
-    """The formats of ``--formats``, each once.
-
-    Args:
-        text: names, with commas.
-        refused: options, and whether they are given: they have no meaning here.
-        peers: who shall take part.
-
-    Raises:
-        ValueError: a name is unknown, an option or a peer has nothing to do with them.
-    """
+    """The formats of ``--formats``, each once."""
     from moe_runtime.benchmarks.cases.formats import FORMATS
     from moe_runtime.benchmarks.suite.peers import describe_peer
 
@@ -498,12 +477,7 @@ def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProg
 
 
 def hold_to(isa: str | None) -> None:
-    """Selects an instruction set here, and starts the process anew if torch was not held to it.
-
-    Raises:
-        ValueError: there is none of that name, or this processor has it not.
-        KernelUnavailableError: there is no native library.
-    """
+    """Selects an instruction set here, and starts the process anew if torch was not held to it."""
     if isa is None:
         return
     require_known("--isa", isa, tuple(OLDER))

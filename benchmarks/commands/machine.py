@@ -265,8 +265,7 @@ def bench_kernels(
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    from moe_runtime.kernels.grouped_gemm.table import table_path, write_table
-    from moe_runtime.kernels.grouped_gemm.tiles import describe_device
+    from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import (
         candidate_tiles,
         layer_problems,
@@ -320,14 +319,7 @@ def keep_products(
     gpu: str,
     is_stopping: Callable[[], bool],
 ) -> str | None:
-    """Repeats products in turn, and writes a results file, as `keep_results`.
-
-    Args:
-        output: the file.
-        found: layers and their products, in the tiles that these have.
-        gpu: its name.
-        is_stopping: asked before each repetition.
-    """
+    """Repeats products in turn, and writes a results file, as `keep_results`."""
     from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
     from moe_runtime.benchmarks.suite.results import measure_systems
     from moe_runtime.benchmarks.suite.runner import Rules

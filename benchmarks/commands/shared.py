@@ -67,11 +67,7 @@ Cap = Annotated[
 
 
 def cap_bytes(cap: str | None) -> int | None:
-    """The bytes of ``--cap``.
-
-    Raises:
-        ValueError: it is no size, or memory cannot be capped here.
-    """
+    """The bytes of ``--cap``."""
     if cap is None:
         return None
     from moe_runtime.benchmarks.suite.memory_cap import why_unavailable
@@ -83,13 +79,7 @@ def cap_bytes(cap: str | None) -> int | None:
 
 
 class CaseRun:
-    """One run of a case: the options that all cases have, and how it ends.
-
-    Attributes:
-        ctx, session: of the command.
-        quick: whether a minute must do.
-        output: the results file, if any.
-    """
+    """One run of a case: the options that all cases have, and how it ends."""
 
     def __init__(
         self,
@@ -102,11 +92,7 @@ class CaseRun:
         precision: float = 0.05,
         quick: bool = False,
     ) -> None:
-        """Takes the options.
-
-        Args:
-            seconds: that a run takes where ``max_s`` does not say, and a quick one.
-        """
+        """Takes the options."""
         self.ctx, self.quick, self.output = ctx, quick, output
         self.session: Session = ctx.obj
         self.as_json, self._precision = as_json, precision
@@ -115,11 +101,7 @@ class CaseRun:
         self.stop: StopRequest | None = None
 
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
-        """Refuses to replace the file of a peer, or of the model that it is given.
-
-        Raises:
-            ValueError: the results file is one of these.
-        """
+        """Refuses to replace the file of a peer, or of the model that it is given."""
         from moe_runtime.benchmarks.suite.peers import files_under
 
         if self.output is not None:
@@ -129,11 +111,7 @@ class CaseRun:
 
     @contextmanager
     def rules(self, *judged: str) -> Iterator["Rules"]:
-        """Rules of a measurement, which a signal stops within the block.
-
-        Args:
-            judged: the metrics that must be certain.
-        """
+        """Rules of a measurement, which a signal stops within the block."""
         from moe_runtime.benchmarks.suite.runner import Rules
 
         self._facts = {"precision": self._precision, "max_s": self._max_s}
@@ -160,17 +138,7 @@ class CaseRun:
         *,
         unasked: Collection[str] = (),
     ) -> None:
-        """Writes and prints what was measured; says which systems failed.
-
-        Args:
-            results: content of a results file.
-            show: prints the table.
-            unasked: systems that took part without being named; they may fail.
-
-        Raises:
-            typer.Exit: it was stopped, the file cannot be written, or what was asked for has no
-                numbers.
-        """
+        """Writes and prints what was measured; says which systems failed."""
         results["settings"] |= self._facts
         unwritten = keep_results(results, self.output)
         if self.as_json:
@@ -190,11 +158,7 @@ class CaseRun:
             raise typer.Exit(1)
 
     def exit_if_stopped(self) -> None:
-        """Ends the command with the exit code of a signal, if one came.
-
-        Raises:
-            typer.Exit: one came.
-        """
+        """Ends the command with the exit code of a signal, if one came."""
         if self.stop is not None and self.stop.is_set:
             raise typer.Exit(self.stop.exit_code)
 
@@ -205,16 +169,7 @@ def case(
     seconds: tuple[int, int] | None = (300, 60),
     output: str = _OUTPUT_HELP,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function: adds the options that all cases have, and a `CaseRun`.
-
-    A parameter that is a dataclass stands for an option for each of its fields (`expanded`).
-
-    Args:
-        quick: help of ``--quick``; None for no such option.
-        seconds: after which no repetition begins, and of a quick run; None where repetitions are
-            not measured until they are certain.
-        output: help of ``--output``.
-    """
+    """Makes a command of a function: adds the options that all cases have, and a `CaseRun`."""
     kinds: dict[str, tuple[Any, Any]] = {}
     if seconds is not None:
         words = f"Seconds after which no repetition begins. [{seconds[0]}; quick: {seconds[1]}]"
@@ -257,13 +212,7 @@ def say_repetition(name: str, number: int) -> None:
 
 
 def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
-    """Writes what was measured before it is shown, so that neither is lost with the other.
-
-    Nothing is written, and nothing older replaced, where there is no number.
-
-    Returns:
-        A line that says why it could not be written, to be shown last; None where all is well.
-    """
+    """Writes what was measured before it is shown, so that neither is lost with the other."""
     from moe_runtime.benchmarks.suite.results import write_results
 
     results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
@@ -285,16 +234,7 @@ def show_systems(
     singles: Mapping[str, str],
     equal: str,
 ) -> None:
-    """Prints a column for each system that has numbers.
-
-    Args:
-        results: content of a results file.
-        title: of the table.
-        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by what
-            their rows are called.
-        singles: metrics of which the median is shown, where there are any.
-        equal: what was compared.
-    """
+    """Prints a column for each system that has numbers."""
     shown = [one for one in results["measurements"] if one["summary"]]
     if not shown:
         return

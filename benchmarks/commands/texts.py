@@ -188,15 +188,7 @@ def _measure(
     plan_of: "Callable[[Ids, Ids | None, int], TextPlan]",
     batch: int | None = None,
 ) -> None:
-    """Both commands.
-
-    Args:
-        case_name: which of the two.
-        num_built_in: prompts, where none are given.
-        plan_of: makes the plan of prompts, of the text after them, if any, and of the number of
-            tokens that systems say.
-        batch: sequences side by side; None for one after another.
-    """
+    """Both commands."""
     require_one_model(asked)
     parse_budget(asked.host_memory, name="--host-memory")
     from moe_runtime.benchmarks.suite.peers import find_peers, our_program, writes_own_text
@@ -286,17 +278,7 @@ def in_batches(ids: "Ids", size: int) -> "list[Ids]":
 
 
 class AskedModel(NamedTuple):
-    """What is measured.
-
-    Attributes:
-        path: of the checkpoint.
-        ids: of the prompts.
-        cache: a folder of this run, where runs of this project keep what they learn of the model:
-            no earlier run changes a number, and later ones know nothing of it.
-        facts: its name for a results file, and what random weights are of.
-        failures: by the name of each peer: why it cannot run; None where it may.
-        gguf: the same as a GGUF file, where that was written.
-    """
+    """What is measured."""
 
     path: str
     ids: "Ids"
@@ -306,10 +288,7 @@ class AskedModel(NamedTuple):
     gguf: Path | None = None
 
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers that read GGUF files alone, and were given none, are given that of the shape.
-
-        This project and other versions of it are given the cache.
-        """
+        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
 
         return [
@@ -333,21 +312,7 @@ def asked_model(
     *,
     output: Path | None,
 ) -> Iterator[AskedModel]:
-    """MODEL, or what ``--shape`` stands for, whose files are there within the block.
-
-    Args:
-        asked: MODEL, or a shape, its layers and whether it is kept.
-        peers: read without settings of the run. Before files of a shape are written each must run
-            in its environment, so that none is written for a peer that cannot.
-        read_ids: gives the ids of the prompts by the tokenizer of a checkpoint's folder; of a
-            shape it is called before weights are written.
-        output: the results file, which may be none of those that are kept of the shape.
-
-    Raises:
-        ValueError: there is no such shape, a peer has nothing to do with one, or the output would
-            replace a file of it.
-        CapacityError: the disk has too little room for it.
-    """
+    """MODEL, or what ``--shape`` stands for, whose files are there within the block."""
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if asked.shape is None:
@@ -368,7 +333,6 @@ def _written(
     cache: Path,
     output: Path | None,
 ) -> Iterator[AskedModel]:
-    """What ``--shape`` stands for."""
     from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
     from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
     from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
@@ -401,12 +365,7 @@ def _written(
 
 
 def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
-    """What ``--shape`` and ``--layers`` name.
-
-    Raises:
-        ValueError: a file says how many layers there are.
-        CheckpointError: the file is no configuration.
-    """
+    """What ``--shape`` and ``--layers`` name."""
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
@@ -433,11 +392,7 @@ def _why_unable(program: "PeerProgram") -> str | None:
 
 
 def require_one_model(asked: TextOptions) -> None:
-    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one.
-
-    Raises:
-        ValueError: there is no one thing to measure.
-    """
+    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one."""
     if (asked.model is None) == (asked.shape is None):
         raise ValueError("expected MODEL or --shape, one of them: what is measured?")
     if asked.shape is None and (asked.layers is not None or asked.keep_shape):
@@ -453,20 +408,9 @@ def prompt_ids(
     *,
     has_after: bool,
 ) -> "Ids":
-    """Token ids of prompts, or of built-in ones.
-
-    Args:
-        model: the checkpoint, whose tokenizer is taken.
-        texts: of the prompts; None for built-in ones.
-        num_tokens, num_built_in: of built-in prompts.
-        num_new: tokens that a system says after each.
-        has_after: as many ids of text follow each prompt.
-
-    Raises:
-        ValueError: the model knows too few positions for them.
-    """
+    """Token ids of prompts, or of built-in ones."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
-    from moe_runtime.checkpoints.model_files import read_config
+    from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.cli.commands.run import load_tokenizer
     from moe_runtime.inference.generation import check_length, encode_prompt
 
@@ -483,13 +427,7 @@ def prompt_ids(
 
 
 class ChosenDevice(NamedTuple):
-    """A device, and how much of its memory is asked for.
-
-    Attributes:
-        name: ``cpu``, or as torch counts GPUs here, ``cuda:1``.
-        gpus: which GPUs a system's process sees: that one alone, or none.
-        memory: bytes, a share of what is free, or ``auto``.
-    """
+    """A device, and how much of its memory is asked for."""
 
     name: str
     gpus: str
@@ -506,11 +444,7 @@ class ChosenDevice(NamedTuple):
 
 
 def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
-    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
-
-    Raises:
-        ValueError: options of a GPU are given without one.
-    """
+    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``."""
     budget = parse_budget(device_memory, name="--device-memory")
     kind, _, number = device.partition(":")
     count = 0 if kind == "cpu" else _num_gpus()

@@ -450,13 +450,7 @@ def show_placements(results: dict[str, Any]) -> None:
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
-    """What results of recorded routing say of it.
-
-    Args:
-        names: of the trace's file, or of several.
-        num_tokens: in all of them.
-        signature: of the model.
-    """
+    """What results of recorded routing say of it."""
     return {
         "model": names,
         "tokens": num_tokens,

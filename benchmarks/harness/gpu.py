@@ -212,21 +212,7 @@ def lacks_gpu(options: argparse.Namespace) -> bool:
 
 
 class GpuResults:
-    """A results file that is written after each row: what was measured stays if another fails.
-
-    Args:
-        kind: what is measured.
-        file: the beginning of the file's name in `benchmarks/results`; the GPU's name ends it.
-        options: of the command.
-        settings: of all rows.
-        metrics: what numbers mean; others are in repetitions alone.
-
-    Attributes:
-        settings: also `gpu`, and `aims`: by what and field, what is `asked`, what was `measured`
-            and whether it `holds`.
-        systems: repetitions of each row, or why it has none.
-        qualities: see `write_systems`.
-    """
+    """A results file that is written after each row: what was measured stays if another fails."""
 
     def __init__(
         self,
@@ -321,11 +307,7 @@ class Answer(NamedTuple):
 
 
 class TokenClock(BaseStreamer):
-    """Knows when `generate` had its first and its last new token, on the host.
-
-    Args:
-        on_first: called before the clock starts with the first token.
-    """
+    """Knows when `generate` had its first and its last new token, on the host."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -368,10 +350,7 @@ def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> 
 
 
 def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> Repetitions:
-    """Tokens a second after the first token, for each prompt but the first.
-
-    Of a model with a runtime also what its experts did for these tokens.
-    """
+    """Tokens a second after the first token, for each prompt but the first."""
     runtime, found = getattr(model, "moe", None), Repetitions()
     for prompt_T in prompts.short_NT[1:]:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
@@ -433,10 +412,7 @@ def error_of(answer: Answer, exact: Answer) -> float:
 
 
 def _differences(answer: Answer, wanted: Answer) -> tuple[int, Tensor]:
-    """Tokens until the first other one, and logits where both had the same tokens before.
-
-    Those of the first other token are among them.
-    """
+    """Tokens until the first other one, and logits where both had the same tokens before."""
     is_other_N = (answer.tokens_N != wanted.tokens_N).cpu()
     num_equal = int(is_other_N.int().argmax()) if is_other_N.any() else len(is_other_N)
     both = answer.logits_NV[: num_equal + 1], wanted.logits_NV[: num_equal + 1]
@@ -454,14 +430,7 @@ def exact_answer(model: Any, prompt_T: Tensor, answer: Answer) -> Answer:
 def new_prompts(
     vocab_size: int, counts: tuple[int, int, int], device: str, seed: int = 1
 ) -> Prompts:
-    """Random tokens, without those that models have for other purposes.
-
-    Args:
-        vocab_size: of the model.
-        counts: of short prompts, of tokens of each, and of the long one's tokens.
-        device: where they are wanted.
-        seed: of the draw.
-    """
+    """Random tokens, without those that models have for other purposes."""
     generator = torch.Generator().manual_seed(seed)
     number, short, long = counts
     short_NT = torch.randint(2, vocab_size, (number, short), generator=generator)

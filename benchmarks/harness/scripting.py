@@ -24,11 +24,7 @@ from moe_runtime.lab.this_machine import versions as versions
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Numbers from one on.
-
-    Raises:
-        ArgumentTypeError: when called with what is none.
-    """
+    """Numbers from one on."""
 
     def parse(text: str) -> int:
         try:
@@ -46,22 +42,14 @@ positive = at_least(1)
 
 
 def present_folder(text: str) -> Path:
-    """A folder that is there.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
+    """A folder that is there."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """A file to write, whose folder is there: hours of measuring must not end in its absence.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
+    """A file to write, whose folder is there: hours of measuring must not end in its absence."""
     present_folder(str(Path(text).parent))
     return Path(text)
 
@@ -79,23 +67,14 @@ def run_script(main: Callable[[], int]) -> int:
 
 
 def run_command(root: Path) -> str:
-    """The command of a script that runs, as a results file has it.
-
-    Of absolute paths only the last part: folders of this machine are nobody's business.
-
-    Args:
-        root: the checkout.
-    """
+    """The command of a script that runs, as a results file has it."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     script = Path(sys.argv[0]).resolve().relative_to(root)
     return shlex.join(["python", str(script), *words])
 
 
 def machine_name(facts: dict[str, object]) -> str:
-    """A file-name-safe name made of processor, cores and memory.
-
-    Virtual machines call every AMD server "AMD EPYC": one without AVX-512 has "avx2" in its name.
-    """
+    """A file-name-safe name made of processor, cores and memory."""
     gib = round(int(str(facts["memory_bytes"])) / 2**30)
     features = facts.get("cpu_features", ())
     assert isinstance(features, list | tuple)
@@ -119,18 +98,7 @@ def write_systems(
     *,
     ended: str = "most",
 ) -> None:
-    """Writes a results file, for `bench compare` and `bench report` too.
-
-    Args:
-        path: of the file.
-        kind: what was measured.
-        settings: of all systems.
-        systems: repetitions of each, or why it has none.
-        metrics: what the numbers mean.
-        qualities: of systems that were held against a reference: how many answers were `compared`,
-            and how many were `equal`.
-        ended: why there are no more; `interrupted` while there may be.
-    """
+    """Writes a results file, for `bench compare` and `bench report` too."""
     rows = [
         describe_system(
             name,

@@ -31,11 +31,7 @@ BROKEN_S = 3.0
 
 
 def fail_some_reads(fetches_per_fault: int, clock: Callable[[], float] = time.monotonic) -> None:
-    """From now on one fetch in so many finds its expert on a bad spot of the disk, for a while.
-
-    All reads of that expert end with an error until then, as the source tells of real ones: when
-    they end, and whoever tries again meets it again. Each is a line on stderr.
-    """
+    """From now on one fetch in so many finds its expert on a bad spot of the disk, for a while."""
     real: Callable[..., None] = ExpertSource.fetch
     count = itertools.count(1)
     broken_until: dict[ExpertKey, float] = {}

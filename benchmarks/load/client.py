@@ -34,16 +34,11 @@ class Lengths:
     high: int
 
     def draw(self, random: Random) -> int:
-        """One of them."""
         return random.randint(self.low, self.high)
 
 
 def parse_lengths(text: str, name: str) -> Lengths:
-    """Reads ``N`` or ``LOW:HIGH``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Reads ``N`` or ``LOW:HIGH``."""
     found = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high <= _MOST_TOKENS:
@@ -55,12 +50,7 @@ def parse_lengths(text: str, name: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request.
-
-    Attributes:
-        prompt: text.
-        max_tokens: most tokens of the answer.
-    """
+    """One request."""
 
     prompt: str
     max_tokens: int
@@ -68,12 +58,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """How many tokens a server makes of drawn words, found by asking it.
-
-    Attributes:
-        per_word: tokens of one more word.
-        around: tokens that stand around the words, those of a chat template among them.
-    """
+    """How many tokens a server makes of drawn words, found by asking it."""
 
     per_word: float = 1.0
     around: float = 0.0
@@ -106,16 +91,7 @@ def make_requests(
     texts: Sequence[str],
     random: Random,
 ) -> list[LoadRequest]:
-    """Draws requests.
-
-    Args:
-        num_requests: how many.
-        prompt: tokens of a prompt, where there are no texts.
-        output: most tokens of an answer.
-        count: how words become tokens.
-        texts: prompts, in turn and from the first one again, instead of drawn ones.
-        random: decides.
-    """
+    """Draws requests."""
     return [
         LoadRequest(
             texts[number % len(texts)]
@@ -128,13 +104,7 @@ def make_requests(
 
 
 def arrivals(num_requests: int, rate: float, random: Random) -> list[float]:
-    """Seconds from the start at which requests come: a Poisson process, the first one at once.
-
-    Args:
-        num_requests: how many.
-        rate: requests a second, in the mean.
-        random: decides.
-    """
+    """Seconds from the start at which requests come: a Poisson process, the first one at once."""
     at_s, found = 0.0, []
     for _ in range(num_requests):
         found.append(at_s)
@@ -156,19 +126,7 @@ class LoadError(MoERuntimeError):
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What became of one request. Times are those of the event loop, in seconds.
-
-    Attributes:
-        sent_s: when it was sent.
-        ended_s: when its answer was whole, or had failed.
-        pieces_s: when each piece with text came.
-        prompt_tokens: as the server counts them; 0 where it does not say.
-        output_tokens: likewise; the pieces where it does not say.
-        is_counted: whether the server said how many tokens there were.
-        is_finished: whether it said why the answer ends; some end their streams with no more.
-        error: what kind of failure; None where there is none.
-        message: of the failure.
-    """
+    """What became of one request. Times are those of the event loop, in seconds."""
 
     sent_s: float
     ended_s: float = 0.0
@@ -187,7 +145,6 @@ class TimedAnswer:
 
     @property
     def whole_s(self) -> float:
-        """Seconds until the end."""
         return self.ended_s - self.sent_s
 
     @property
@@ -203,12 +160,7 @@ class TimedAnswer:
 
 
 class RequestFailed(Exception):
-    """An answer that is none.
-
-    Args:
-        kind: in two or three words, the same for all of its kind.
-        message: what exactly.
-    """
+    """An answer that is none."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -217,14 +169,7 @@ class RequestFailed(Exception):
 
 
 class LoadClient:
-    """Asks a server of OpenAI's API; many requests may be on their way at a time.
-
-    Args:
-        http: connections, whose base address has the API's ``v1/`` at its end.
-        chat: asks for conversations, else for texts.
-        fields: of every request, beside prompt and length.
-        timeout_s: seconds that a request may take.
-    """
+    """Asks a server of OpenAI's API; many requests may be on their way at a time."""
 
     def __init__(
         self, http: httpx2.AsyncClient, *, chat: bool, fields: Mapping[str, Any], timeout_s: float
@@ -236,11 +181,7 @@ class LoadClient:
         self._models: Iterator[str] = iter(())
 
     async def first_model(self) -> str:
-        """Name of the first model that the server has.
-
-        Raises:
-            LoadError: it is not there, or does not say.
-        """
+        """Name of the first model that the server has."""
         try:
             response = await self._http.get("models", timeout=self._timeout_s)
             if response.status_code != 200:
@@ -310,15 +251,7 @@ class LoadClient:
 
 
 def connect(url: str, key: str | None) -> httpx2.AsyncClient:
-    """Connections to a server, as many as there are requests, by no proxy.
-
-    Args:
-        url: with or without ``/v1`` at its end.
-        key: sent with each request, if there is one.
-
-    Raises:
-        LoadError: it is no address.
-    """
+    """Connections to a server, as many as there are requests, by no proxy."""
     address = address_of(url)
     path = address.path.rstrip("/")
     return httpx2.AsyncClient(
@@ -331,11 +264,7 @@ def connect(url: str, key: str | None) -> httpx2.AsyncClient:
 
 
 def address_of(url: str) -> httpx2.URL:
-    """The parts of a server's address, which are checked before anything is sent there.
-
-    Raises:
-        LoadError: it is no address.
-    """
+    """The parts of a server's address, which are checked before anything is sent there."""
     try:
         address = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -374,11 +303,7 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
 
 
 def _tokens(value: Any) -> int:
-    """A number of tokens, as it stands in JSON.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A number of tokens, as it stands in JSON."""
     if type(value) is not int or not 0 <= value <= _MOST_COUNTED:
         raise ValueError(f"expected a number of tokens, got {value!r:.40}")
     return value

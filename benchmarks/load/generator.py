@@ -44,12 +44,7 @@ class Meter(Protocol):
 
 
 class Level(NamedTuple):
-    """How hard a server is pressed; one of the two is None.
-
-    Attributes:
-        concurrency: clients, each of which asks again when it has its answer: a closed loop.
-        rate: requests that arrive in a second, however many are being answered: an open loop.
-    """
+    """How hard a server is pressed; one of the two is None."""
 
     concurrency: int | None
     rate: float | None
@@ -57,25 +52,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSettings:
-    """What is measured.
-
-    Attributes:
-        url: of the server, with or without ``/v1``.
-        key: for it; None where it wants none.
-        model: None for the server's first one; of several, with commas between, each request asks
-            the next.
-        chat: asks for conversations, else for texts.
-        ignore_eos: answers have all the tokens they may have; servers that do not know the field
-            refuse it.
-        timeout_s: seconds that a request may take.
-        levels: one after the other.
-        num_requests: of each level.
-        num_warm_up: requests that come before the first level, as hard as the hardest.
-        prompt: tokens of prompts.
-        output: tokens of answers.
-        texts: prompts to send instead of drawn ones.
-        seed: of all that is drawn.
-    """
+    """What is measured."""
 
     url: str
     key: str | None
@@ -94,16 +71,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLevel:
-    """What became of a level's requests.
-
-    Attributes:
-        level: that it was.
-        began_s: when, by the event loop's clock.
-        seconds: until the last answer, or until it was stopped.
-        num_requests: that were to be sent.
-        answers: in the order in which they ended; those cut off by a stop are missing.
-        counts: what meters counted meanwhile, by metric.
-    """
+    """What became of a level's requests."""
 
     level: Level
     began_s: float
@@ -120,13 +88,7 @@ def measure(
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level; `run_load` over connections of its own.
-
-    Joules of this machine are counted too, if the server runs on it.
-
-    Raises:
-        LoadError: the address is none, the server is not there, or it refuses a first request.
-    """
+    """Measures every level; `run_load` over connections of its own."""
 
     async def run() -> tuple[str, list[MeasuredLevel]]:
         async with connect(settings.url, settings.key) as http:
@@ -153,22 +115,7 @@ async def run_load(
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level.
-
-    Args:
-        client: asks.
-        settings: what to measure.
-        on_answer: called with the answers so far whenever one has come.
-        is_stopping: whether to leave the rest; looked at all the time.
-        meters: count while a level is measured.
-
-    Returns:
-        The model's name, empty where it did not come to that, and what was measured, as far as it
-        came.
-
-    Raises:
-        LoadError: the server is not there, or refuses a first small request.
-    """
+    """Measures every level."""
     first = asyncio.ensure_future(_first_requests(client, settings))
     if await _run([first], is_stopping):
         return settings.model or "", []
@@ -223,16 +170,7 @@ async def run_level(
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
 ) -> MeasuredLevel:
-    """Sends the requests of a level.
-
-    Args:
-        ask: sends one.
-        requests: all.
-        level: in a closed loop, how many at a time.
-        times: in an open loop, seconds from the start at which each is sent.
-        on_answer: as of `run_load`.
-        is_stopping: likewise.
-    """
+    """Sends the requests of a level."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     answers: list[TimedAnswer] = []
@@ -304,11 +242,7 @@ _BOUNDED = ("ttft", "itl", "e2e")
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Reads bounds such as ``ttft=200ms,itl=50ms,e2e=2s``, in seconds.
-
-    Raises:
-        ValueError: a part is no bound, is unknown, or comes twice.
-    """
+    """Reads bounds such as ``ttft=200ms,itl=50ms,e2e=2s``, in seconds."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\w+)=([0-9]*\.?[0-9]+)(ms|s)\s*", part)
@@ -326,12 +260,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str, Any]:
-    """A level as a JSON object; lengths of time are in seconds.
-
-    Args:
-        measured: the level.
-        bounds: of `parse_goodput`; a request within all of them counts as good.
-    """
+    """A level as a JSON object; lengths of time are in seconds."""
     good = [answer for answer in measured.answers if answer.error is None]
     seconds = measured.seconds
     tokens_in = sum(answer.prompt_tokens for answer in good)

@@ -49,5 +49,4 @@ class Peer:
             yield token
 
     def close(self) -> None:
-        """Frees the weights."""
         self._model.release_memory()

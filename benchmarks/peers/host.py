@@ -38,11 +38,7 @@ _LONG_S = 4.0
 
 
 class ImportClock:
-    """Seconds that the main thread spends on imports, wherever they happen.
-
-    Libraries import much of themselves when it is first needed: within the loading of a model, say,
-    which would then seem slow.
-    """
+    """Seconds that the main thread spends on imports, wherever they happen."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -104,10 +100,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
 
 
 def answer_error(stream: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Says why the process ends, in one line; libraries may print more when they are unloaded.
-
-    With the line of the peer's file that was running, where one was.
-    """
+    """Says why the process ends, in one line; libraries may print more when they are unloaded."""
     words = [kind.__name__, *str(error).strip().splitlines()[:1]]
     frames = traceback.extract_tb(trace)
     lines = [one.lineno for one in frames if one.filename == sys.argv[1]]
@@ -123,9 +116,7 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
     """Reads a prompt and appends tokens: the peer's own likeliest ones, or those given.
 
     Returns:
-        ``first_token_s``; ``between_tokens_s`` of each further token; ``ids``, the likeliest token
         after the prompt and after each one appended; bytes and page faults as the kernel counts
-        them (``read_call_bytes`` through system calls, ``storage_bytes`` from the disk itself).
     """
     if hasattr(peer, "stream"):
         return _listen(peer, ids, num_new)
@@ -199,11 +190,7 @@ def measure_batch(
     """As ``measure``, with several prompts side by side.
 
     Returns:
-        ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
         of all of them; ``ids`` of each sequence; bytes and page faults.
-
-    Raises:
-        NotImplementedError: the peer reads one sequence at a time.
     """
     if not hasattr(peer, "prefill_batch"):
         raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
@@ -243,13 +230,7 @@ def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) 
     """Calls of a number of tokens, with another one of the routings of a file each time.
 
     Args:
-        peer: has ``experts``, or ``prepare`` and ``fetch`` where it computes in other memory.
         folder: ``T.npz`` has ``x`` ``[T, D]``, ``ids`` and ``weights`` ``[R, T, K]``.
-        num_tokens: T.
-        block_s: seconds of all calls; None to write what the first routing gives to ``T.npy``.
-
-    Returns:
-        ``seconds`` of each call.
     """
     numpy: Any = importlib.import_module("numpy")
     with numpy.load(f"{folder}/{num_tokens}.npz") as file:
@@ -274,12 +255,7 @@ def _in_memory(peer: Any, numpy: Any, x: Any, ids: Any, weights: Any) -> Callabl
 
 
 def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
-    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200.
-
-    Args:
-        run: the call; it is given its number, so that it can do something else each time.
-        block_s: seconds of all calls.
-    """
+    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200."""
     start = time.perf_counter()
     run(0)
     first_s = time.perf_counter() - start

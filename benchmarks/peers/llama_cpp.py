@@ -53,6 +53,5 @@ class Peer:
         return int(self._numpy.ctypeslib.as_array(logits, (size,)).argmax())
 
     def close(self) -> None:
-        """Frees the model."""
         self._api.llama_free(self._context)
         self._api.llama_model_free(self._model)

@@ -44,7 +44,6 @@ class Peer:
         return self._forward(self._torch.tensor(tokens, device=self._model.device)[:, None])
 
     def close(self) -> None:
-        """Ends its threads."""
         self._model.moe.close()
 
     def _forward(self, tokens: Any) -> list[int]:

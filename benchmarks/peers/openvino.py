@@ -44,7 +44,6 @@ class Peer:
         return self._forward(self._numpy.array(tokens)[:, None])
 
     def close(self) -> None:
-        """Frees the model."""
         self._request = None
 
     def _forward(self, tokens: Any) -> list[int]:

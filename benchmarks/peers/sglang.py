@@ -46,5 +46,4 @@ class Peer:
             given += len(tokens)
 
     def close(self) -> None:
-        """Ends the engine's processes."""
         self._engine.shutdown()

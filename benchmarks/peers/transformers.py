@@ -46,7 +46,6 @@ class Peer:
         return self._forward(self._torch.tensor(tokens, device=self._device)[:, None])
 
     def close(self) -> None:
-        """Frees the weights."""
         vars(self).clear()
 
     def _forward(self, tokens: Any) -> list[int]:

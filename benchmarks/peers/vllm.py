@@ -29,7 +29,6 @@ class Peer:
         self._names: list[str] = []
 
     def load(self) -> None:
-        """Loads all weights."""
         self._engine = self._make()
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
@@ -56,5 +55,4 @@ class Peer:
         return [found[name] for name in self._names]
 
     def close(self) -> None:
-        """Frees the weights."""
         vars(self).clear()

@@ -151,11 +151,7 @@ def device_words(results: Mapping[str, Any]) -> str:
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuses results of different work.
-
-    Raises:
-        ValueError: something that says what was measured differs.
-    """
+    """Refuses results of different work."""
     one, other = work_of(before), work_of(after)
     differing = [
         _difference(name, one[name], other[name]) for name in one if one[name] != other[name]
@@ -206,15 +202,7 @@ _MOST = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One metric of one system in two results.
-
-    Attributes:
-        system, metric, unit: what was compared.
-        before, after: medians over repetitions.
-        change: ``after`` over ``before``, less one; 0 where both are 0.
-        chance: how often so clear an order of the repetitions comes by chance.
-        word: ``better``, ``worse`` or ``noise``.
-    """
+    """One metric of one system in two results."""
 
     system: str
     metric: str
@@ -229,17 +217,7 @@ class Verdict:
 def judge(
     before: Sequence[float], after: Sequence[float], *, bound: float, is_less_better: bool
 ) -> tuple[str, float, float]:
-    """Compares repetitions.
-
-    Args:
-        before: a number of each repetition, at least one.
-        after: the same of the other results.
-        bound: differences of medians up to this share are noise.
-        is_less_better: as for times; not as for speeds.
-
-    Returns:
-        The word, the change as a share, the chance.
-    """
+    """Compares repetitions."""
     from scipy.stats import mannwhitneyu
 
     was, now = median(before), median(after)
@@ -256,16 +234,7 @@ def judge(
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list[Verdict]:
-    """Judges every judged metric of every system that both results have numbers of.
-
-    Args:
-        before: content of a results file.
-        after: of another, of the same work.
-        bound: differences up to this share are noise.
-
-    Raises:
-        ValueError: what was measured differs, or no system has numbers in both.
-    """
+    """Judges every judged metric of every system that both results have numbers of."""
     if before["case"] != after["case"]:
         raise ValueError(
             f"expected results of one case, got {before['case']!r} and {after['case']!r}"

@@ -16,12 +16,7 @@ _NVML = "libnvidia-ml.so.1"
 
 
 class EnergyMeter:
-    """Energy of a block of work.
-
-    Args:
-        powercap: the folder of zones.
-        open_library: gives NVML by its file's name; an ``OSError`` where there is none.
-    """
+    """Energy of a block of work."""
 
     def __init__(
         self, powercap: Path = POWERCAP, open_library: Callable[[str], Any] = ctypes.CDLL
@@ -33,11 +28,7 @@ class EnergyMeter:
     def measured(self) -> Iterator[dict[str, float]]:
         """What the block takes: ``cpu_joules`` of all packages, with memory where it has a counter
         of its own, and ``gpu_joules`` of all GPUs. They are there once the block has ended, without
-        those that cannot be read.
-
-        A zone counts up to some 262 kJ and begins again: a block in which it does so twice (as much
-        as 20 minutes at 400 W) is given too little.
-        """
+        those that cannot be read."""
         found: dict[str, float] = {}
         zones, gpus = _microjoules(self._ranges), self._millijoules()
         yield found
@@ -61,10 +52,7 @@ class EnergyMeter:
 
 
 def _ranges(powercap: Path) -> dict[Path, int]:
-    """Zones that add up to the machine, and the largest value of each.
-
-    A package counts its cores, and a platform (``psys``) its packages; memory counts for itself.
-    """
+    """Zones that add up to the machine, and the largest value of each."""
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
         try:

@@ -14,12 +14,7 @@ _MOST_DIGITS = 6
 
 
 def unit_for(unit: str, values: Iterable[float]) -> tuple[float, str]:
-    """What numbers are multiplied by to be shown, and the unit that they then have.
-
-    Args:
-        unit: of a results file: ``s``, ``bytes``, ``bytes/s``; others stay as they are.
-        values: all that stand in one row or plot; the largest one is 1 or more where it can be.
-    """
+    """What numbers are multiplied by to be shown, and the unit that they then have."""
     units = _UNITS.get(unit, ((1.0, unit),))
     largest = max(map(abs, values), default=0.0) or 1.0
     size, name = next((one for one in units if largest >= one[0]), units[-1])
@@ -32,12 +27,8 @@ def figure(value: float) -> str:
 
 
 def with_half(summary: dict[str, Any], factor: float) -> str:
-    """The mean of a metric and half of its interval, where it has one, in digits that are certain.
-
-    Args:
-        summary: what a results file says of the metric.
-        factor: what its numbers are multiplied by.
-    """
+    """The mean of a metric and half of its interval, where it has one, in digits that are
+    certain."""
     mean = summary["mean"] * factor
     half = 0.0 if summary["low"] is None else (summary["high"] - summary["low"]) / 2 * factor
     decimals = min(1 - _magnitude(half), _MOST_DIGITS - 1 - _magnitude(mean))

@@ -34,11 +34,7 @@ class CapUnavailableError(MoERuntimeError):
 
 
 class MemoryCap(ABC):
-    """A limit in force for the commands that are wrapped.
-
-    Attributes:
-        limit_bytes: of all memory, page cache included.
-    """
+    """A limit in force for the commands that are wrapped."""
 
     limit_bytes: int
 
@@ -98,11 +94,7 @@ class ScopeCap(MemoryCap):
 
 @contextmanager
 def memory_cap(limit_bytes: int) -> Iterator[MemoryCap]:
-    """Sets a limit, by a control group of our own or else by systemd, and removes it at the end.
-
-    Raises:
-        CapUnavailableError: neither can be had; the message says why.
-    """
+    """Sets a limit, by a control group of our own or else by systemd, and removes it at the end."""
     folder: Path | None = None
     try:
         try:
@@ -152,11 +144,7 @@ def drop_page_cache() -> bool:
 
 @contextmanager
 def interruptions_held() -> Iterator[None]:
-    """Holds Ctrl-C and SIGTERM back until the block is left; then they arrive.
-
-    For steps that must be remembered to be undone: a process that has started but is not yet
-    assigned to a name would outlive its parent. Processes started inside inherit the hold.
-    """
+    """Holds Ctrl-C and SIGTERM back until the block is left; then they arrive."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
     try:
         yield
@@ -165,14 +153,7 @@ def interruptions_held() -> Iterator[None]:
 
 
 def usable_parents(root: Path, memberships: str, *, unified: bool) -> list[Path]:
-    """Groups in which another one with a memory limit might be made, the nearest first.
-
-    Args:
-        root: where the tree of groups lies.
-        memberships: content of ``/proc/self/cgroup``.
-        unified: whether it is the tree of the second version, where a group hands its memory
-            controller down, or does not.
-    """
+    """Groups in which another one with a memory limit might be made, the nearest first."""
     rows = [line.split(":", 2) for line in memberships.splitlines()]
     wanted = "" if unified else "memory"
     own = next((path for _, names, path in rows if wanted in names.split(",")), "/")
@@ -182,11 +163,7 @@ def usable_parents(root: Path, memberships: str, *, unified: bool) -> list[Path]
 
 
 def make_group(parents: Sequence[Path]) -> Path:
-    """Makes a group in the first of the parents that lets us.
-
-    Raises:
-        CapUnavailableError: none does.
-    """
+    """Makes a group in the first of the parents that lets us."""
     problem = f"no group of {CGROUP_ROOT} hands down its memory controller"
     for parent in parents:
         try:
@@ -197,11 +174,7 @@ def make_group(parents: Sequence[Path]) -> Path:
 
 
 def set_limit(folder: Path, limit_bytes: int, *, unified: bool) -> None:
-    """Limits a group's memory, and its swap to none.
-
-    Raises:
-        CapUnavailableError: the kernel refuses.
-    """
+    """Limits a group's memory, and its swap to none."""
     limit = folder / ("memory.max" if unified else "memory.limit_in_bytes")
     swap = folder / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")
     try:
@@ -218,15 +191,7 @@ def set_limit(folder: Path, limit_bytes: int, *, unified: bool) -> None:
 def require_scopes(
     reason: CapUnavailableError, find: Callable[[str], str | None] = shutil.which
 ) -> str:
-    """The path of ``systemd-run``, where it gives this user scopes whose limit is in force.
-
-    Args:
-        reason: why no group could be made; it comes first in the message.
-        find: finds a program.
-
-    Raises:
-        CapUnavailableError: it is absent, cannot make a scope, or drops the limit.
-    """
+    """The path of ``systemd-run``, where it gives this user scopes whose limit is in force."""
     program = find("systemd-run")
     if program is None:
         raise CapUnavailableError(f"{reason}; there is no systemd-run either; run as root")

@@ -34,18 +34,7 @@ _OLD_PYTHON = "unknown option -P"
 
 @dataclass(frozen=True, kw_only=True)
 class PeerProgram:
-    """Which peer, and what runs it.
-
-    Attributes:
-        name: in results and tables.
-        file: the peer's file.
-        python: the interpreter of its environment.
-        settings: what its constructor is given.
-        cap_bytes: of all its memory, page cache included; None for no cap.
-        failure: why it cannot run, where that is known before it is asked to; else None.
-        cache: the folder in the place of the user's for caches; None for the user's.
-        gpus: which ones it sees, as CUDA counts or names them here; None for those of this process.
-    """
+    """Which peer, and what runs it."""
 
     name: str
     file: Path
@@ -76,11 +65,7 @@ class PeerProcess:
         self._unread = b""
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
-        """Sends a request and waits for its answer.
-
-        Raises:
-            PeerFailedError: the peer ended, or did not answer in time.
-        """
+        """Sends a request and waits for its answer."""
         requests = self._process.stdin
         assert requests is not None
         self._signal(signal.SIGCONT)
@@ -137,15 +122,7 @@ class PeerProcess:
 def started(
     program: PeerProgram, timeout_s: float, *, stands_still: bool = False
 ) -> Iterator[PeerProcess]:
-    """Runs a peer within the block; it is killed with all that it started when the block ends.
-
-    Under a cap the files of its model are dropped from the page cache first: pages that another
-    process has read are charged to that one, and would cost this one nothing.
-
-    Raises:
-        PeerFailedError: its interpreter is not there, or it is known that it cannot run.
-        CapUnavailableError: its memory cannot be capped here.
-    """
+    """Runs a peer within the block; it is killed with all that it started when the block ends."""
     if program.failure is not None:
         raise PeerFailedError(program.failure)
     threads = program.settings["num_threads"]
@@ -184,10 +161,7 @@ def started(
 
 
 def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
-    """Why a peer cannot run, in one line; None where it starts in its environment.
-
-    It is made there as for a measurement, which imports what it needs, and loads nothing.
-    """
+    """Why a peer cannot run, in one line; None where it starts in its environment."""
     try:
         with started(replace(program, cap_bytes=None), timeout_s) as process:
             process.ask("start", settings=program.settings)
@@ -237,15 +211,7 @@ def peer_names() -> list[str]:
 
 
 def peer_file(name: str, case: str | None = None) -> Path:
-    """The file of a peer: of the package by its name, anybody's by a path that ends in ``.py``.
-
-    Args:
-        name: of the peer.
-        case: what it shall take part in; the message about an unknown name lists peers of it.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The file of a peer: of the package by its name, anybody's by a path that ends in ``.py``."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ValueError(f"--peer {name}: no such file")
@@ -262,17 +228,7 @@ def peer_file(name: str, case: str | None = None) -> Path:
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
-    """``INSTALL``, ``PACKAGES`` and other constants of a peer's file, which is not run.
-
-    ``VARIANTS``, ``CASES``, ``FORMATS`` (of experts) and ``DEVICES`` (``cpu``, ``cuda``) are what
-    it has where it says nothing.
-
-    Also ``METHODS``, the names of its methods; empty where it inherits some.
-
-    Raises:
-        ValueError: it is not Python, ``INSTALL`` or ``PACKAGES`` is missing, or another constant
-            than ``INSTALL`` is no tuple of texts.
-    """
+    """``INSTALL``, ``PACKAGES`` and other constants of a peer's file, which is not run."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
         found = {
@@ -302,18 +258,8 @@ def describe_peer(file: Path) -> dict[str, Any]:
 
 
 def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:
-    """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in ``llama_cpp@peers/bin/python=olmoe.gguf``.
-
-    Args:
-        asked: the peer's name or file, a variant that its file names, its interpreter, and the
-            same model in the form that it reads.
-        settings: of the run; the variant is added, and the model is replaced.
-        case: what it shall take part in.
-
-    Raises:
-        ValueError: there is no such peer, variant, interpreter or model, or it does not compute
-            on the device of the run.
-    """
+    """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in
+    ``llama_cpp@peers/bin/python=olmoe.gguf``."""
     name, variant, python, model = split_peer(asked)
     file = peer_file(name, case)
     described = describe_peer(file)
@@ -359,17 +305,7 @@ def _lacking(methods: Sequence[str], case: str) -> list[str]:
 def find_peers(
     asked: Sequence[str], settings: dict[str, Any], case: str = "latency", names: Sequence[str] = ()
 ) -> list[PeerProgram]:
-    """Reads all of ``--peer``; of several of one name each is called after what sets it apart.
-
-    That is the folder of its environment and the name of its model, as in ``moe_runtime=packed``
-    or ``vllm@old``; who is called as another, then, has a number.
-
-    Args:
-        asked: as `find_peer` takes it, each.
-        settings: of the run.
-        case: what they shall take part in.
-        names: of other systems in the same run.
-    """
+    """Reads all of ``--peer``; of several of one name each is called after what sets it apart."""
     programs = [find_peer(one, settings, case) for one in asked]
     taken = {OURS, *names}
     of_name = Counter([*taken, *(program.name for program in programs)])
@@ -394,14 +330,7 @@ def _difference(asked: str) -> str:
 
 
 def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:
-    """Refuses peers that random weights are written in no form for.
-
-    Args:
-        programs: as asked for, read without settings of the run.
-
-    Raises:
-        ValueError: one reads what is made of a checkpoint elsewhere.
-    """
+    """Refuses peers that random weights are written in no form for."""
     for one in programs:
         if one.file.stem in EXPORTED_PEERS and "model" not in one.settings:
             raise ValueError(
@@ -417,11 +346,7 @@ def writes_own_text(program: PeerProgram) -> bool:
 
 
 def split_peer(asked: str) -> tuple[str, str, str, str]:
-    """Name, variant, interpreter and model of ``NAME[:VARIANT][@PYTHON][=MODEL]``.
-
-    Paths may hold the signs that divide the parts. Of all ways to divide, the first counts whose
-    files are there; without one, the first of all, so that the complaint is about what was meant.
-    """
+    """Name, variant, interpreter and model of ``NAME[:VARIANT][@PYTHON][=MODEL]``."""
     ways = [
         (at_home(name), variant, at_home(python), at_home(model))
         for words, model in _ways(asked, "=")

@@ -25,19 +25,7 @@ _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One metric of one system in one file.
-
-    Attributes:
-        case: of the file.
-        work: what was measured and under which cap of memory, in words; rows of other words do not
-            stand beside it.
-        label: the system, with the file's name where several files are of one work, and whether it
-            was interrupted.
-        metric: its name.
-        num_repetitions: how many there are.
-        summary: what the results file says of the metric.
-        scale: factor and unit in which it is shown, the same in all rows beside it.
-    """
+    """One metric of one system in one file."""
 
     case: str
     work: str
@@ -53,7 +41,6 @@ class ResultRow:
         return self.case, self.work, self.metric
 
     def cells(self) -> list[str]:
-        """The columns of ``_HEADER``."""
         scale, unit = self.scale
         found = self.summary
         ends = [found["low"], found["high"]]
@@ -63,11 +50,7 @@ class ResultRow:
 
 
 def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
-    """Every metric of every system, in the order of the files.
-
-    Args:
-        named: names of files, and what they hold.
-    """
+    """Every metric of every system, in the order of the files."""
     num_of_work = Counter((results["case"], heading_words(results)) for _, results in named)
     rows = [
         ResultRow(
@@ -93,12 +76,7 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
 
 
 def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool) -> Page:
-    """Lays out results files, those of several machines side by side.
-
-    Args:
-        named: names of files, and what they hold.
-        has_plots: also draw what is judged, which takes matplotlib.
-    """
+    """Lays out results files, those of several machines side by side."""
     rows = result_rows(named)
     groups: dict[tuple[str, str, str], list[ResultRow]] = {}
     for row in rows:

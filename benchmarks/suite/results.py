@@ -46,13 +46,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number means.
-
-    Attributes:
-        unit: one of those of ``schema.json``.
-        better: ``less`` or ``more``.
-        is_judged: whether ``compare`` calls a change better or worse.
-    """
+    """What a number means."""
 
     unit: str
     better: str = "less"
@@ -123,18 +117,7 @@ def measure_systems(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures systems in turn.
-
-    Args:
-        case: what is measured.
-        systems: under different names.
-        metrics: what their numbers mean.
-        rules: when to end.
-        settings: what the numbers depend on besides systems and machine.
-
-    Returns:
-        The content of a results file.
-    """
+    """Measures systems in turn."""
     found, ended = run_in_turn(systems, rules)
     rows = [describe_compared(one, found[one.name], metrics) for one in systems]
     gpu = next((one.gpu for one in systems if one.gpu), None)
@@ -149,10 +132,7 @@ def make_results(
     *,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The content of a results file; ``command`` is added by whoever knows it.
-
-    ``machine`` says which ``gpu`` systems computed on, where they did.
-    """
+    """The content of a results file; ``command`` is added by whoever knows it."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -169,23 +149,13 @@ def make_results(
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes a results file.
-
-    Raises:
-        ValueError: the schema refuses it.
-        OSError: it cannot be written.
-    """
+    """Writes a results file."""
     require_valid(dict(results), read_schema())
     write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Reads a results file.
-
-    Raises:
-        CheckpointError: it is not one, or one of another version.
-        OSError: it cannot be read.
-    """
+    """Reads a results file."""
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
     try:
         found = json.loads(raw, parse_constant=_refuse_constant)
@@ -225,17 +195,7 @@ def read_schema() -> dict[str, Any]:
 
 
 def require_valid(value: Any, schema: dict[str, Any], place: str = "results") -> None:
-    """Checks a value read from JSON.
-
-    Args:
-        value: any value of JSON.
-        schema: what it must be.
-        place: where it lies, for the message.
-
-    Raises:
-        ValueError: it is something else; the message says where and what was expected.
-        NotImplementedError: the schema has a keyword that is not known here.
-    """
+    """Checks a value read from JSON."""
     if unknown := schema.keys() - _KNOWN:
         raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
     _require_kind(value, schema, place)

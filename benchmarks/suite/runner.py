@@ -29,11 +29,7 @@ class StoppedRepetitionError(MoERuntimeError):
 
 @contextmanager
 def peer_failures() -> Iterator[None]:
-    """What torch or a system under test raises becomes a failure of the system.
-
-    Raises:
-        PeerFailedError: it cannot compute what it was asked for.
-    """
+    """What torch or a system under test raises becomes a failure of the system."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -42,14 +38,7 @@ def peer_failures() -> Iterator[None]:
 
 
 class BenchSystem(ABC):
-    """A system under test.
-
-    Attributes:
-        name: in results and tables.
-        versions: of the packages that it runs with; those of this process by default.
-        gpu: the GPU that it computed on, once it ran; None for none.
-        compared, equal: answers that were compared with a reference, and how many agreed.
-    """
+    """A system under test."""
 
     def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -59,18 +48,10 @@ class BenchSystem(ABC):
 
     @abstractmethod
     def repeat(self) -> Mapping[str, Number]:
-        """Runs the system once; before the first time, compares its answers.
-
-        Raises:
-            PeerFailedError: it has no numbers.
-        """
+        """Runs the system once; before the first time, compares its answers."""
 
     def require_all_equal(self, difference: str = "tokens differ by more than roundings allow"):
-        """Refuses a system whose answers differ.
-
-        Raises:
-            PeerFailedError: they do.
-        """
+        """Refuses a system whose answers differ."""
         if self.equal < self.compared:
             raise PeerFailedError(
                 f"{self.compared - self.equal} of {self.compared} {difference}; "
@@ -80,18 +61,7 @@ class BenchSystem(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When enough has been measured, and who is told meanwhile.
-
-    Attributes:
-        judged: the metrics that must be certain.
-        least: repetitions of each system before certainty counts.
-        most: repetitions of each system at most.
-        precision: half of the confidence interval of the mean, as a share of it.
-        max_s: no repetition begins that would end after so many seconds, going by the longest.
-        clock: seconds, from any beginning.
-        on_repetition: called with a system's name and how many repetitions it has.
-        is_stopping: asked before each repetition; what was found until then counts.
-    """
+    """When enough has been measured, and who is told meanwhile."""
 
     judged: Sequence[str]
     least: int = 3
@@ -105,12 +75,7 @@ class Rules:
 
 @dataclass(kw_only=True)
 class MeasuredSystem:
-    """What was found of one system.
-
-    Attributes:
-        repetitions: in their order.
-        failure: why it has no numbers; None while it has.
-    """
+    """What was found of one system."""
 
     repetitions: list[Mapping[str, Number]] = field(default_factory=list)
     failure: str | None = None
@@ -128,12 +93,7 @@ def middle(value: Number) -> float:
 def run_in_turn(
     systems: Sequence[BenchSystem], rules: Rules
 ) -> tuple[dict[str, MeasuredSystem], str]:
-    """Measures systems, under different names, in turn.
-
-    Returns:
-        What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
-        or ``failed`` where no system has numbers.
-    """
+    """Measures systems, under different names, in turn."""
     found = {system.name: MeasuredSystem() for system in systems}
     begin, longest_s = rules.clock(), 0.0
     for number in range(rules.most):
@@ -171,15 +131,7 @@ def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval that holds the mean of what the values are drawn from, by Student's t.
-
-    Args:
-        values: independent ones, such as one of each repetition.
-        confidence: how often such an interval holds the mean.
-
-    Returns:
-        Both ends; None of fewer than two values, which say nothing of how they vary.
-    """
+    """The interval that holds the mean of what the values are drawn from, by Student's t."""
     if len(values) < 2:
         return None
     from scipy.stats import t
@@ -196,12 +148,7 @@ def is_narrow(values: Sequence[float], precision: float) -> bool:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that a share of all lies below, between two neighbours in proportion.
-
-    Args:
-        values: at least one, in any order.
-        share: 0 for the smallest, 1 for the largest.
-    """
+    """The value that a share of all lies below, between two neighbours in proportion."""
     ranked = sorted(values)
     place = share * (len(ranked) - 1)
     below = math.floor(place)

@@ -50,10 +50,7 @@ class OwnShape(Protocol):
 
 
 def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
-    """The contents of `plan.parts`; a function of seed and name only, whatever the order.
-
-    Every core draws portions of the weight, which stay in its cache until they are stored.
-    """
+    """The contents of `plan.parts`; a function of seed and name only, whatever the order."""
     import torch
 
     store = {"bf16": _bf16, "fp8": _fp8, "mxfp4": _mxfp4}[plan.stored]
@@ -118,14 +115,7 @@ def write_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     make: Callable[[TensorPlan, int], Sequence[Any]] = make_parts,
 ) -> None:
-    """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end.
-
-    Args:
-        progress: called with bytes written and bytes in all after each weight; not by an
-            `OwnShape`.
-        make: gives the contents of a weight's parts as arrays, from its plan and the seed; not
-            of an `OwnShape`.
-    """
+    """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end."""
     folder.mkdir(parents=True, exist_ok=True)
     if not isinstance(shape, ModelShape):
         return shape.write(folder)

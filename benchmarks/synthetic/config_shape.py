@@ -29,14 +29,7 @@ _MARK = "shape.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigShape:
-    """A model that a configuration describes.
-
-    Attributes:
-        name: of the file, as far as text goes, and what tells its content from others of that name.
-        content: of ``config.json``.
-        num_layers, vocab_size: of the model.
-        total_bytes: of its parameters in bf16.
-    """
+    """A model that a configuration describes."""
 
     name: str
     content: str
@@ -45,12 +38,7 @@ class ConfigShape:
     total_bytes: int
 
     def write(self, folder: Path) -> None:
-        """Draws the weights and writes a checkpoint, its tokenizer last but one.
-
-        Raises:
-            CapacityError: the model does not fit into memory.
-            OSError: it cannot be written.
-        """
+        """Draws the weights and writes a checkpoint, its tokenizer last but one."""
         import torch
 
         from moe_runtime.inference.budget import available_host_bytes
@@ -84,15 +72,7 @@ class ConfigShape:
 
 
 def read_config_shape(path: Path) -> ConfigShape:
-    """The shape of a ``config.json``.
-
-    Raises:
-        CheckpointError: it is none, its sizes contradict each other, or transformers makes no
-            language model of it.
-        UnsupportedModelError: the model has no routed experts, or none that can be offloaded.
-        ValueError: its vocabulary is too small for a tokenizer.
-        OSError: it cannot be read.
-    """
+    """The shape of a ``config.json``."""
     import torch
 
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
@@ -129,11 +109,7 @@ def read_config_shape(path: Path) -> ConfigShape:
 
 
 def _model_of(content: dict[str, Any]) -> Any:
-    """transformers' model with weights in bf16, drawn as it draws them.
-
-    Raises:
-        ValueError: the family has no language model.
-    """
+    """transformers' model with weights in bf16, drawn as it draws them."""
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

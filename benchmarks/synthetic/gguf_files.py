@@ -76,16 +76,10 @@ class GgufShape:
 
     @property
     def total_bytes(self) -> int:
-        """Of all matrices."""
         return sum(_num_bytes(sizes, kind) for _, sizes, kind in self._matrices())
 
     def write(self, folder: Path) -> None:
-        """Writes file and tokenizer.
-
-        Raises:
-            UnsupportedModelError: the `gguf` package is missing.
-            OSError: they cannot be written.
-        """
+        """Writes file and tokenizer."""
         require_gguf()
         gguf: Any = importlib.import_module("gguf")
         write_tokenizer(folder, self.vocab_size)
@@ -209,11 +203,7 @@ def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
 
 
 def require_gguf() -> None:
-    """Refuses to go on without the package.
-
-    Raises:
-        UnsupportedModelError: it is missing.
-    """
+    """Refuses to go on without the package."""
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(
             "a GGUF file of the shape needs gguf; install it with pip install 'moe-runtime[peers]'"
@@ -246,10 +236,7 @@ def _num_bytes(sizes: tuple[int, ...], kind: str) -> int:
 def _blocks(
     name: str, sizes: tuple[int, ...], kind: str, generator: np.random.Generator
 ) -> np.ndarray:
-    """Random codes, with scales for numbers of a standard deviation of one over the root of K.
-
-    What layers add to the residual is smaller, and embeddings are as large as what norms give.
-    """
+    """Random codes, with scales for numbers of a standard deviation of one over the root of K."""
     _, num_bytes = _BLOCKS[kind]
     places, spread = _SCALES[kind]
     blocks = np.frombuffer(generator.bytes(_num_bytes(sizes, kind)), np.uint8)
@@ -369,18 +356,7 @@ def write_gguf(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`.
-
-    The file gets its name when it is complete, and several processes may write it at a time. Needs
-    the `gguf` package (extra `peers`).
-
-    Args:
-        progress: called with bytes written and bytes in all after each tensor.
-
-    Raises:
-        UnsupportedModelError: the package is missing, or the family is not known here.
-        OSError: it cannot be written.
-    """
+    """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`."""
     require_copy(shape)
     gguf = importlib.import_module("gguf")
     tensors = list(_plan(shape, locate_tensors(checkpoint)))
@@ -413,11 +389,7 @@ def write_gguf(
 
 
 def require_copy(shape: Any) -> None:
-    """Refuses what `write_gguf` would refuse.
-
-    Raises:
-        UnsupportedModelError: the `gguf` package is missing, or the family is not known here.
-    """
+    """Refuses what `write_gguf` would refuse."""
     if not isinstance(shape, ModelShape) or isinstance(shape, MixtralShape):
         raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
     require_gguf()
@@ -450,10 +422,7 @@ def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[CopiedT
 
 
 def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> CopiedTensor:
-    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
-
-    `rows` are taken of the last dimension.
-    """
+    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts."""
     is_float32 = name.endswith(FLOAT32_PARTS)
     one = (*places[0].shape[:-1], len(range(*rows.indices(places[0].shape[-1]))))
 

@@ -44,11 +44,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One weight to write; `std` None stands for a tensor of ones (normalisation weights).
-
-    `fp8` is `[rows, columns]` with a scale for each block of 128 x 128; `mxfp4` is
-    `[experts, rows, columns]`, blocks and scales apart.
-    """
+    """One weight to write; `std` None stands for a tensor of ones (normalisation weights)."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +108,6 @@ class ModelShape:
         yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (width,), None)
 
     def config(self) -> Config:
-        """The content of `config.json`."""
         return self._common() | {
             "architectures": ["OlmoeForCausalLM"],
             "attention_bias": False,
@@ -187,12 +182,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedShape(ModelShape):
-    """Sizes of a checkpoint whose queries share keys and values.
-
-    Attributes:
-        head_dim: Width of a head.
-        num_kv_heads: Heads of keys, and of values.
-    """
+    """Sizes of a checkpoint whose queries share keys and values."""
 
     head_dim: int
     num_kv_heads: int
@@ -431,21 +421,13 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def shape_of_name(name: str, num_layers: int | None = None) -> ModelShape:
-    """A shape of `SHAPES`, with fewer layers if wanted, which its name says then.
-
-    Raises:
-        ValueError: there is none of that name, or it has not as many layers.
-    """
+    """A shape of `SHAPES`, with fewer layers if wanted, which its name says then."""
     require_known("shape", name, tuple(SHAPES))
     return with_layers(SHAPES, name, num_layers)
 
 
 def with_layers(shapes: Mapping[str, S], name: str, num_layers: int | None) -> S:
-    """One of some shapes, with fewer layers if wanted, which its name says then.
-
-    Raises:
-        ValueError: it has not as many.
-    """
+    """One of some shapes, with fewer layers if wanted, which its name says then."""
     shape = shapes[name]
     if num_layers is not None and not 1 <= num_layers <= shape.num_layers:
         raise ValueError(

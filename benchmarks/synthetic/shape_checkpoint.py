@@ -55,24 +55,7 @@ def shapes_folder() -> Path:
 def shape_checkpoint(
     shape: ModelShape | OwnShape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
 ) -> Iterator[ShapeFiles]:
-    """The files of a shape, which are there within the block.
-
-    Whatever killed runs left in the folder, of any shape, is removed.
-
-    Args:
-        shape: whose weights are drawn.
-        folder: has a folder for each shape.
-        keep: leave them for later runs; a process that is interrupted keeps no part of one.
-        needs_gguf: whether the GGUF file is there, too.
-        say: is given lines of progress.
-
-    Raises:
-        UnsupportedModelError: no GGUF file can be made of the shape.
-        CapacityError: the disk has too little room.
-        BlockingIOError: another process writes files of the shape that are to be kept.
-        CheckpointError: nothing can be written to the folder.
-        OSError: they cannot be written.
-    """
+    """The files of a shape, which are there within the block."""
     place = folder / shape.name
     kept = _files_in(place)
     needs_copy = needs_gguf and not kept.gguf.is_file()

@@ -23,16 +23,7 @@ def language_reference() -> str:
 
 
 def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """Prompts of equal length, one after another from the language reference.
-
-    Args:
-        tokenizer: of the model.
-        num_prompts: how many.
-        num_tokens: ids of each.
-
-    Raises:
-        ValueError: the text is too short for them.
-    """
+    """Prompts of equal length, one after another from the language reference."""
     wanted = num_prompts * num_tokens
     # No token of a text in English is as long as 40 characters on average.
     ids = tokenizer(language_reference()[: 40 * wanted], add_special_tokens=False)["input_ids"]
@@ -45,11 +36,7 @@ def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`; the end of a text has the last id.
-
-    Args:
-        vocab_size: more than the 256 bytes.
-    """
+    """Writes `tokenizer.json` and `tokenizer_config.json`; the end of a text has the last id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -25,12 +25,7 @@ from moe_runtime.files import at_home
 
 
 def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:
-    """Refuses other names while the command line is read, before a model's library is imported.
-
-    Args:
-        what: the kind of thing that has such names.
-        known: gives all of them.
-    """
+    """Refuses names other than `known()` while the command line is read, before slow imports."""
 
     def check(name: str | None) -> str | None:
         # bytes that are no text are refused with the option's name
@@ -87,16 +82,7 @@ def _budget(param: typer.CallbackParam, text: str) -> str:
 
 
 def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
-    """Reads the value of an option as a number of bytes, at least one.
-
-    Args:
-        text: the value.
-        option: its name.
-        needs_unit: whether a small number must have a unit, as in `parse_bytes`.
-
-    Raises:
-        ValueError: it is none; the message names the option.
-    """
+    """The value of an option as a number of bytes, at least one; errors name the option."""
     try:
         num_bytes = parse_bytes(text, needs_unit=needs_unit)
     except ValueError as error:
@@ -239,11 +225,7 @@ class Loading:
     dtype: Dtype = "auto"
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses a predictor that nothing asks.
-
-        Raises:
-            ValueError: one was given.
-        """
+        """Refuses a predictor that nothing asks."""
         if self.prefetch != "off":
             return
         why = "has no effect: give --prefetch"
@@ -256,7 +238,6 @@ class Loading:
             refuse_given(ctx, {"predictor"}, why)
 
     def settings(self) -> dict[str, Any]:
-        """The values by name."""
         return dataclasses.asdict(self)
 
 

@@ -18,11 +18,7 @@ _FAILED = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Solution:
-    """What a solver found.
-
-    Attributes:
-        is_optimal: the solver proved that there is no better one (within its gap).
-    """
+    """What a solver found."""
 
     values: np.ndarray
     objective: float
@@ -31,12 +27,7 @@ class Solution:
 
 @dataclass(slots=True)
 class Programme:
-    """Minimises a linear objective under linear constraints; variables are 0/1 or real.
-
-    SciPy's interface takes no starting point, so a heuristic's result serves as a bound: constrain
-    the objective to be at least as good with ``at_most``, and keep the heuristic's result when
-    ``solve`` finds nothing within its time.
-    """
+    """Minimises a linear objective under linear constraints; variables are 0/1 or real."""
 
     _costs: list[float] = field(default_factory=list)
     _uppers: list[float] = field(default_factory=list)
@@ -74,19 +65,7 @@ class Programme:
         self.between(-np.inf, terms, value)
 
     def solve(self, *, time_limit_s: float, gap: float = 1e-6) -> Solution | None:
-        """Runs HiGHS.
-
-        Args:
-            time_limit_s: seconds after which the best solution so far counts.
-            gap: relative distance from the bound at which a solution counts as optimal.
-
-        Returns:
-            The solution, or None when none was found in time or there is none.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, at once. The solver cannot be told to stop: it goes on beside
-                the caller until its time is over, or ends with the process.
-        """
+        """Runs HiGHS."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -128,10 +107,8 @@ class Programme:
 
 
 def _in_background(work: Callable[[], T]) -> T:
-    """Does something in a thread and waits for it: signals come through while a library computes.
-
-    Python delivers them between two of its own steps, and a solver is a single step of minutes.
-    """
+    """Does something in a thread and waits for it: signals come through while a library
+    computes."""
     outcome: Future[T] = Future()
 
     def call() -> None:

@@ -30,11 +30,7 @@ class Exchange(NamedTuple):
 
 
 class UseCounts:
-    """Counts in how many steps each expert is used.
-
-    Args:
-        keys: all experts.
-    """
+    """Counts in how many steps each expert is used."""
 
     def __init__(self, keys: Iterable[ExpertKey]) -> None:
         self._used = dict.fromkeys(keys, 0)
@@ -43,15 +39,8 @@ class UseCounts:
     def after_step(
         self, used: Iterable[ExpertKey], is_resident: Callable[[ExpertKey], bool]
     ) -> list[Exchange]:
-        """Counts a step; every `TIER_CHANGE_STEPS` says which tiers to exchange, and begins anew.
-
-        The experts used most come first, for those in memory that are used least, as long as the
-        difference is worth the two ways through the disk.
-
-        Args:
-            used: experts that the step needed.
-            is_resident: whether an expert's tier is memory.
-        """
+        """Counts a step; every `TIER_CHANGE_STEPS` says which tiers to exchange, and begins
+        anew."""
         for key in used:
             self._used[key] += 1
         self._steps += 1
@@ -76,16 +65,7 @@ def spread(keys: Sequence[ExpertKey], count: int) -> list[ExpertKey]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierReplay:
-    """How often the experts that steps asked for had their tier in memory.
-
-    Attributes:
-        uses: experts asked for, each once a step.
-        spread: of them, those in memory if tiers stay spread evenly.
-        by_use: likewise, if tiers are exchanged by use.
-        best: likewise, with the tiers that would have been best, known beforehand and never
-            exchanged.
-        exchanges: exchanges of two tiers.
-    """
+    """How often the experts that steps asked for had their tier in memory."""
 
     uses: int
     spread: int
@@ -97,13 +77,7 @@ class TierReplay:
 def replay_tiers(
     steps: Iterable[Collection[ExpertKey]], keys: Sequence[ExpertKey], count: int
 ) -> TierReplay:
-    """What tiers of `count` experts would have found in recorded steps.
-
-    Args:
-        steps: experts that each step asked for, without repeats.
-        keys: all experts, in order.
-        count: how many live in memory.
-    """
+    """What tiers of `count` experts would have found in recorded steps."""
     first = frozenset(spread(keys, count))
     tiers, counts = set(first), UseCounts(keys)
     totals = dict.fromkeys(keys, 0)

@@ -62,10 +62,7 @@ def package_commit() -> str:
 
 
 def commit(checkout: Path) -> str:
-    """The commit that a checkout is at, with ``+changes`` where files other than results differ.
-
-    ``unknown`` outside of checkouts, and without git.
-    """
+    """The commit that a checkout is at, with ``+changes`` where files other than results differ."""
     own = (":/", ":(top,exclude)benchmarks/results")
     try:
         head = _git(checkout, "rev-parse", "--short=12", "HEAD")

@@ -20,18 +20,18 @@ class EngineOptions:
     Attributes:
         most_waiting: requests that may wait; more are refused.
         most_running: requests that are answered at a time.
-        prompt_tokens: most tokens of prompts in a step beside others that decode.
+        prompt_tokens: most tokens of prompts in a step in which others decode.
         max_slowdown: times as long that a step may take with prompts as without, as far as
             `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
         idle_prompt_tokens: most tokens of prompts in a step in which no sequence decodes.
-        reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
-            in memory that is free.
-        exact: gives a request the bits that it would get alone, whatever runs beside it and ran
-            before: prompts go through the model one at a time and share no pass with answers,
-            always in pieces of ``prompt_tokens``, and only whole pieces are reused.
-        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16; what they
-            keep takes half of the memory for tokens, in rows of equal length. 0 for none. With
-            ``exact`` there are rows for all running sequences, or none.
+        reuses_prefixes: keeps keys and values of prompts and answers in free memory.
+        exact: gives a request the bits that it would get alone: prompts are read one at a time, in
+            pieces of ``prompt_tokens``, and only whole pieces are reused.
+        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16, in half of
+            the memory for tokens. With ``exact`` there are rows for all running sequences, or none.
+
+    Raises:
+        ValueError: one is too small; the message begins with its name.
     """
 
     most_waiting: int = 256
@@ -44,11 +44,6 @@ class EngineOptions:
     decode_rows: int = 4
 
     def __post_init__(self) -> None:
-        """Refuses numbers with which nothing would go on.
-
-        Raises:
-            ValueError: one is too small; the message begins with its name.
-        """
         for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -59,11 +54,7 @@ class EngineOptions:
 
 
 def capacity_of(model: Any, max_tokens: int | None) -> int:
-    """Tokens that all caches together may have.
-
-    Raises:
-        ValueError: more than memory is reserved for, or less than a sequence needs.
-    """
+    """Tokens that all caches together may have."""
     reserved = getattr(model, "_max_tokens", None)
     found = reserved if max_tokens is None else max_tokens
     if found is None:
@@ -80,12 +71,7 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
 def check_request(
     request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
 ) -> None:
-    """Refuses what cannot be answered.
-
-    Raises:
-        RequestTooLongError: it has more tokens.
-        ValueError: it names a token that the model does not know.
-    """
+    """Refuses a request that is too long or has unknown tokens."""
     num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
     # the engine also computes what follows a prompt: one token more, which is not shown
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:

@@ -19,9 +19,7 @@ from moe_runtime.memory.device.device import Device
 class RowStep(NamedTuple):
     """What steps of some rows are called with, in memory that stays in place.
 
-    Attributes:
-        cache: of the rows.
-        numbers_3B: int64: tokens, their places, and the rows of the tables of masks.
+    ``numbers_3B`` are int64: tokens, their places, and rows of the tables of masks.
     """
 
     cache: RowCache
@@ -29,16 +27,11 @@ class RowStep(NamedTuple):
 
 
 class RowMemory:
-    """Rows of places for tokens, as long as each other, in every layer of a model.
-
-    Attributes:
-        num_tokens: places of a row.
-    """
+    """Rows of ``num_tokens`` places for tokens in every layer of a model."""
 
     def __init__(
         self, config: Any, device: Device, like: DynamicCache, num_rows: int, num_tokens: int
     ) -> None:
-        """Allocates the rows."""
         self.num_tokens = num_tokens
         self._config, self._device = config, device
         filled: list[Any] = [*like.layers]
@@ -52,7 +45,7 @@ class RowMemory:
         self._tables = {window: self._table(window) for window in windows}
 
     def write(self, row: int, cache: DynamicCache, num_tokens: int) -> None:
-        """Puts what a sequence keeps of so many tokens into a row; windows keep the last ones."""
+        """Copies so many tokens of a sequence into a row; windows keep the last ones."""
         layers: list[Any] = [*cache.layers]
         for pair, layer in zip(self._layers, layers, strict=True):
             for rows, own in zip(pair, (layer.keys, layer.values), strict=True):
@@ -61,20 +54,18 @@ class RowMemory:
                 rows[row, :, num_tokens - own.shape[2] : num_tokens].copy_(own[0])
 
     def move(self, row: int, to: int) -> None:
-        """Puts what is in a row into another one."""
         for pair in self._layers:
             for rows in pair:
                 rows[to].copy_(rows[row])
 
     def read(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
-        """Puts the tokens of a row into an empty cache."""
         for index, pair in enumerate(self._layers):
             cache.update(*(rows[row, None, :, :num_tokens] for rows in pair), index)
         return cache
 
     def look_into(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
-        """Makes an empty cache one of the tokens of a row, where they are; for layers that keep
-        every token, and only until the row changes."""
+        """Makes an empty cache a view of a row's tokens; for layers that keep every token, until it
+        changes."""
         layers: list[Any] = [*cache.layers]
         for layer, pair in zip(layers, self._layers, strict=True):
             layer.keys, layer.values = (rows[row, None, :, :num_tokens] for rows in pair)
@@ -84,15 +75,10 @@ class RowMemory:
     def step(
         self, first: int, tokens: Sequence[int], places: Sequence[int]
     ) -> tuple[RowCache, dict[str, Any]]:
-        """What the model is called with for a token more of neighbouring rows.
+        """Arguments of the model for one token more of neighbouring rows: the cache, and others by
+        name.
 
-        Args:
-            first: the first of the rows.
-            tokens: of each.
-            places: where it goes: tokens that the row has.
-
-        Returns:
-            The cache, and other arguments by name.
+        ``places`` are the tokens that each row has.
         """
         size = len(tokens)
         step = self._steps.get((first, size))

@@ -99,11 +99,7 @@ def is_file_name(predictor: str | Path) -> bool:
 
 
 def check_name(predictor: str) -> None:
-    """Refuses names that nothing has, or that guess nothing before they are trained.
-
-    Raises:
-        ValueError: it is one of these.
-    """
+    """Refuses names that nothing has, or that guess nothing before they are trained."""
     if predictor not in PREDICTORS:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(predictor, PREDICTORS)}; "
@@ -117,11 +113,7 @@ def check_name(predictor: str) -> None:
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":
-    """Builds the named estimator, which has learned nothing yet.
-
-    Raises:
-        ValueError: no predictor has this name; the message suggests the nearest one.
-    """
+    """Builds the named estimator, which has learned nothing yet."""
     if name not in PREDICTORS:
         raise ValueError(f"unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
     return PREDICTORS[name](shape)

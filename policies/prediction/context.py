@@ -23,35 +23,26 @@ class Contexts:
 
     An estimator that predicts from layer ``now`` must not look at ``path`` beyond ``now``; in
     training and evaluation the rest is there.
-
-    Attributes:
-        token_ids: ``[B]`` int64, -1 where not known.
-        previous_token_ids: ``[B]`` int64, the token before; -1 where not known.
-        num_tokens: ``[B]`` int64, tokens of the sequence before this one.
-        path: ``[B, L, K]`` int64, experts of the current token; E where not known.
-        path_weights: ``[B, L, K]`` float32, its gate weights.
-        previous: ``[B, L, K]`` int64, experts of the previous token.
-        recalled: ``[B, L, K]`` int64, experts of the last token of this sequence that had the same
-            id as the current one.
-        counts: ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-
-            Infinity's request-level activation matrix).
-        recent: ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES.
-        hidden: ``[B, D]`` what the gate of layer ``now`` was given, if that is known.
-        memo: what estimators derived from everything but ``path`` and ``hidden``, which alone
-            change while a step runs; by the estimator's name.
     """
 
     shape: Shape
-    token_ids: np.ndarray
-    previous_token_ids: np.ndarray
-    num_tokens: np.ndarray
-    path: np.ndarray
-    path_weights: np.ndarray
-    previous: np.ndarray
+    token_ids: np.ndarray  # ``[B]`` int64, -1 where not known
+    previous_token_ids: np.ndarray  # ``[B]`` int64, the token before; -1 where not known
+    num_tokens: np.ndarray  # ``[B]`` int64, tokens of the sequence before this one
+    path: np.ndarray  # ``[B, L, K]`` int64, experts of the current token; E where not known
+    path_weights: np.ndarray  # ``[B, L, K]`` float32, its gate weights
+    previous: np.ndarray  # ``[B, L, K]`` int64, experts of the previous token
+    # ``[B, L, K]`` int64, experts of the last token of this sequence that had the same id as the
+    # current one
     recalled: np.ndarray
+    # ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-Infinity's
+    # request-level activation matrix)
     counts: np.ndarray
+    # ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES
     recent: np.ndarray
-    hidden: Any = None
+    hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
+    # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
+    # a step runs; by the estimator's name
     memo: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -114,9 +105,6 @@ class SequenceState:
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
     """The contexts of all tokens, in order, each with its whole path.
 
-    Args:
-        max_rows: most rows that are yielded at once; ``R + 1`` times ``L * E`` floats each.
-
     Yields:
         Contexts of consecutive tokens.
     """
@@ -146,11 +134,7 @@ def stack_states(
     path: np.ndarray,
     path_weights: np.ndarray,
 ) -> Contexts:
-    """One row of contexts for each of several running sequences.
-
-    ``path`` and ``path_weights`` are not copied, so that a step can go on filling them; of a single
-    sequence nothing is.
-    """
+    """One row of contexts for each of several running sequences."""
     rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
     columns: dict[str, Any] = {
         name: np.asarray(value)[None] if len(rows) == 1 else np.array([row[name] for row in rows])

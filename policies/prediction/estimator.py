@@ -14,31 +14,19 @@ State = Mapping[str, np.ndarray]
 
 
 class Kept(NamedTuple):
-    """An array of numbers that an estimator learned, and keeps in its file.
+    """An array of numbers that an estimator learned, and keeps in its file."""
 
-    Attributes:
-        attribute: of the estimator; an axis that is 0 in a new one may have any size.
-        dtype: its type.
-        is_chance: its numbers lie between 0 and 1.
-    """
-
-    attribute: str
+    attribute: str  # of the estimator; an axis that is 0 in a new one may have any size
     dtype: str = "<f4"
-    is_chance: bool = False
+    is_chance: bool = False  # its numbers lie between 0 and 1
 
 
 class Estimator(ABC):
-    """Learned tables and a pure function of contexts.
+    """Learned tables and a pure function of contexts."""
 
-    Attributes:
-        name: its name on the command line and in files.
-        needs_hidden: whether it reads hidden states, which traces do not hold.
-        kept: what it learned, by the names in its file.
-    """
-
-    name: ClassVar[str]
-    needs_hidden: ClassVar[bool] = False
-    kept: ClassVar[Mapping[str, Kept]] = {}
+    name: ClassVar[str]  # its name on the command line and in files
+    needs_hidden: ClassVar[bool] = False  # whether it reads hidden states, which traces do not hold
+    kept: ClassVar[Mapping[str, Kept]] = {}  # what it learned, by the names in its file
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -46,10 +34,6 @@ class Estimator(ABC):
     @abstractmethod
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """Probability that each row's token visits each expert of a layer.
-
-        Args:
-            now: the last layer whose routing may be used, -1 for none.
-            layer: the layer to predict, above ``now``.
 
         Returns:
             ``[B, E]`` float32 in [0, 1]; a row sums to about K.
@@ -71,21 +55,13 @@ class Estimator(ABC):
 
     @classmethod
     def from_state(cls, shape: Shape, state: State) -> Self:
-        """The estimator whose ``state`` this is.
-
-        Raises:
-            ValueError: arrays are missing, or of shapes or values that do not fit.
-        """
+        """The estimator whose ``state`` this is."""
         estimator = cls(shape)
         estimator.restore(state)
         return estimator
 
     def restore(self, state: State) -> None:
-        """Takes over what ``state`` returned.
-
-        Raises:
-            ValueError: arrays are missing, or of shapes or values that do not fit.
-        """
+        """Takes over what ``state`` returned."""
         for name, kept in self.kept.items():
             axes = tuple(size or None for size in getattr(self, kept.attribute).shape)
             array = take_array(state, name, kept.dtype, axes)
@@ -117,15 +93,7 @@ class Popularity(Estimator):
 
 
 def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]) -> np.ndarray:
-    """One array of a state, verified.
-
-    Args:
-        dtype: its type, exactly.
-        axes: its sizes; None where any size will do.
-
-    Raises:
-        ValueError: it is missing, of another type or shape, or holds numbers that are not finite.
-    """
+    """One array of a state, verified."""
     array = state.get(name)
     if array is None:
         raise ValueError(f"array {name!r} is missing")
@@ -171,10 +139,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def pair_counts(first_TK: np.ndarray, then_TK: np.ndarray, num_experts: int) -> np.ndarray:
-    """How often an expert of one list stands with one of another: ``[E, E]``.
-
-    Entry ``[a, b]`` counts the rows in which ``a`` is in ``first`` and ``b`` is in ``then``.
-    """
+    """How often an expert of one list stands with one of another: ``[E, E]``."""
     width = num_experts + 1
     codes = first_TK[:, :, None] * width + then_TK[:, None, :]
     counts = np.bincount(codes.ravel(), minlength=width * width).reshape(width, width)

@@ -19,15 +19,12 @@ from moe_runtime.policies.prediction.estimator import (
 )
 from moe_runtime.policies.prediction.tables import continuing_rows, smoothed_counts
 
-PRIOR_OCCURRENCES = 2.0
-"""Occurrences of a token that weigh as much as popularity."""
-MAX_TABLE_BYTES = 64 << 20
-"""Largest table; the tokens seen most often are kept."""
+PRIOR_OCCURRENCES = 2.0  # occurrences of a token that weigh as much as popularity
+MAX_TABLE_BYTES = 64 << 20  # largest table; the tokens seen most often are kept
 NUM_FEATURES = 7
 TRAINING_BYTES = 768 << 20
 """Largest table of features that training holds; more tokens than fit are sampled."""
-_MEMO_SIZE = 1 << 20
-"""Most numbers for each feature that are kept for a step's later layers."""
+_MEMO_SIZE = 1 << 20  # most numbers for each feature that are kept for a step's later layers
 
 
 class TokenIdentity(Popularity):
@@ -101,10 +98,6 @@ class TokenTable:
         Args:
             labels: ``[B]``; a label that is not in the table gets the prior.
             prior_LE: ``[L, E]`` what ``PRIOR_OCCURRENCES`` more occurrences would have visited.
-            layers: all where none are named.
-            without: counted some of the same tokens, which are left out. A sequence that was
-                counted must not find itself in the table when something else is trained on what
-                the table says: it would learn to trust the table more than it deserves.
         """
         rows = self.rows_of(labels)
         found, prior = rows >= 0, prior_LE[layers]
@@ -153,11 +146,7 @@ class TokenTable:
 
     @classmethod
     def restored(cls, shape: Shape, state: State, prefix: str) -> Self:
-        """The table whose ``state`` this is.
-
-        Raises:
-            ValueError: an array is missing or does not fit.
-        """
+        """The table whose ``state`` this is."""
         table = cls(shape)
         known = take_array(state, f"{prefix}_known", "<i8", (None,))
         if np.any(np.diff(known) <= 0):
@@ -193,11 +182,7 @@ class TokenEvidence(Popularity):
         layers: slice,
         shares: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """What is known of each expert before the token's path: ``[B, F, layers, E]``.
-
-        Args:
-            shares: what the two token tables say; looked up when omitted.
-        """
+        """What is known of each expert before the token's path: ``[B, F, layers, E]``."""
         num_experts = self.shape.num_experts
         if shares is None:
             shares = (

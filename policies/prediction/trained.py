@@ -28,8 +28,7 @@ from moe_runtime.policies.prediction.tokens import (
 
 DISTANCES = (1, 2, 4)
 """Look-ahead distances with weights of their own; others use those of the next larger one."""
-SOURCES = 3
-"""How many layers are looked at, from the last known one back."""
+SOURCES = 3  # how many layers are looked at, from the last known one back
 PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
 """Variants for tokens of which no layer is known, and of which not even the id is known."""
 NUM_VARIANTS = len(DISTANCES) + 2

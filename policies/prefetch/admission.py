@@ -10,31 +10,21 @@ from dataclasses import dataclass
 from moe_runtime.policies.prediction.base import Guess
 from moe_runtime.types import ExpertKey
 
-_REMEMBERED = 0.9
-"""Weight of the past in the running mean of what a missing expert costs a layer."""
+_REMEMBERED = 0.9  # weight of the past in the running mean of what a missing expert costs a layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchRules:
-    """When a guess is read.
+    """When a guess is read."""
 
-    Attributes:
-        horizon: most layers to look ahead.
-        min_probability: a guess must be at least this likely, however much waste is allowed.
-        waste: share of the experts loaded that may be loaded and never used.
-        allowance: most unused waste that is saved up, in experts.
-        min_gain: a guess must be this much likelier than the expert that it evicts.
-        window: most guesses that wait for their layer at once.
-        credit: most unused link time that is saved up, in experts.
-    """
-
-    horizon: int = 2
+    horizon: int = 2  # most layers to look ahead
+    # a guess must be at least this likely, however much waste is allowed
     min_probability: float = 0.2
-    waste: float = 0.15
-    allowance: float = 16.0
-    min_gain: float = 0.1
-    window: int = 8
-    credit: float = 4.0
+    waste: float = 0.15  # share of the experts loaded that may be loaded and never used
+    allowance: float = 16.0  # most unused waste that is saved up, in experts
+    min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts
+    window: int = 8  # most guesses that wait for their layer at once
+    credit: float = 4.0  # most unused link time that is saved up, in experts
 
 
 class Admission:
@@ -80,25 +70,12 @@ class Admission:
         return 1.0 - unused * (1.0 - self.rules.min_probability)
 
     def horizon(self, top_k: int) -> int:
-        """How many layers ahead to look now.
-
-        A layer's experts that can all be moved while one layer computes need not be begun earlier;
-        looking further would cost time and rest on less.
-
-        Args:
-            top_k: experts that a token visits in a layer.
-        """
+        """How many layers ahead to look now."""
         fits = 0.0 < top_k * self._transfer_s <= self._layer_s
         return 1 if fits else self.rules.horizon
 
     def idle(self, idle_s: float, transfer_s: float, *, layers: int = 1) -> None:
-        """The link was idle for some time, in which it could have moved experts.
-
-        Args:
-            idle_s: seconds in which no demand was under way.
-            transfer_s: seconds that one expert takes on an idle link.
-            layers: in so many layers.
-        """
+        """The link was idle for some time, in which it could have moved experts."""
         self._layer_s += (1 - _REMEMBERED) * (idle_s / layers - self._layer_s)
         self._transfer_s = transfer_s
         if transfer_s > 0:
@@ -127,11 +104,7 @@ class Admission:
         return [guess for guess in guesses if guess[1] >= self.rules.min_probability]
 
     def most_useful(self, guesses: Sequence[Guess], now: int) -> list[Guess]:
-        """Orders by impact the likely guesses that are sure enough now.
-
-        Args:
-            now: the last layer that was routed, -1 before the first.
-        """
+        """Orders by impact the likely guesses that are sure enough now."""
         least = self.least_probability
         sure = [guess for guess in guesses if guess[1] >= least]
         if len(sure) < 2:
@@ -149,15 +122,7 @@ class Admission:
     def gives_way(
         self, incoming: ExpertKey, probability: float, chance: Mapping[ExpertKey, float]
     ) -> Callable[[ExpertKey], bool]:
-        """Says of a held expert whether a guess may have its slot.
-
-        It must be of the guess's own layer, unused in that layer's last turn, and clearly less
-        likely.
-
-        Args:
-            probability: how likely it is.
-            chance: probabilities of this and other experts; what is not here has none.
-        """
+        """Says of a held expert whether a guess may have its slot."""
         just_used = self._last_used[incoming.layer]
         bound = probability - self.rules.min_gain
 

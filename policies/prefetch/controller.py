@@ -7,19 +7,12 @@ from statistics import median
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What a decode step took.
+    """What a decode step took."""
 
-    Attributes:
-        seconds: from its begin to the next one's, waiting and predicting included.
-        stall_s: seconds of these that computation waited for experts.
-        predict_s: seconds of these that were spent on predicting.
-        saved_s: the most that guesses which came true can have saved: their transfers.
-    """
-
-    seconds: float
-    stall_s: float
-    predict_s: float
-    saved_s: float
+    seconds: float  # from its begin to the next one's, waiting and predicting included
+    stall_s: float  # seconds of these that computation waited for experts
+    predict_s: float  # seconds of these that were spent on predicting
+    saved_s: float  # the most that guesses which came true can have saved: their transfers
 
 
 class Controller:
@@ -32,17 +25,14 @@ class Controller:
     cannot have saved what predicting took, and is compared anew now and then.
     """
 
-    WINDOW = 6
-    """Steps that are looked at together."""
+    WINDOW = 6  # Steps that are looked at together
     BLOCK_STEPS = 4
     TRIAL = (False, True, True, False)
-    GAIN = 0.02
-    """Share of a step that prefetching must save."""
+    GAIN = 0.02  # Share of a step that prefetching must save
     LEAST_STALL = 0.1
     """Share of a step that must be waiting for a trial: not all of it can be saved, and predicting
     and reading early take some hundredths of a step."""
-    HOPELESS = 1.1
-    """So many times slower is no accident, even of a few steps."""
+    HOPELESS = 1.1  # So many times slower is no accident, even of a few steps
     STEPS_ON = 256
     STEPS_OFF = 64
     """Steps until the next trial after a failed one; twice as many after each further one."""

@@ -64,18 +64,7 @@ def choose_policy(
     trained: Estimator | None = None,
     expert_bytes: int | None = None,
 ) -> PolicyChoice:
-    """Replays the latest steps through the candidates and takes the one that misses least.
-
-    Equal traces and budgets give equal choices. Each candidate has even shares for the layers at
-    first; of the best one adaptive shares are tried too.
-
-    Args:
-        trace: its latest decode steps; None where none were kept.
-        num_slots: experts that fit in memory at once.
-        trained: a trained predictor of routing, if one was given.
-        expert_bytes: bytes of an expert: the smaller it is, the more misses must a policy save that
-            takes time of every step. Without it only the number of misses counts.
-    """
+    """Replays the latest steps through the candidates and takes the one that misses least."""
     if num_slots >= signature.num_layers * signature.num_experts:
         return _fallback("all experts fit, nothing is ever evicted")
     if trace is None or trace.num_steps < LEAST_STEPS:
@@ -100,10 +89,7 @@ def choose_policy(
 
 
 def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
-    """Misses, if they are clearly fewer than LRU's; else more than LRU's.
-
-    An online policy's must be fewer by what its time is worth in misses, too.
-    """
+    """Misses, if they are clearly fewer than LRU's; else more than LRU's."""
     found, base = misses[option], misses[_BASE]
     if option == _BASE:
         return base

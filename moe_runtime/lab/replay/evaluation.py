@@ -24,7 +24,6 @@ class Recall:
     """What a predictor found, for one look-ahead distance.
 
     Attributes:
-        distance: layers between the last known routing and the predicted layer; 1 is the next one.
         at_k: ``[L]`` share of visited experts among the K likeliest; nan where a layer has no
             layer so far before it.
         at_2k: ``[L]`` the same among the 2K likeliest.
@@ -43,27 +42,16 @@ class Recall:
 
     @property
     def mean_at_2k(self) -> float:
-        """Of ``at_2k``."""
         return float(np.nanmean(self.at_2k))
 
     @property
     def mean_mass_at_2k(self) -> float:
-        """Of ``mass_at_2k``."""
         return float(np.nanmean(self.mass_at_2k))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result for one predictor.
-
-    Attributes:
-        recalls: one entry for each distance.
-        calibration: rows ``(mean probability, share visited, number of guesses)`` of bins of equal
-            width, at the first distance; empty bins are left out.
-        calibration_error: mean of ``|probability - share|`` over bins, weighted by their guesses.
-        call_s: seconds for predicting one layer for one token.
-        num_tokens: tokens evaluated.
-    """
+    """The result for one predictor."""
 
     name: str
     recalls: tuple[Recall, ...]
@@ -73,11 +61,7 @@ class Evaluation:
     num_tokens: int
 
     def at(self, distance: int) -> Recall:
-        """The recall at one distance.
-
-        Raises:
-            KeyError: it was not evaluated.
-        """
+        """The recall at one distance."""
         for recall in self.recalls:
             if recall.distance == distance:
                 return recall
@@ -104,22 +88,8 @@ def evaluate(
 ) -> list[Evaluation]:
     """Measures estimators on sequences that they were not trained on.
 
-    With distance ``d``, layer ``l`` is predicted from the routing of the layers up to ``l - d``;
-    layers before ``d`` are predicted from the token and the sequence alone, as they are at run
-    time before the first layer.
-
     Args:
-        routes: held-out sequences.
-        distances: how many layers ahead to predict.
-        max_tokens: measures a random sample of this many tokens; all when omitted.
-        seed: of that sample.
         hidden_TLD: ``[T, L, D]`` what the gates were given, for predictors that look at it.
-
-    Returns:
-        The control first, then one evaluation for each estimator.
-
-    Raises:
-        ValueError: there is no token, or a distance is not positive.
     """
     if routes.num_tokens == 0 or any(distance < 1 for distance in distances):
         raise ValueError(f"expected tokens and positive distances, got {distances}")

@@ -34,21 +34,7 @@ SCOPES = ("per-layer", "global")
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is replayed, beside the workload.
-
-    Attributes:
-        policies: names of eviction policies; the bounds are added.
-        capacities: shares of all experts that fit at once, each in (0, 1].
-        scope: ``per-layer`` (a share of the slots for every layer) or ``global`` (one pool).
-        adaptive: per-layer shares move to where misses could be saved.
-        reset_per_sequence: empty the cache whenever another request begins.
-        training: sequences to learn from, for static pinning, activation-aware and predictors.
-        predictor: name of what to prefetch by, and of what ``predicted`` asks, or None.
-        trained: the predictor itself where it need not be trained first; ``predictor`` is its name.
-        machine: what moving and computing costs; None leaves time out.
-        sizes: bytes of each expert, where they differ: what is loaded is weighed, and policies that
-            go by costs are told.
-    """
+    """What is replayed, beside the workload."""
 
     policies: Sequence[str]
     capacities: Sequence[float]
@@ -102,21 +88,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy at one capacity.
-
-    Attributes:
-        capacity: share of all experts.
-        num_slots: slots over all layers.
-        hit_rate: share of the experts asked for that were resident, without prefetching.
-        all_resident_rate: share of the layer visits that needed no load.
-        loads_per_layer_token: experts loaded for a layer visit.
-        gap_closed: how far from LRU's hit rate (0) to the optimum's (1); None for a zero gap.
-        hit_rate_by_layer: the hit rate of every layer.
-        accesses_per_s: speed of the replay itself.
-        timed: outcomes in modelled time, by what was prefetched by (``off`` without); random
-            eviction and the bounds do not prefetch unless they were asked for.
-        loaded_bytes: bytes of the experts loaded, where the experiment says their sizes.
-    """
+    """One policy at one capacity."""
 
     policy: str
     capacity: float
@@ -132,10 +104,7 @@ class Row:
 
 
 def usual_capacities(signature: ModelSignature, scope: str) -> list[float]:
-    """An eighth, a quarter and a half of all experts, as far as a token's experts fit.
-
-    Of a model where none of them is enough, the least share that is.
-    """
+    """An eighth, a quarter and a half of all experts, as far as a token's experts fit."""
     total, least = signature.num_layers * signature.num_experts, _least_slots(signature, scope)
     fitting = [share for share in (0.125, 0.25, 0.5) if round(share * total) >= least]
     return fitting or [least / total]
@@ -153,15 +122,7 @@ def run_experiment(
     bounds: bool = True,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Replays every policy at every capacity.
-
-    Args:
-        bounds: replay LRU, random eviction and the optimum too; without, no gap is known.
-        on_progress: called with what is replayed next.
-
-    Raises:
-        ValueError: a capacity leaves a layer without room for one token's experts.
-    """
+    """Replays every policy at every capacity."""
     signature = workload.trace.signature
     total = signature.num_layers * signature.num_experts
     rows: list[Row] = []
@@ -233,14 +194,7 @@ def _row(
 def policy_of(
     workload: Workload, experiment: Experiment, name: str, num_slots: int, events: Events
 ) -> EvictionPolicy[ExpertKey]:
-    """An empty policy for a run of events.
-
-    Args:
-        workload: the whole of it, which static pinning learns from where nothing else is given.
-        experiment: scope, shares, training and predictor.
-        num_slots: over all layers.
-        events: what it will serve; only bounds look at them.
-    """
+    """An empty policy for a run of events."""
     training = experiment.training
     if name == "static" and training is None:
         training = routes_of(workload.trace)

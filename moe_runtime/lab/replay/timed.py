@@ -16,17 +16,7 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What moving and computing costs.
-
-    Attributes:
-        bytes_per_s: bandwidth of the link.
-        latency_s: seconds that a transfer takes beside its bytes.
-        expert_bytes: bytes of one expert.
-        layer_s: seconds that a layer computes beside its experts.
-        expert_s: seconds that one expert computes.
-        known_ahead_s: of `layer_s`, seconds that follow the choice of the experts and need none of
-            them: shared experts, and with ScMoE's shortcut the attention and more.
-    """
+    """What moving and computing costs."""
 
     bytes_per_s: float
     latency_s: float
@@ -91,11 +81,7 @@ class LinkModel:
         return key in self._arrived
 
     def demand(self, keys: list[ExpertKey], now_s: float) -> float:
-        """Transfers experts that a layer waits for; what is left of queued ones comes first.
-
-        Returns:
-            When the last of them arrives.
-        """
+        """Transfers experts that a layer waits for; what is left of queued ones comes first."""
         self.advance(now_s)
         left = [self._queue.pop(key, self._transfer_s) for key in keys]
         self._free_at += sum(left)
@@ -104,18 +90,7 @@ class LinkModel:
 
 @dataclass(eq=False)
 class LayerCounts:
-    """What happened in one layer, or in all of them.
-
-    Attributes:
-        events: steps in which the layer was visited.
-        hits: experts that were resident when they were asked for.
-        late_hits: experts whose prefetch was under way.
-        misses: experts that had to be demanded.
-        all_resident: events all of whose experts were hits.
-        prefetches: guesses whose transfer began.
-        useful: guesses that were asked for while they were held, late ones included.
-        stall_s: seconds that computation waited.
-    """
+    """What happened in one layer, or in all of them."""
 
     events: int = 0
     hits: int = 0
@@ -149,12 +124,7 @@ class LayerCounts:
 
 @dataclass(eq=False)
 class TimedReplay:
-    """The outcome of a timed replay.
-
-    Attributes:
-        seconds: modelled time of the whole workload.
-        stalls: ``(step, layer, begin, end)`` of every wait, in modelled seconds.
-    """
+    """The outcome of a timed replay."""
 
     layers: list[LayerCounts]
     total: LayerCounts = field(default_factory=LayerCounts)
@@ -177,14 +147,7 @@ def replay_timed(
     predictor: Predictor | None = None,
     rules: PrefetchRules | None = None,
 ) -> TimedReplay:
-    """Replays a workload in modelled time.
-
-    Args:
-        policy: an empty policy over all layers (``LayerShares`` for a share each).
-        num_slots: experts that fit at once, over all layers.
-        predictor: what to prefetch by; nothing is prefetched without one.
-        rules: when a guess is read.
-    """
+    """Replays a workload in modelled time."""
     return _Replayer(workload, policy, num_slots, machine, predictor, rules).run()
 
 

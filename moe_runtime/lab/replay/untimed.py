@@ -22,7 +22,6 @@ class DemandReplay:
 
     Attributes:
         hits: ``[N]`` int64, experts of each event that were resident before it.
-        loaded_bytes: of the experts that were not, where their sizes are known.
     """
 
     workload: Workload
@@ -69,18 +68,7 @@ def replay_demand(
     reset_per_sequence: bool = False,
     sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
-    """Replays without prefetching: every miss is loaded when it is asked for.
-
-    All experts of an event are looked up before any is inserted. Where a rule says all that the
-    policy does, a compiled loop follows the rule; others are asked themselves.
-
-    Args:
-        make_policy: makes the policy, from the events that it will serve.
-        num_slots: experts that fit at once. A policy with shares of its own does not ask.
-        reset_per_sequence: empty cache and a new policy whenever another request begins.
-        sizes: bytes of each expert, to count those that are loaded; then the policies themselves
-            are asked.
-    """
+    """Replays without prefetching: every miss is loaded when it is asked for."""
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
     counted = None
     if sizes is None:

@@ -36,12 +36,8 @@ class ReportSettings:
     """What a report on a trace is asked for.
 
     Attributes:
-        policies: eviction policies beside LRU, random eviction and Belady's optimum.
-        predictors: predictors to fit and to judge; the last one also prefetches.
         machine: the modelled machine of bytes and timeline.
         capacity: share of the experts that fit, for bytes and timeline.
-        max_accesses: experts asked for after which a replay stops; the most recent steps count.
-        assumes_size: the trace does not say how large the machine's experts are.
     """
 
     policies: Sequence[str]
@@ -57,16 +53,7 @@ class TrainingReuse:
     """What the micro-batches and steps of a training run had in common.
 
     Attributes:
-        num_steps: optimizer steps.
-        num_passes: forward passes of micro-batches.
-        pass_share: share of all experts that a micro-batch asks for.
-        step_share: likewise of a step.
-        asked: experts that micro-batches asked for, each once a micro-batch.
-        fetched: experts that steps asked for, each once a step.
-        returning: share of a step's experts that the step before asked for as well; nan with one
-            step.
         use: ``[L, E]`` share of the steps that asked for each expert.
-        tiers: for each share of experts with a tier in memory, what tiers would have found.
     """
 
     num_steps: int
@@ -85,20 +72,10 @@ class TraceFindings:
     """Everything that is drawn of a trace.
 
     Attributes:
-        trace: what was recorded.
         loads: ``[L, E]`` share of the tokens that visit each expert.
         popularity: ``[L, E + 1]`` share of the visits to the n most visited experts.
         overlap: ``[L]`` share of experts that the token before visited as well.
         distances: ``[L, E + 1]`` accesses by reuse distance, first uses last.
-        replayed_tokens: tokens of the steps that were replayed.
-        rows: hit rates by policy and capacity, from a cold cache.
-        evaluations: recall of the predictors on held-out sequences, the control first; empty where
-            there are too few sequences to hold any out.
-        test_sequences: sequences that recall was measured on.
-        timed: modelled outcome without and with prefetch, by its predictor's name; ``off`` first.
-        timed_workload: the later requests, which ``timed`` replayed.
-        training: reuse between micro-batches and steps; None where nothing was trained.
-        settings: what was asked for.
     """
 
     trace: Trace
@@ -119,16 +96,7 @@ class TraceFindings:
 def find(
     trace: Trace, settings: ReportSettings, *, on_progress: Callable[[str], None] = lambda _: None
 ) -> TraceFindings:
-    """Measures, replays and predicts.
-
-    Args:
-        trace: what was recorded; must hold tokens.
-        on_progress: called with what is done next.
-
-    Raises:
-        ValueError: a policy or predictor is not known, or the capacity leaves a layer without room
-            for a token's experts.
-    """
+    """Measures, replays and predicts."""
     on_progress("measuring the trace")
     loads = expert_loads(trace)
     sample = _latest_steps(trace, settings.max_accesses)
@@ -240,10 +208,6 @@ def popularity_curves(loads_LE: np.ndarray) -> np.ndarray:
 def reuse_distances(workload: Workload) -> np.ndarray:
     """How many other experts of its layer were used since an expert was used last.
 
-    This is the place of an expert in its layer's order by recency (Mattson et al., "Evaluation
-    Techniques for Storage Hierarchies", 1970): an LRU cache with more slots than the distance holds
-    it. All experts of an event are looked up before any of them is renewed.
-
     Returns:
         ``[L, E + 1]`` int64: accesses by distance; the last column counts first uses.
     """
@@ -266,10 +230,7 @@ def reuse_distances(workload: Workload) -> np.ndarray:
 
 
 def token_overlap(trace: Trace) -> np.ndarray:
-    """Share of a token's experts that the token before, of the same request, visited: ``[L]``.
-
-    nan where no request has two tokens.
-    """
+    """Share of a token's experts that the token before, of the same request, visited: ``[L]``."""
     order = np.lexsort((trace.token_position, trace.token_request))
     ids = trace.expert_ids[order].astype(np.int64)
     follows = np.diff(trace.token_request[order]) == 0
@@ -283,11 +244,7 @@ def token_overlap(trace: Trace) -> np.ndarray:
 
 
 def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> TrainingReuse | None:
-    """Measures reuse in a trace of training; None of other traces.
-
-    Args:
-        shares: of the experts that have their tiers in memory, to be replayed.
-    """
+    """Measures reuse in a trace of training; None of other traces."""
     if trace.step_update is None or not trace.num_steps:
         return None
     used = _used_by_pass(trace)

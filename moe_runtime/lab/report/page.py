@@ -30,11 +30,7 @@ _TEMPLATE = "page.html"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers behind a drawing.
-
-    Attributes:
-        rows: cells; the first of a row names it.
-    """
+    """Numbers behind a drawing."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -42,16 +38,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One subject of the page.
-
-    Attributes:
-        name: short name in links and file names.
-        lesson: what one learns from it, with its most important numbers.
-        how: how it was measured, and what it leaves out.
-        figure: the drawing; None where there is nothing to draw.
-        alt: the drawing in words.
-        table: the drawing's numbers.
-    """
+    """One subject of the page."""
 
     name: str
     title: str
@@ -64,14 +51,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A report.
-
-    Attributes:
-        title: heading of the page.
-        subtitle: what was looked at, in one line.
-        facts: ``(value, what it is)`` of the numbers that one wants first.
-        sections: the subjects in order.
-    """
+    """A report."""
 
     title: str
     subtitle: str
@@ -110,25 +90,14 @@ def _with_code(text: str) -> "Markup":
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes the page.
-
-    Raises:
-        CheckpointError: it cannot be written there.
-    """
+    """Writes the page."""
     text = render(page)
     with named_failure(path, "report"):
         write_text(path, text)
 
 
 def write_plots(page: Page, folder: Path) -> list[Path]:
-    """Writes every drawing as PNG into a folder, which is made if it is missing.
-
-    Returns:
-        The files.
-
-    Raises:
-        CheckpointError: they cannot be written there.
-    """
+    """Writes every drawing as PNG into a folder, which is made if it is missing."""
     written = []
     with named_failure(folder, "plots"):
         make_folders(folder)
@@ -177,11 +146,7 @@ def drawing() -> Iterator[Any]:
 
 
 def to_svg(figure: "Figure", name: str) -> str:
-    """The drawing as an ``<svg>`` element whose colours follow the page.
-
-    Args:
-        name: makes the identifiers inside unique on a page.
-    """
+    """The drawing as an ``<svg>`` element whose colours follow the page."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -199,10 +164,7 @@ def to_svg(figure: "Figure", name: str) -> str:
 
 
 def _unique_ids(svg: str, prefix: str) -> str:
-    """Keeps one identifier for each thing that is referred to, under a name of this drawing.
-
-    Identifiers such as axes_1 repeat from drawing to drawing, and shared marks within one.
-    """
+    """Keeps one identifier for each thing that is referred to, under a name of this drawing."""
     referred = set(re.findall(r'(?:href="#|url\(#)([\w-]+)', svg))
     seen: set[str] = set()
 

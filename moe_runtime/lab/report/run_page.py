@@ -26,7 +26,6 @@ class RunStats:
     """The statistics of one run.
 
     Attributes:
-        model, policy, prefetch: as the run was asked for.
         numbers: counts, bytes and seconds under the names that ``run --json`` gives them; what the
             run did not know is absent.
     """
@@ -49,11 +48,7 @@ class RunStats:
 
 
 def read_run_stats(path: Path) -> RunStats:
-    """Reads the object that ``run --json`` printed.
-
-    Raises:
-        CheckpointError: the file is missing, too large, not JSON, or not such an object.
-    """
+    """Reads the object that ``run --json`` printed."""
     try:
         raw = read_bounded(path, max_bytes=_MAX_BYTES)
     except OSError as error:

@@ -21,11 +21,7 @@ FREE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SimulatedTimeline:
-    """When every task ran.
-
-    Attributes:
-        finish_s: end of each task.
-    """
+    """When every task ran."""
 
     start_s: np.ndarray
     finish_s: np.ndarray
@@ -44,11 +40,7 @@ class SimulatedTimeline:
 
 @dataclass(slots=True)
 class TaskGraph:
-    """Tasks, what they wait for, and what they occupy.
-
-    A resource takes tasks in the order in which they become ready (in the order of their numbers
-    where they become ready together), as a stream or a network card does, and never two at once.
-    """
+    """Tasks, what they wait for, and what they occupy."""
 
     _durations: list[float] = field(default_factory=list)
     _resources: list[int] = field(default_factory=list)
@@ -56,16 +48,7 @@ class TaskGraph:
     _followers: list[list[int]] = field(default_factory=list)
 
     def add(self, duration_s: float, *, resource: int = FREE, after: Iterable[int] = ()) -> int:
-        """Adds a task and returns its number.
-
-        Args:
-            duration_s: how long it occupies its resource.
-            resource: which one, 0 or more; ``FREE`` for none.
-            after: numbers of tasks that must end before it starts.
-
-        Raises:
-            ValueError: a negative duration, or a task that does not exist yet.
-        """
+        """Adds a task and returns its number."""
         number = len(self._durations)
         if not duration_s >= 0:
             raise ValueError(f"a task takes at least 0 seconds, got {duration_s}")
@@ -117,10 +100,6 @@ class LayerWorkload:
 
     Attributes:
         rows_PP: ``[P, P]`` rows (token copies) that each rank sends to each.
-        row_bytes: bytes of one row on the wire.
-        flops_per_row: operations of one expert for one row; ``6 * D * F`` for gated experts.
-        gate_s: seconds of the gate, before anything can be sent.
-        shared_s: seconds of shared experts, which need no communication.
         slowdown_P: ``[P]`` factor on each rank's compute time; stragglers have more than 1.
     """
 
@@ -134,15 +113,7 @@ class LayerWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSchedule:
-    """How communication and computation are interleaved.
-
-    Attributes:
-        degree: chunks that the rows are cut into; chunk i + 1 travels while chunk i is computed.
-        hierarchical: two all-to-alls, within machines and then between equal local ranks, instead
-            of one between all: fewer and larger messages on the slow link, more bytes on the fast.
-        is_local_first: rows that stay on their rank are computed while the others travel (Comet).
-        is_shared_first: shared experts are computed while rows travel; otherwise after them.
-    """
+    """How communication and computation are interleaved."""
 
     degree: int = 1
     hierarchical: bool = False
@@ -156,14 +127,7 @@ class LayerSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPrediction:
-    """Predicted times of one layer.
-
-    Attributes:
-        layer_s: from the gate to the last combined row on the slowest rank.
-        compute_s: the same with communication that costs nothing; imbalance and stragglers count.
-        exposed_s: their difference: communication that nothing hides.
-        communication_s: what the busiest link works.
-    """
+    """Predicted times of one layer."""
 
     layer_s: float
     compute_s: float
@@ -174,16 +138,7 @@ class LayerPrediction:
 def predict_layer(
     cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
 ) -> LayerPrediction:
-    """Simulates one layer on all ranks.
-
-    Args:
-        cluster: links and compute, measured or assumed.
-        workload: rows between ranks and their cost.
-        schedule: chunks, hierarchy and order.
-
-    Raises:
-        ValueError: workload and cluster have different numbers of ranks.
-    """
+    """Simulates one layer on all ranks."""
     shape = (cluster.num_ranks, cluster.num_ranks)
     if workload.rows_PP.shape != shape:
         raise ValueError(f"rows_PP must have shape {shape}, got {workload.rows_PP.shape}")

@@ -44,15 +44,7 @@ NO_OVERLAP = LayerSchedule()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedLayer:
-    """One layer of a model, and how many tokens each rank brings.
-
-    Attributes:
-        expert_hidden: hidden width of an expert (gated: three matrices).
-        top_k: experts of each token.
-        experts_per_rank: experts that each rank owns; the model grows with the ranks.
-        shared_hidden: hidden width of shared experts together; 0 without.
-        bytes_per_number: of rows on the wire.
-    """
+    """One layer of a model, and how many tokens each rank brings."""
 
     tokens_per_rank: int = 8192
     model_dim: int = 4096
@@ -65,15 +57,7 @@ class SimulatedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """What makes ranks unequal.
-
-    Attributes:
-        zipf: exponent of the experts' loads; 0 is equal loads.
-        algorithm: placement, a name that ``place`` of `sweep_scaling` knows.
-        replicas_per_rank: slots of each rank for second copies.
-        straggler: factor on the compute time of rank 0; 1 is none.
-        seed: of the order of the loads.
-    """
+    """What makes ranks unequal."""
 
     zipf: float = 0.0
     algorithm: str = "round-robin"
@@ -84,14 +68,7 @@ class Imbalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """One simulated layer.
-
-    Attributes:
-        hierarchical: two-level all-to-all.
-        balancedness: mean over largest load of the ranks.
-        prediction: simulated times.
-        exposed_ratio: exposed communication over that of one flat all-to-all without overlap.
-    """
+    """One simulated layer."""
 
     num_ranks: int
     hierarchical: bool
@@ -111,15 +88,7 @@ def sweep_scaling(
     place: Callable[..., Placement] = place_experts,
     on_point: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[ScalingPoint]:
-    """Simulates every number of ranks, flat and hierarchical, at every degree.
-
-    Args:
-        cluster: links and compute; its number of ranks is replaced.
-        imbalance: loads, placement and stragglers.
-        degrees: numbers of chunks. Above 1, rows that stay and shared experts go first.
-        place: `policies.placement.place_experts`, or one that knows more algorithms.
-        on_point: called with points done and in total.
-    """
+    """Simulates every number of ranks, flat and hierarchical, at every degree."""
     variants = [(flag, degree) for flag in (False, True) for degree in degrees]
     done, total = 0, len(ranks) * len(variants)
     for num_ranks in ranks:
@@ -188,13 +157,7 @@ def _workload(
 
 
 def read_machine(path: str | os.PathLike[str]) -> Cluster:
-    """Reads a machine; its number of ranks is 1 and to be replaced.
-
-    Raises:
-        ValueError: not a TOML file, an unknown key (the message suggests the nearest), or values
-            that are no rates.
-        OSError: the file cannot be read.
-    """
+    """Reads a machine; its number of ranks is 1 and to be replaced."""
     value = read_toml(path)
     _check_numbers(value, _RATES | set(_LINKS), "machine", path)
     missing = {"ranks_per_node", "flops_per_s", *_LINKS} - set(value)
@@ -211,11 +174,7 @@ def read_machine(path: str | os.PathLike[str]) -> Cluster:
 
 
 def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -> None:
-    """Writes a machine that ``read_machine`` reads; the remark says where the numbers are from.
-
-    Raises:
-        OSError: the file cannot be written; an older one stays as it was.
-    """
+    """Writes a machine that ``read_machine`` reads; the remark says where the numbers are from."""
     lines = [f"# {line}" for line in remark.splitlines()]
     rates = {name: getattr(cluster, name) for name in sorted(_RATES)}
     lines += [f"{name} = {value!r}" for name, value in rates.items() if value is not None]

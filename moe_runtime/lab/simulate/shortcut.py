@@ -16,15 +16,7 @@ _COMPUTE, _LINK_THERE, _LINK_BACK = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortcutCosts:
-    """Seconds of the parts of one block.
-
-    Attributes:
-        backbone_s: what computes between the routing and the block's output, in order. A block
-            without a shortcut has its shared expert there at most.
-        there_s: tokens to the experts, or experts to the tokens.
-        experts_s: the routed experts.
-        back_s: their results on the way back; 0 where experts were fetched.
-    """
+    """Seconds of the parts of one block."""
 
     backbone_s: tuple[float, ...]
     there_s: float
@@ -38,13 +30,7 @@ class ShortcutCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortcutSchedule:
-    """One place of the experts.
-
-    Attributes:
-        position: operations of the backbone that compute before them.
-        block_s: from the routing to the block's output.
-        exposed_s: of it, transfers that nothing hides.
-    """
+    """One place of the experts."""
 
     position: int
     block_s: float

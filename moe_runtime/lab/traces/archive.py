@@ -28,12 +28,8 @@ class Archive:
     """One open ``.npz`` file.
 
     Args:
-        max_bytes: largest sum of the unpacked sizes of its members.
         content: where the file's bytes are read from if not from ``path``, which then only names
             them.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, not a zip file, or too large.
     """
 
     def __init__(
@@ -72,11 +68,7 @@ class Archive:
         return f"{name}.npy" in self._zip.namelist()
 
     def read(self, name: str, *dtypes: np.dtype[Any], max_bytes: int | None = None) -> np.ndarray:
-        """Reads one array, which must be C-contiguous and exactly of a given type.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or of another type.
-        """
+        """Reads one array, which must be C-contiguous and exactly of a given type."""
         try:
             member = self._zip.getinfo(f"{name}.npy")
         except KeyError:
@@ -94,11 +86,7 @@ class Archive:
             raise CheckpointError(f"{self.path}: array {name!r} is damaged: {error}") from error
 
     def read_json(self, name: str, *, max_bytes: int, what: str) -> Any:
-        """Reads an array of bytes that are JSON.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or not JSON; ``what`` says what it is.
-        """
+        """Reads an array of bytes that are JSON."""
         raw = self.read(name, np.dtype("|u1"), max_bytes=max_bytes)
         try:
             return json.loads(raw.tobytes())

@@ -31,14 +31,7 @@ _DTYPES = {"|u1", "<u2", "<i8", "<f4", "<f8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """One kind of such files.
-
-    Attributes:
-        format: what the header calls it.
-        version: of its arrays; other versions are refused.
-        owner: the word of messages, and the header's entry for the name of what learned.
-        remedy: what to do about a file of another version.
-    """
+    """One kind of such files."""
 
     format: str
     version: int
@@ -55,11 +48,7 @@ _CACHED = _Kind(format="moe-runtime-learned", version=1, owner="learner", remedy
 def write_predictor(
     path: str | os.PathLike[str], estimator: Estimator, signature: ModelSignature
 ) -> None:
-    """Writes what an estimator learned; the file appears under its name when it is complete.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Writes what an estimator learned; the file appears under its name when it is complete."""
     _write(path, _TRAINED, estimator.name, signature, estimator.state())
 
 
@@ -69,16 +58,7 @@ def read_predictor(
     *,
     max_bytes: int = _DEFAULT_MAX_BYTES,
 ) -> Estimator:
-    """Reads and verifies a trained predictor.
-
-    Args:
-        signature: the model that it is wanted for; not compared when omitted.
-        max_bytes: largest size of all arrays together, unpacked, that is accepted.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, too large, of another version, or was trained
-            for another model.
-    """
+    """Reads and verifies a trained predictor."""
     with Archive(path, max_bytes=max_bytes) as archive:
         header, found = _read_header(archive, _TRAINED)
         if signature is not None and not same_model(found, signature):
@@ -94,12 +74,7 @@ def read_predictor(
 
 
 def check_predictor(predictor: str | Path) -> None:
-    """Refuses a predictor that loading would refuse minutes later.
-
-    Raises:
-        CheckpointError: the file is missing, or is not a predictor.
-        ValueError: no predictor has this name, or the one that has it must be trained first.
-    """
+    """Refuses a predictor that loading would refuse minutes later."""
     if is_file_name(predictor):
         read_predictor_signature(predictor)
     else:
@@ -107,33 +82,18 @@ def check_predictor(predictor: str | Path) -> None:
 
 
 def read_predictor_signature(path: str | os.PathLike[str]) -> ModelSignature:
-    """The model that a predictor was trained for.
-
-    Raises:
-        CheckpointError: the file is not a predictor.
-    """
+    """The model that a predictor was trained for."""
     with Archive(path, max_bytes=_DEFAULT_MAX_BYTES) as archive:
         return _read_header(archive, _TRAINED)[1]
 
 
 def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path:
-    """Where a learner's arrays lie, if any were kept.
-
-    Args:
-        name: of the policy or predictor.
-    """
+    """Where a learner's arrays lie, if any were kept."""
     return cached_path("learned", signature, checkpoint, f"-{name}")
 
 
 def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> bool:
-    """Restores what a learner learned in earlier processes, if anything was kept.
-
-    A file that is damaged, or of another version or model, is left out with a warning
-    (``MoERuntimeWarning``).
-
-    Returns:
-        Whether anything was restored.
-    """
+    """Restores what a learner learned in earlier processes, if anything was kept."""
     if not os.path.exists(path):
         return False
     most_bytes = most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
@@ -158,10 +118,7 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
 
 
 def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
-    """Writes what a learner learned, if anything, for later runs.
-
-    What cannot be kept is dropped: a cache that is missing or full must not fail a run.
-    """
+    """Writes what a learner learned, if anything, for later runs."""
     state = learner.learned()
     if not state:
         return
@@ -191,11 +148,7 @@ def _write(
 
 
 def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSignature]:
-    """The header of a file of this kind, and the model that it names.
-
-    Raises:
-        CheckpointError: it is none, of another version, or announces arrays of unknown types.
-    """
+    """The header of a file of this kind, and the model that it names."""
     header = archive.read_json("header", max_bytes=_MAX_HEADER_BYTES, what="the header")
     if not isinstance(header, dict) or header.get("format") != kind.format:
         raise CheckpointError(f"{archive.path}: not a {kind.owner} of moe-runtime")

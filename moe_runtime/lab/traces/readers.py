@@ -38,17 +38,7 @@ _FLOATS = tuple(np.dtype(code) for code in ("<f2", "<f4", "<f8"))
 
 
 def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = None) -> Trace:
-    """Reads a trace of ours, a plain ``.npz`` of expert ids, or Megatron's router trace.
-
-    Args:
-        path: ``.npz``, or ``.jsonl`` for Megatron.
-        num_experts: experts of a layer, where the file does not say; otherwise as many as the
-            highest id asks for.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or none of these.
-        ValueError: the file says how many experts there are, and so does `num_experts`.
-    """
+    """Reads a trace of ours, a plain ``.npz`` of expert ids, or Megatron's router trace."""
     if Path(path).suffix == ".jsonl":
         return read_megatron_trace(path, num_experts=num_experts)
     is_plain = False
@@ -68,14 +58,7 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
 
 
 def read_plain_ids(path: str | os.PathLike[str], *, num_experts: int | None = None) -> Trace:
-    """Reads a plain ``.npz``: one decoded token after another.
-
-    Arrays: ``ids`` ``[T, L, K]`` of integers; optional ``probs`` of the same shape, ``token_ids``
-    ``[T]``, and ``offsets`` ``[S + 1]``, the first token of each sequence and T.
-
-    Raises:
-        CheckpointError: the file is damaged or its arrays contradict each other.
-    """
+    """Reads a plain ``.npz``: one decoded token after another."""
     with Archive(path, max_bytes=_MAX_BYTES) as archive:
         ids = _read_one_of(archive, "ids", _INTEGERS)
         if ids.ndim != 3 or 0 in ids.shape[1:]:
@@ -110,15 +93,7 @@ def read_plain_ids(path: str | os.PathLike[str], *, num_experts: int | None = No
 
 
 def read_megatron_trace(path: str | os.PathLike[str], *, num_experts: int | None = None) -> Trace:
-    """Reads the JSON lines of Megatron-LM's router tracer.
-
-    A line is one layer of one step: ``step``, ``layer``, ``topk``, ``num_tokens`` and
-    ``top_indices``, its experts by token. A file holds the lines of one rank; other fields are
-    ignored. Every step becomes a step, and every token of it a request of its own.
-
-    Raises:
-        CheckpointError: a line is no such record, or the layers of a step contradict each other.
-    """
+    """Reads the JSON lines of Megatron-LM's router tracer."""
     steps: dict[int, dict[int, np.ndarray]] = {}
     layers: set[int] = set()
     for number, record in _json_lines(Path(path)):

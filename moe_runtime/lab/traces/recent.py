@@ -43,14 +43,7 @@ def recent_path(signature: ModelSignature, checkpoint: Path) -> Path:
 
 
 def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix: str = "") -> Path:
-    """The file of a checkpoint in a folder of the user's cache.
-
-    Args:
-        folder: in the cache.
-        checkpoint: its folder or file. Names, sizes and ends of the weights' files, and the
-            configuration, tell it from others of its signature, wherever it lies.
-        suffix: of the name.
-    """
+    """The file of a checkpoint in a folder of the user's cache."""
     files = [checkpoint]
     if checkpoint.is_dir():
         files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
@@ -73,11 +66,7 @@ def read_recent(signature: ModelSignature, checkpoint: Path) -> Trace | None:
 
 
 class RecentRouting:
-    """Records the latest decode steps of a run, as a ``TraceRecorder`` does all of it.
-
-    Of a step that computes a prompt too, the sequences that decode are kept. What cannot be kept is
-    dropped: a cache that is missing or full must not fail a run.
-    """
+    """Records the latest decode steps of a run, as a ``TraceRecorder`` does all of it."""
 
     def __init__(
         self,

@@ -41,10 +41,7 @@ def shown_model(signature: ModelSignature) -> str:
 
 
 def routes_of(trace: Trace) -> Routes:
-    """Orders the tokens of a trace by request and position.
-
-    Requests that were served together lie interleaved in the trace; here each is one sequence.
-    """
+    """Orders the tokens of a trace by request and position."""
     order = np.lexsort((trace.token_position, trace.token_request))
     requests = trace.token_request[order]
     starts = np.flatnonzero(np.diff(requests, prepend=-1))
@@ -65,12 +62,7 @@ def without_repeats(routes: Routes) -> Routes:
 
 
 def unrepeated(routes: Routes) -> list[int]:
-    """The numbers of the sequences that do not mostly repeat an earlier one.
-
-    Half of a sequence's runs of eight tokens in one other sequence make it a repetition: a prompt
-    asked twice would otherwise be trained on and tested on. Sequences without token ids are
-    compared by the experts of their first layer.
-    """
+    """The numbers of the sequences that do not mostly repeat an earlier one."""
     seen: dict[bytes, set[int]] = {}
     kept: list[int] = []
     for sequence in range(routes.num_sequences):
@@ -87,11 +79,7 @@ def unrepeated(routes: Routes) -> list[int]:
 def split_unrepeated(
     routes: Routes, *, test_share: float, seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """As `split_numbers`, of the sequences that do not repeat an earlier one.
-
-    Raises:
-        ValueError: either part would be empty.
-    """
+    """As `split_numbers`, of the sequences that do not repeat an earlier one."""
     kept = unrepeated(routes)
     train, test = split_numbers(len(kept), test_share=test_share, seed=seed)
     return [kept[number] for number in train], [kept[number] for number in test]
@@ -117,18 +105,7 @@ def trace_of_routes(routes: Routes, signature: ModelSignature) -> Trace:
 
 
 def side_by_side(trace: Trace, *, count: int) -> Trace:
-    """The requests of a trace, one token of each of ``count`` in a step.
-
-    The first ones begin together; one that ends makes room for the next, and the whole ends when
-    fewer than so many are left. Tokens of prompts are steps like others.
-
-    Args:
-        trace: of any steps; requests are told apart by their numbers.
-        count: requests at a time, at least 1.
-
-    Raises:
-        ValueError: the trace has not so many requests.
-    """
+    """The requests of a trace, one token of each of ``count`` in a step."""
     order = np.lexsort((trace.token_position, trace.token_request))
     bounds = np.flatnonzero(np.diff(trace.token_request[order]))
     waiting = deque(map(deque, np.split(order, bounds + 1)))
@@ -157,11 +134,7 @@ def side_by_side(trace: Trace, *, count: int) -> Trace:
 
 
 def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tuple[Routes, Routes]:
-    """Splits whole sequences at random into training and test.
-
-    Raises:
-        ValueError: either part would be empty.
-    """
+    """Splits whole sequences at random into training and test."""
     train, test = split_numbers(routes.num_sequences, test_share=test_share, seed=seed)
     return routes.select(train), routes.select(test)
 
@@ -169,11 +142,7 @@ def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tupl
 def split_numbers(
     num_sequences: int, *, test_share: float, seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The numbers of the sequences to train on, and of those to test on.
-
-    Raises:
-        ValueError: either part would be empty.
-    """
+    """The numbers of the sequences to train on, and of those to test on."""
     order = np.random.default_rng(seed).permutation(num_sequences)
     num_test = round(test_share * num_sequences)
     if not 0 < num_test < num_sequences:
@@ -186,11 +155,7 @@ def split_numbers(
 
 
 def join_routes(parts: Sequence[Routes]) -> Routes:
-    """The sequences of several recordings of one model.
-
-    Raises:
-        ValueError: there is none, or the shapes differ.
-    """
+    """The sequences of several recordings of one model."""
     if not parts or any(part.shape != parts[0].shape for part in parts):
         raise ValueError(f"expected traces of one model, got shapes {[p.shape for p in parts]}")
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])

@@ -26,15 +26,7 @@ _TRACKS_OF_TIER = 1000
 
 
 class Timeline:
-    """Writes events to a file; may be used from several threads.
-
-    Args:
-        path: the file. It is replaced when the timeline is closed, if any events were flushed. What
-            a killed run left beside it gets another name (``MoERuntimeWarning``).
-
-    Raises:
-        CheckpointError: it cannot be written there, or another process is writing it.
-    """
+    """Writes events to a file; may be used from several threads."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -54,15 +46,7 @@ class Timeline:
     def slice(
         self, name: str, begin_s: float, end_s: float, *, track: int = COMPUTE, **args: Any
     ) -> None:
-        """Notes something that took time.
-
-        Args:
-            name: what viewers write on it.
-            begin_s: its begin, of ``time.perf_counter``.
-            end_s: its end.
-            track: the row it is shown in; slices of a row lie apart or one within the other.
-            args: what viewers show when it is clicked.
-        """
+        """Notes something that took time."""
         event = {
             "name": name,
             "ph": "X",
@@ -83,23 +67,13 @@ class Timeline:
         return track
 
     def hold(self) -> None:
-        """Begins the file beside its place, so that no other process can; else `flush` does.
-
-        From then on `close` must be called.
-
-        Raises:
-            CheckpointError: another process has begun it, or it cannot be made.
-        """
+        """Begins the file beside its place, so that no other process can; else `flush` does."""
         with self._flushing, self._named_failure():
             if self._output is None and not self._closed:
                 self._output = OutputFile(self._path, is_draft=True)
 
     def flush(self) -> None:
-        """Hands what was noted to the operating system.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Hands what was noted to the operating system."""
         with self._flushing, self._named_failure():
             events = self._waiting()
             if self._closed or not events:
@@ -112,13 +86,7 @@ class Timeline:
             self._flushed = self._output.write_at(end, content), events
 
     def close(self) -> None:
-        """Completes the file; leaves it as it was where nothing was flushed before.
-
-        Later calls do nothing.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Completes the file; leaves it as it was where nothing was flushed before."""
         if self._output is None or self._closed:
             self._closed = True
             return

@@ -69,10 +69,7 @@ class Workload:
 
     @cached_property
     def sequence_starts(self) -> list[int]:
-        """Events at which a step of another request begins, the first event included.
-
-        Requests are told apart by the first token of each step.
-        """
+        """Events at which a step of another request begins, the first event included."""
         trace = self.trace
         first = np.minimum(trace.step_start[:-1], max(0, trace.num_tokens - 1))
         request = trace.token_request[first]
@@ -92,24 +89,14 @@ class Workload:
         return ended
 
     def begin(self, event: int, step: StepBegins, watchers: Iterable[Watcher | Predictor]) -> None:
-        """Tells of a step, and of the requests that ended before it, as a loaded model does.
-
-        Args:
-            event: number of the step's first event.
-            step: what `routing` says of it.
-            watchers: which are told.
-        """
+        """Tells of a step, and of the requests that ended before it, as a loaded model does."""
         for watcher in watchers:
             for request in self._ended.get(event, ()):
                 watcher.finish(request)
             watcher.observe(step)
 
     def routing(self, start: int, stop: int) -> Iterator[tuple[StepBegins | None, LayerRouted]]:
-        """The events as policies and predictors are told of them.
-
-        Yields:
-            For each event the layer's routing, and before the first layer of a step its tokens.
-        """
+        """The events as policies and predictors are told of them."""
         trace, last_step = self.trace, -1
         ids = weights = np.zeros((0, 0, 0))
         num_experts = trace.signature.num_experts

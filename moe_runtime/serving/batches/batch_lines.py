@@ -1,7 +1,4 @@
-"""Lines of a file of prompts: what each asks, and the line that answers it.
-
-A line is a request of its own, or one of OpenAI's batch format, which wraps it.
-"""
+"""Lines of a file of prompts, plain or in OpenAI's batch format: what each asks."""
 
 from __future__ import annotations
 
@@ -50,18 +47,10 @@ class PromptLine:
     """What one line asks.
 
     Attributes:
-        number: of the line, from 1.
         place: file and line, for messages.
         prompt: a text, or token ids; None where there are messages.
-        messages: a conversation that the model goes on with.
         custom_id: of a line in OpenAI's batch format; None for a plain one.
-        model: as the line names it, if it does.
         sampling: fields of `SamplingOptions` that the line gives.
-        max_new_tokens: most tokens of the answer.
-        min_new_tokens: the answer does not end before it has so many.
-        stops: texts that end the answer and are no part of it.
-        stop_ids: tokens that end it, beside the model's own.
-        ignore_eos: the model's own do not end it.
     """
 
     number: int
@@ -80,11 +69,6 @@ class PromptLine:
 
 def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
     """All requests of a file; blank lines are none.
-
-    Args:
-        text: of the file.
-        file: its name, for messages.
-        max_new_tokens: what holds where a line says nothing.
 
     Raises:
         ValueError: a line is no request, with its number; or there is none at all.
@@ -153,7 +137,6 @@ def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> Promp
 
 
 def _unwrap(value: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The id, what is asked with, and the body of a line of OpenAI's batch format."""
     known = {"custom_id", "method", "url", "body"}
     for name in known - value.keys():
         raise ValueError(f"{name} is missing, which OpenAI's batch format has")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import (
+from moe_runtime.checkpoints.opening import (
     find_checkpoint,
     load_tokenizer,
+    open_checkpoint,
     read_config,
     read_generation_config,
 )
-from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.budget import (
@@ -66,10 +66,9 @@ class Job:
     """One request of a file.
 
     Attributes:
-        line: that asks it.
         request: for the engine, without the model's own tokens that end an answer.
-        id: of its record: made of the model's name and everything that its answer depends on.
-        stops: texts that end the answer and are no part of it, the model's own among them.
+        id: of its record: a digest of the model's name and everything that its answer depends on.
+        stops: strings that end the answer, the model's own among them.
     """
 
     line: PromptLine
@@ -80,24 +79,17 @@ class Job:
 
 @dataclass(slots=True)
 class _GrowingText:
-    """The text of one answer so far, its parts in order, and why it ends, if it does."""
-
     text: AnswerText
     parts: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def add(self, piece: Piece) -> None:
-        """Appends what the text grew by."""
         self.parts.append(piece.text)
         self.finish = piece.finish
 
 
 class Batch:
     """The requests of a file; ``chat`` puts prompts that are texts into the chat template.
-
-    Attributes:
-        tokenizer: of the model.
-        end_ids: tokens with which the model ends its texts; known when it is loaded.
 
     Raises:
         ValueError: a line asks for another model, or more than the model can do; with its number.
@@ -150,17 +142,15 @@ class Batch:
         return found
 
     def request_of(self, job: Job) -> GenerationRequest:
-        """What the engine is asked."""
         return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
 
     def is_over(self, job: Job, token: NewToken) -> bool:
-        """Takes a token of an answer; gives whether a stop string ends it here."""
+        """Takes a token; gives whether a stop string ends the answer here."""
         grown = self._growing(job)
         grown.add(grown.text.add(token))
         return grown.finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
-        """The line of an answer, or of what went wrong."""
         line, record = job.line, {"id": job.id}
         grown = self._growing(job)
         del self._texts[job.id]
@@ -218,7 +208,6 @@ class Batch:
         return encoded["input_ids"][0].tolist()
 
     def _growing(self, job: Job) -> _GrowingText:
-        """The text of an answer so far."""
         if job.id not in self._texts:
             decoded = IncrementalText.of(self.tokenizer)
             least = job.request.min_new_tokens
@@ -230,7 +219,6 @@ class Batch:
         return self._texts[job.id]
 
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
-        """As OpenAI's API answers."""
         is_chat = job.line.messages is not None
         answer_fields = (
             {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
@@ -266,18 +254,12 @@ class BatchOutcome:
     """What became of the requests of a file.
 
     Attributes:
-        requests: of the file.
         sampling: how tokens are chosen where a line does not say.
         kept: requests that had an answer before.
-        answered: requests that got one.
-        failed: requests that got none for another reason than an interruption.
         prompt_tokens: of those answered.
         cached_tokens: those of them that another request had computed.
-        new_tokens: of the answers.
-        seconds: from the first request to the last answer.
-        is_interrupted: Ctrl-C ended it.
-        engine: what the engine did; None where it was interrupted, or had nothing to do.
-        stats: what the model did; None where it was not loaded.
+        engine: None where it was interrupted, or had nothing to do.
+        stats: of the model; None where it was not loaded.
     """
 
     requests: int
@@ -294,7 +276,6 @@ class BatchOutcome:
     stats: RuntimeStats | None = None
 
     def count(self, num_prompt_tokens: int, answer: Answer) -> None:
-        """One request has ended."""
         if answer.reason == "error":
             self.failed += 1
             return
@@ -306,20 +287,13 @@ class BatchOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """All that is said about a file of prompts.
+    """Options of `run_batch`.
 
     Attributes:
-        model: folder, GGUF file, or name on the hub.
         file: name of the file of prompts, for messages.
-        output: where answers are written, and those of an earlier run lie.
-        chat: puts prompts that are texts into the model's chat template.
-        temperature: of lines that say none; the checkpoint's where None.
-        top_p: likewise.
-        seed: of lines that say none.
-        max_new_tokens: likewise.
+        temperature: of lines that say none; the checkpoint's where None. Likewise ``top_p``.
         loading: options of ``moe_runtime.load``.
         max_tokens: tokens to load the model for; what `room_for` finds where None.
-        engine: how work is divided.
     """
 
     model: str
@@ -350,8 +324,7 @@ def run_batch(
         on_done: called after each request.
 
     Raises:
-        ValueError: a line cannot be answered, with its number, or an option is out of range; before
-            weights are read.
+        ValueError: a line cannot be answered, with its number, or an option is out of range.
         MoERuntimeError: the model cannot be loaded, the output holds something else, or the engine
             failed.
         OSError: an answer cannot be written.
@@ -380,10 +353,7 @@ def run_batch(
 def _read(
     text: str, settings: BatchSettings, progress: Callable[[str, int, int], None] | None
 ) -> tuple[Batch, list[Job], dict[str, Any]]:
-    """What is asked, if all of it can be answered, and how tokens are chosen by default.
-
-    Lines are judged before anything is fetched, and all but their arithmetic before weights are.
-    """
+    """Checks lines before anything is fetched, and all but their dtype before weights are."""
     top_p = 1.0 if settings.top_p is None else settings.top_p
     check_options(settings.max_new_tokens, settings.temperature or 0.0, top_p, settings.seed)
     lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
@@ -407,7 +377,6 @@ def _read(
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
-    """Tokens to load the model for."""
     needs = [rounded_up(tokens_of(job.request)) for job in jobs]
     if settings.max_tokens is None:
         return room_for(settings.model, needs, settings.engine.most_running, settings.loading)
@@ -454,13 +423,11 @@ def _answer(
 def room_for(
     model: str, needs: Sequence[int], most_running: int, loading: Mapping[str, Any]
 ) -> int:
-    """Tokens to load a model for, so that many requests run at a time and experts keep their room.
+    """Tokens to load a model for, so that many requests run at a time and experts keep their
+    room.
 
-    Room for as many of the longest requests as may run, if the experts fit beside it or it takes
-    no more than a share of the budget (`ROOM_SHARE`); in any case room for the longest one.
-
-    Raises:
-        MoERuntimeError: the checkpoint cannot be used, or memory cannot be had.
+    Room for the longest requests that may run together, where the experts fit in addition or it
+    takes at most one part in `ROOM_SHARE` of the budget; at least room for the longest one.
     """
     longest_first = sorted(needs, reverse=True)
     wanted, longest = sum(longest_first[:most_running]), longest_first[0]

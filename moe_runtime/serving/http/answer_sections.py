@@ -20,8 +20,6 @@ from moe_runtime.serving.http.tool_formats import Marks, ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """Between which strings a family writes its reasoning."""
-
     opens: str
     closes: str
 
@@ -99,8 +97,8 @@ class AnswerSections:
         """No more text comes.
 
         Args:
-            cut_by: where the model would have written more: what it wrote next, as far as that is
-                known. Of a call or a mark that has only begun, nothing is given then.
+            cut_by: where the model would have written more: what it wrote next, as far as known. A
+                call or mark that has only begun is dropped then.
         """
         held = self._search.end()
         while self._section == "call":
@@ -116,7 +114,7 @@ class AnswerSections:
             yield "content", self._spaces
 
     def _new_search(self) -> MarkSearch:
-        """Looks for what may end the section that the text is in."""
+        """Searches for what may end the current section."""
         opens = () if self._tools is None else self._tools.opens
         thought = () if self._reasoning is None else (self._reasoning.opens, self._reasoning.closes)
         if self._section == "call":
@@ -130,10 +128,8 @@ class AnswerSections:
         return MarkSearch([*opens, *thought[:1], *self._left_over])
 
     def _begins_mark(self, held: str, behind: str) -> bool:
-        """Whether text at the end of the section begins what would end it: with a letter at least.
-
-        Signs alone are as likely text: ``a <`` and ``[``.
-        """
+        """Whether text at the end of the section begins its mark, with a letter at least: signs
+        alone are as likely text."""
         marks = [] if self._tools is None else [*self._tools.opens]
         if self._reasoning is not None and self._section == "reasoning":
             marks.append(self._reasoning.closes)
@@ -153,7 +149,6 @@ class AnswerSections:
             self._search = self._new_search()
 
     def _take(self, text: str) -> Iterator[Part]:
-        """Text of the section."""
         if self._section == "call":
             self._call += text
             return
@@ -190,7 +185,6 @@ class AnswerSections:
         return ""
 
     def _is_mention(self) -> bool:
-        """Whether a mark within reasoning is talked about, and opens no call."""
         if self._tools is None or self._section != "call" or not self._is_thought:
             return False
         begun = self._read_call(self._call[:_MOST_HEAD])
@@ -205,7 +199,6 @@ class AnswerSections:
         return text
 
     def _read_call(self, text: str, closes: str = "") -> str:
-        """What the parser gets of a call's text."""
         marks = self._marks
         return f"{marks.opens}{text}{closes}" if marks is not None and marks.are_read else text
 
@@ -219,8 +212,7 @@ class AnswerSections:
 
         Args:
             mark: that ends it, or what of that was written where the text ends.
-            cut_by: what the model wrote next, where it would have written more: text that is no
-                call may be its beginning.
+            cut_by: what the model wrote next, where it would have written more.
 
         Returns:
             Text behind a mark that seemed to lie in a string, where that was no call.
@@ -258,7 +250,7 @@ class AnswerSections:
         return rest
 
     def _leave_over(self) -> None:
-        """Notes marks that may follow the call and mean nothing: of reasoning, of a group."""
+        """Notes marks that may follow the call and mean nothing."""
         assert self._tools is not None
         if self._is_thought and self._reasoning is not None:
             self._left_over.add(self._reasoning.closes)
@@ -282,10 +274,10 @@ def is_harmony(template: str) -> bool:
 
 
 class HarmonySections:
-    """Splits the text of an answer as it comes, its marks included; as `AnswerSections` does.
+    """Splits the text of gpt-oss as `AnswerSections` does, its marks included.
 
-    Several messages of one kind are parted by a line break. A call that is no JSON object, and
-    text without marks around it, are content.
+    Messages of one kind are separated by a line break. A call that is no JSON object, and text
+    without marks around it, are content.
 
     Args:
         functions: the tools that were given; without any, calls are content.
@@ -310,11 +302,9 @@ class HarmonySections:
 
     @property
     def is_within_message(self) -> bool:
-        """Whether the text so far ends in the middle of a message."""
         return self._is_message
 
     def add(self, text: str) -> Iterator[Part]:
-        """Takes text, and gives the parts that are final."""
         while True:
             free, mark, text = self._search.add(text)
             yield from self._take(free)
@@ -330,12 +320,7 @@ class HarmonySections:
                 self._search = MarkSearch((*_ENDS, _START, _CHANNEL))
 
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
-        """No more text comes.
-
-        Args:
-            cut_by: where the model would have written more: what it wrote next, as far as that is
-                known. A call that has only begun is nothing then.
-        """
+        """No more text comes; ``cut_by`` as in `AnswerSections.end`."""
         held = self._search.end()
         if not (self._is_message and self._kind is None and self._may_be_cut(cut_by)):
             yield from self._take(held)
@@ -346,7 +331,6 @@ class HarmonySections:
             yield from self._say("content", self._header)
 
     def _begin(self) -> None:
-        """A message begins behind its header."""
         header, self._header, self._given = self._given + self._header, "", ""
         channel, recipient = _CHANNEL_NAME.findall(header), _RECIPIENT.findall(header)
         to = recipient[-1] if recipient else ""
@@ -361,7 +345,6 @@ class HarmonySections:
             self._kind = "reasoning" if is_thought else "content"
 
     def _take(self, text: str) -> Iterator[Part]:
-        """Text of a header or of a message."""
         if not self._is_message:
             self._header += text
         elif self._kind is None:
@@ -373,7 +356,6 @@ class HarmonySections:
         return cut_by is not None and may_be_object(self._call + cut_by)
 
     def _finish(self, cut_by: str | None = None) -> Iterator[Part]:
-        """A message ends."""
         self._is_message = False
         if self._kind is not None:
             return

@@ -20,16 +20,11 @@ class MarkSearch:
 
     @property
     def holds(self) -> bool:
-        """Whether text is held back."""
         return bool(self._held)
 
     def add(self, piece: str) -> tuple[str, str | None, str]:
-        """Takes text.
-
-        Returns:
-            Text that is free to go, the mark that ends it if one was found, and the text behind
-            the mark.
-        """
+        """Takes text; gives text that is free, the mark that ends it if one was found, and the text
+        behind it."""
         text = self._held + piece
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
@@ -49,7 +44,6 @@ class MarkSearch:
         return text[: len(text) - num_held], None, ""
 
     def end(self) -> str:
-        """What was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -62,7 +56,6 @@ class JsonMarkSearch(MarkSearch):
         self._is_within_string = self._is_escaped = False
 
     def add(self, piece: str) -> tuple[str, str | None, str]:
-        """Takes text; see `MarkSearch.add`."""
         text, self._held = self._held + piece, ""
         for at, char in enumerate(text):
             if self._is_within_string:
@@ -84,7 +77,6 @@ class AnswerToken:
     """A token of an answer.
 
     Attributes:
-        token_id: of the vocabulary.
         logprob: natural logarithm of its probability; None where it was not asked for.
         top: the most likely tokens in its place.
         offset: characters of the answer before it.
@@ -101,7 +93,7 @@ class Piece:
     """What an answer grew by.
 
     Attributes:
-        text: free to go; empty while a character or a stop string may be incomplete.
+        text: final; empty while a character or a stop string may be incomplete.
         tokens: those that the text has come past.
         finish: why the answer ends here; None while it goes on.
         cut_by: where the model would have written more: the stop string that it wrote next, or
@@ -118,7 +110,6 @@ class AnswerText:
     """One answer: tokens in, pieces of text out.
 
     Args:
-        text: decodes the answer.
         stops: strings that end it; they are no part of it.
         stop_ids: tokens that end it; their text is no part of it.
         min_tokens: ``stops`` that are whole within so many tokens do not end it, as in vLLM.
@@ -141,7 +132,6 @@ class AnswerText:
         self.num_tokens = 0
 
     def follow(self, prompt_ids: Sequence[int], *, is_whole: bool) -> int:
-        """The answer goes on with the text of its prompt; see `IncrementalText.follow`."""
         return self._text.follow(prompt_ids, is_whole=is_whole)
 
     def add(self, new: NewToken) -> Piece:
@@ -153,7 +143,6 @@ class AnswerText:
         return self._grow("" if new.token_id in self._stop_ids else self._text.add(new.token_id))
 
     def end(self, reason: FinishReason) -> Piece:
-        """No more tokens come; what was held back is free."""
         piece = self._grow(self._text.end())
         if piece.finish is not None:
             return piece

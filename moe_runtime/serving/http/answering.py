@@ -36,7 +36,6 @@ class Answers(ABC):
         self.reasons: list[str | None] = [None] * len(generation.choices)
 
     async def whole(self) -> dict[str, Any]:
-        """The answers when they are done."""
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
                 self.reasons[index] = self.take(index, piece) or self.reasons[index]
@@ -45,7 +44,6 @@ class Answers(ABC):
         return {**self._frame(self._kinds[0]), **self.taken(), "usage": usage}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers as they grow."""
         frame, usage = self._frame(self._kinds[1]), self.generation.usage
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
@@ -72,7 +70,6 @@ class Answers(ABC):
         return {"id": self._id, "object": kind, "created": self._created_s, "model": name}
 
     def _ids(self, tokens: Iterable[AnswerToken]) -> dict[str, Any]:
-        """The tokens themselves, where they are asked for."""
         return {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
@@ -85,13 +82,9 @@ class Plan(Protocol):
     """What is asked, ready for the engine."""
 
     @property
-    def choices(self) -> Sequence[AnswerChoice]:
-        """The sequences."""
-        ...
+    def choices(self) -> Sequence[AnswerChoice]: ...
 
-    def answer(self, body: Any, generation: Generation) -> Answers:
-        """Makes the JSON of what the engine generates."""
-        ...
+    def answer(self, body: Any, generation: Generation) -> Answers: ...
 
 
 def completion_logprobs(
@@ -108,7 +101,6 @@ def completion_logprobs(
 
 
 def _top(token: AnswerToken, vocabulary: Vocabulary) -> dict[str, float] | None:
-    """The most likely tokens and the token itself, which need not be one of them."""
     if token.logprob is None:
         return None
     top: dict[str, float] = {}

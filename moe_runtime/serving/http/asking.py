@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
-    """How tokens are chosen: as the body says, else the checkpoint, else OpenAI.
-
-    Raises:
-        FieldError: ``logit_bias`` names a token that is none.
-    """
+    """How tokens are chosen: as the body says, else the checkpoint, else OpenAI."""
 
     def value(name: str) -> float:
         given = getattr(body, name)
@@ -59,14 +55,7 @@ def _token(text: str, size: int) -> int:
 def encode_prompt(
     text: str, model: ServedModel, param: str, *, add_special_tokens: bool
 ) -> list[int]:
-    """Tokens of a prompt.
-
-    One that is far too long is refused before the whole of it is encoded, which takes hundreds of
-    bytes a token that no budget has.
-
-    Raises:
-        ApiError: it cannot be encoded, or there are none or too many.
-    """
+    """Tokens of a prompt, or an `ApiError` where there are none or too many."""
     ids = encode_text(text, model, param, add_special_tokens=add_special_tokens)
     check_tokens(ids, model, param)
     return ids
@@ -77,8 +66,8 @@ def encode_text(
 ) -> list[int]:
     """Tokens of a text that may be empty.
 
-    Raises:
-        ApiError: it cannot be encoded, or is far too long.
+    A text that is far too long is refused before all of it is encoded, which takes hundreds of
+    bytes a token that no budget has.
     """
     most = model.engine.most_request_tokens
     vocabulary = model.vocabulary
@@ -92,22 +81,14 @@ def encode_text(
 
 
 def check_messages(messages: Sequence[Message], model: ServedModel) -> None:
-    """Refuses a conversation that is surely too long, before its template is rendered.
-
-    Raises:
-        ApiError: it has more messages than a request may have tokens.
-    """
+    """Refuses a conversation that is surely too long, before its template is rendered."""
     most = model.engine.most_request_tokens
     if len(messages) > most:
         raise _too_long(f"messages: has {len(messages)} messages", most, "messages")
 
 
 def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
-    """Refuses more answers than one request may have, before anything is made of its prompts.
-
-    Raises:
-        FieldError: it asks for them.
-    """
+    """Refuses more answers than one request may have."""
     wanted = num_prompts * (body.n or 1)
     if wanted > most:
         param = "n" if num_prompts == 1 else "prompt"
@@ -115,11 +96,7 @@ def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
 
 
 def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Refuses a prompt that is empty, longer than any may be, or has tokens that are none.
-
-    Raises:
-        ApiError: it is.
-    """
+    """Refuses a prompt that is empty, longer than any may be, or has unknown tokens."""
     if not ids:
         raise FieldError(param, "is empty, expected at least one token")
     size, most = model.vocabulary.size, model.engine.most_request_tokens
@@ -149,15 +126,10 @@ def choices_for(
     """The sequences of a request: ``n`` for each prompt.
 
     Args:
-        prompts: token ids of each.
         max_tokens: most tokens of an answer; as many as there is room for where None.
         num_logprobs: how many of the most likely tokens to report.
-        num_prompt_logprobs: the same for prompts.
         matcher: a grammar that answers keep to.
         shown_tokens: special tokens that are part of the answers' text.
-
-    Raises:
-        ApiError: a number is out of range.
     """
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids

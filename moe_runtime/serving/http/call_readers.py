@@ -21,12 +21,7 @@ CHOICES = ("anyOf", "oneOf", "allOf")
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call of a tool.
-
-    Attributes:
-        name: of the function.
-        arguments: a JSON object, as text.
-    """
+    """A call of a tool; arguments are a JSON object, as text."""
 
     name: str
     arguments: str
@@ -38,8 +33,8 @@ class CallReader(NamedTuple):
     Attributes:
         parse: gives the calls; raises ``ValueError`` where the text is none.
         may_begin: whether text may begin calls, whole ones before it.
-        begins: first character of calls without a mark. Such a text may be the answer itself, so
-            it must name a given tool.
+        begins: first character of calls without a mark. Such a text may be the answer itself, so it
+            must name a given tool.
     """
 
     parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
@@ -48,17 +43,11 @@ class CallReader(NamedTuple):
 
 
 def read_json(text: str) -> Any:
-    """A JSON value, without the numbers that Python reads and JSON does not have.
-
-    Raises:
-        ValueError: the text is none.
-        RecursionError: values lie too deep in one another.
-    """
+    """A JSON value, without NaN and infinities; raises ``ValueError`` or ``RecursionError``."""
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 def json_text(value: Any) -> str:
-    """A value as the text of a call's arguments."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -118,10 +107,8 @@ def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
-    """Values, those of lists one by one; and the text behind the last that is whole.
-
-    That text begins with ``[`` where a list has begun and does not end.
-    """
+    """Values, those of lists one by one; and the text behind the last that is whole, which
+    begins with ``[`` where a list does not end."""
     values, rest, is_list = [], text.strip(_BETWEEN), False
     while rest or is_list:
         if is_list and rest.startswith("]"):
@@ -167,8 +154,7 @@ class _NamedCalls:
         head: what stands up to the arguments; has a group ``name``.
         tail: what stands behind them.
         begun: what a call that has only begun looks like.
-        argument: one argument, with groups ``key`` and ``value``; None where the arguments are one
-            JSON object.
+        argument: one argument, with groups ``key`` and ``value``; None for one JSON object.
     """
 
     head: re.Pattern[str]
@@ -177,19 +163,16 @@ class _NamedCalls:
     argument: re.Pattern[str] | None = None
 
     def parse(self, text: str, functions: Sequence[Function]) -> list[ParsedCall]:
-        """The calls; raises ``ValueError`` where anything else stands between them."""
         calls, rest = self._read(text, functions)
         if rest or not calls:
             raise ValueError("expected the name of a function, and its arguments")
         return calls
 
     def may_begin(self, text: str, functions: Sequence[Function]) -> bool:
-        """Whether text may begin calls."""
         _, rest = self._read(text, functions)
         return not rest or self.begun.fullmatch(rest) is not None
 
     def _read(self, text: str, functions: Sequence[Function]) -> tuple[list[ParsedCall], str]:
-        """Whole calls, and the text behind them."""
         calls: list[ParsedCall] = []
         end, text = 0, text.rstrip()
         while found := self.head.match(text, end):
@@ -329,10 +312,7 @@ GEMMA_CALLS = CallReader(_gemma_calls, _may_be_gemma_call)
 
 
 def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """A value as its schema has it: text where it may be one, and where it is no JSON.
-
-    ``null`` is none where the schema allows that too.
-    """
+    """A value as its schema has it: text where it may be one, and where it is no JSON."""
     texts, has_others, has_null = texts_of(schema, root)
     is_text = texts is None or value in texts or (texts and not has_others)
     if is_text and not (value == "null" and has_null):
@@ -359,12 +339,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def texts_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool, bool]:
-    """The texts that a value may be, None for any; and whether it may be no text, or null.
-
-    Args:
-        schema: of the value; one that names no type allows no text.
-        root: that its references lead into.
-    """
+    """The texts that a value may be, None for any; and whether it may be no text, or null."""
     texts: dict[str, None] = {}
     is_any = has_others = has_null = False
     for one in alternatives(schema, root):

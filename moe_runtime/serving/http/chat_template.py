@@ -37,14 +37,12 @@ class ChatTemplate:
     """Renders conversations, and knows from its source what the model's answers look like.
 
     Args:
-        tokenizer: of `transformers`, with a template.
         process: where conversations are rendered within limits; None for here and without.
 
     Attributes:
         reasoning: marks of reasoning; None where the template has none.
         tools: how the model calls tools; None where the template has none that is known.
-        is_harmony: answers are messages in channels, calls of tools among them; then the two above
-            are None.
+        is_harmony: answers are messages in channels; then the two above are None.
     """
 
     def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
@@ -101,11 +99,7 @@ class ChatTemplate:
         return self.write(conversation, **given)
 
     def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
-        """A conversation as the template writes it, within the limits of the process.
-
-        Raises:
-            ApiError: the template refuses it, or takes too much.
-        """
+        """A conversation as the template writes it, within the limits of the process."""
         if self._process is None:
             with blamed_on("messages: this model's chat template refuses them", ApiError):
                 return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
@@ -125,15 +119,12 @@ class ChatTemplate:
         return found["text"]
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends with the mark that opens reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
 
     def closes_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends with the mark that closes it: the answer has none."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.closes)
 
     def _plain(self, message: Message, at: int) -> dict[str, Any]:
-        """A message as templates know it."""
         plain = message.model_dump(exclude_none=True)
         if message.role == "developer" and not self.knows("developer"):
             plain["role"] = "system"
@@ -155,7 +146,6 @@ def _joined(parts: Sequence[TextPart]) -> str:
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
-    """What a call was given, as templates write it out again."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

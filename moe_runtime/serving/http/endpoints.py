@@ -47,13 +47,10 @@ _MOST_USER = 100
 
 
 class Endpoints:
-    """Answers requests."""
-
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def routes(self) -> list[Route]:
-        """All paths."""
         get, post = ["GET"], ["POST"]
         return [
             Route("/v1/chat/completions", self.chat, methods=post),
@@ -71,24 +68,19 @@ class Endpoints:
         ]
 
     async def chat(self, request: Request) -> Response:
-        """Continues a conversation."""
         return await self._answer(request, ChatBody, chat.prepare)
 
     async def complete(self, request: Request) -> Response:
-        """Continues texts or tokens."""
         return await self._answer(request, CompletionBody, completions.prepare)
 
     async def models(self, request: Request) -> Response:
-        """All models."""
         found = [_described(model) for model in self._server.models.values()]
         return json_response({"object": "list", "data": found})
 
     async def one_model(self, request: Request) -> Response:
-        """One of them."""
         return json_response(_described(self._server.model(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text or a conversation."""
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
         ids = await self._server.prepare(Asked.of(request.scope), _tokens_of, body, model)
@@ -101,7 +93,6 @@ class Endpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
         body = await self._body(request, DetokenizeBody)
         model = self._server.model(body.model)
         if body.tokens:
@@ -111,7 +102,6 @@ class Endpoints:
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What a client needs to know of the tokenizer."""
         model = self._server.model(request.query_params.get("model"))
         tokenizer = model.vocabulary.tokenizer
         return json_response(
@@ -128,24 +118,19 @@ class Endpoints:
         )
 
     async def health(self, request: Request) -> Response:
-        """Whether the server lives and whether it takes requests."""
         ready = self._server.is_ready
         return json_response({"alive": True, "ready": ready}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:
-        """Whether the server lives."""
         return json_response({})
 
     async def metrics(self, request: Request) -> Response:
-        """All metrics, in Prometheus' text format."""
         return Response(self._server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
-        """The version of this program."""
         return json_response({"version": moe_runtime.__version__})
 
     async def page(self, request: Request) -> Response:
-        """A page to chat and to watch."""
         text = (
             importlib.resources.files("moe_runtime.serving.http").joinpath("page.html").read_bytes()
         )

@@ -20,13 +20,12 @@ from moe_runtime.serving.http.schema import known_place
 from moe_runtime.serving.http.server import Asked, Server
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
-"""What says nothing of anybody's text."""
+"""What reveals no text."""
 _BODIES_AT_ONCE = 4
 """Bodies of the greatest length that are read at a time; no memory is reserved for more."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
-"""What machines ask every few seconds."""
 
 
 class RequestGate:
@@ -38,7 +37,6 @@ class RequestGate:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             return
         started_s = time.perf_counter()
@@ -97,7 +95,6 @@ class RequestGate:
             )
 
     def _refusal(self, request: Request, origin: str | None, asked: Asked) -> Response | None:
-        """A response to what may not be asked; None where it may."""
         access, most = self._server.access, self._server.limits.body_bytes
         host = _host(request)
         if access.hosts is not None and host and host not in access.hosts:
@@ -130,7 +127,6 @@ class RequestGate:
         return None
 
     def _shared_origin(self, request: Request) -> str | None:
-        """The origin of a page that may read the answer; None without one."""
         origin, origins = request.headers.get("origin"), self._server.access.origins
         return origin if origin and (origin in origins or "*" in origins) else None
 
@@ -168,9 +164,9 @@ class RequestGate:
 
 
 def log_fields(error: ApiError) -> dict[str, Any]:
-    """What the log says of an error: its code and the field at fault, nothing of a client's text.
+    """What the log says of an error: its code and the field at fault.
 
-    Messages quote what a client sent, and so do the names of fields that are none.
+    Messages and names of unknown fields quote what a client sent, so they are left out.
     """
     fields = {"error": error.logged or error.code or error.kind}
     place = known_place(error.param or "")
@@ -178,7 +174,6 @@ def log_fields(error: ApiError) -> dict[str, Any]:
 
 
 def _given_key(request: Request) -> str:
-    """The key that a request came with, empty without one."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else scheme
 
@@ -189,7 +184,6 @@ def _too_long(most: int) -> ApiError:
 
 
 def _host(request: Request) -> str:
-    """The name by which the server was called, without the port."""
     host = request.headers.get("host", "").lower()
     found = _HOST.fullmatch(host)
     return host if found is None else found[1]

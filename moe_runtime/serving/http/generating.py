@@ -34,20 +34,13 @@ def too_slow(limit_s: float) -> ApiError:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request.
-
-    Attributes:
-        prompt_tokens: each prompt once, however many answers it gets.
-        cached_tokens: those of them that an earlier request had computed.
-        completion_tokens: of all answers.
-    """
+    """Tokens of a request; each prompt counts once, however many answers it gets."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     def body(self) -> dict[str, object]:
-        """As clients know it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -61,11 +54,8 @@ class AnswerChoice:
     """One answer of a request.
 
     Attributes:
-        request: what the engine is asked.
-        text: makes text of its tokens.
         is_first: the first of the answers to its prompt.
         prompt: what became of the prompt; None until it was read.
-        finished: whether its last piece was given.
     """
 
     request: GenerationRequest
@@ -80,13 +70,8 @@ class Generation:
     """The answers to one request, while they are made.
 
     Attributes:
-        model: that answers.
-        choices: by index.
-        times: where they are counted.
-        limit_s: seconds that the request may take.
-        deadline_s: when they are over, by the loop's clock.
-        usage: tokens so far.
-        failure: what cut short a stream whose status was sent already; None where nothing did.
+        deadline_s: when its time is over, by the loop's clock.
+        failure: what cut short a stream whose status was sent already.
     """
 
     model: ServedModel
@@ -101,11 +86,7 @@ class Generation:
     _handles: list[EngineHandle] = field(default_factory=list)
 
     def submit(self) -> None:
-        """Hands all sequences to the engine, or none.
-
-        Raises:
-            ApiError: it does not take them.
-        """
+        """Hands all sequences to the engine, or none."""
         loop = asyncio.get_running_loop()
 
         def listener(index: int):
@@ -131,13 +112,11 @@ class Generation:
             undo.pop_all()
 
     def cancel(self) -> None:
-        """Ends what has not ended, as where a client has gone away."""
         for handle, choice in zip(self._handles, self.choices, strict=False):
             if not choice.finished:
                 handle.cancel()
 
     def shut_down(self) -> None:
-        """Ends what has not ended, and says so to the client."""
         self.cancel()
         for index in range(len(self.choices)):
             self._events.put_nowait((index, Finished("cancelled"), self.times.clock()))

@@ -21,24 +21,20 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 def client_went_away() -> ApiError:
-    """What becomes of a request whose client waits no longer."""
     message = "the client went away"
     return ApiError(message, status=CLIENT_CLOSED_REQUEST, logged=message)
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8, in one line."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON value as a response."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    """An error in OpenAI's form."""
     return json_response(error.body(), error.status, error.headers)
 
 
@@ -57,7 +53,6 @@ class EventStream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events as they come."""
         Asked.of(scope).is_stream = True
         try:
             await super().__call__(scope, receive, send)
@@ -89,11 +84,7 @@ class EventStream(StreamingResponse):
 async def whole(
     request: Request, generation: Generation, work: Coroutine[Any, Any, Any]
 ) -> Response:
-    """Waits for an answer, unless the client goes away first.
-
-    Raises:
-        ApiError: the answer failed.
-    """
+    """Waits for an answer, unless the client goes away first."""
     answer = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

@@ -22,11 +22,7 @@ class ServedModel:
     """One model that requests can name, or a model with an adapter.
 
     Attributes:
-        name: by which requests ask for it.
-        engine: answers them.
-        vocabulary: its text and tokens.
         template: of its conversations; None where it was trained for none.
-        grammars: that its answers can be made to keep to.
         defaults: of sampling, as the checkpoint says, else as OpenAI does.
         created_s: when it was loaded, in seconds since 1970.
         parent: the model whose adapter it is; None for a model.
@@ -50,7 +46,6 @@ def serve_model(
     templates: LimitedProcess,
     grammars: LimitedProcess,
 ) -> ServedModel:
-    """Puts together what the server needs of a loaded model."""
     settings = model.generation_config
     warn_of_unused(settings, is_engine=True)
     size = model.config.get_text_config().vocab_size

@@ -19,13 +19,7 @@ from moe_runtime.serving.http.call_readers import (
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a call, or several, stands between.
-
-    Attributes:
-        opens: stands before it.
-        closes: ends it; None where it goes on to the end of the answer.
-        are_read: the parser reads them too.
-    """
+    """What a call, or several, stands between; ``closes`` is None up to the end of the answer."""
 
     opens: str
     closes: str | None
@@ -37,12 +31,7 @@ class ArgumentWriting:
     """How arguments are written one by one, in llguidance's Lark but for ``ends_text``.
 
     Attributes:
-        before_key: stands before the name.
-        before_value: stands between name and value.
-        after_value: stands behind the value.
-        opens_text: stands before a text.
         ends_text: a text has no escapes and goes up to this; None where it is a JSON string.
-        between: stands between two arguments.
         any_key: what the name may be where the schema names none.
     """
 
@@ -61,9 +50,7 @@ class CallWriting:
 
     Attributes:
         call: a call; ``NAME`` and ``ARGUMENTS`` stand for those of a function.
-        begins: stands before the first call.
         again: stands before each further one; None where there is one at most.
-        ends: stands behind the last.
         argument: how arguments are written; None where they are one JSON object.
     """
 
@@ -79,12 +66,8 @@ class ToolFormat:
     """How a family writes calls.
 
     Attributes:
-        name: of the format.
         known_by: a regular expression that the chat template of such a model has.
-        marks: around calls: those that templates write, then those that models leave over where
-            they forget the first.
-        reader: of the text between.
-        writing: how calls are written.
+        marks: around calls: those that templates write, then those that models write alone.
         inner_marks: further ones, which may be special tokens too.
         is_json: marks within JSON's strings are text.
         bare: of calls without marks.
@@ -101,12 +84,10 @@ class ToolFormat:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The marks that open calls; templates write the first."""
         return tuple(marks.opens for marks in self.marks)
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the parser must see."""
         closes = (marks.closes for marks in self.marks if marks.closes is not None)
         return (*self.opens, *closes, *self.inner_marks)
 
