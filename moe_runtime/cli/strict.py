@@ -242,7 +242,7 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
         if isinstance(one, str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
             if os.path.isdir(path):
-                from moe_runtime.checkpoints.model_files import files_of
+                from moe_runtime.checkpoints.opening import files_of
 
                 yield from files_of(path)
             else:

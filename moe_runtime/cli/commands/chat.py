@@ -70,7 +70,7 @@ def chat(
     quiet_transformers(ctx.obj)
     fetch_model(model, weights=False)
     import moe_runtime
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import (
         encode_messages,
         end_token_ids,

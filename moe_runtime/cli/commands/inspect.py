@@ -57,7 +57,7 @@ def inspect(
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
     quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
-        from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+        from moe_runtime.checkpoints.opening import find_checkpoint, read_config
 
         # a bad one is refused before the seconds that the import of the engine takes
         read_config(find_checkpoint(model))

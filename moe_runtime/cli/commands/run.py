@@ -93,7 +93,7 @@ def run(
     """
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
-        from moe_runtime.checkpoints.model_files import find_checkpoint
+        from moe_runtime.checkpoints.opening import find_checkpoint
 
         with loading_bar() as progress:
             quiet_transformers(ctx.obj)
@@ -143,8 +143,8 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
 
 def load_tokenizer(model: str) -> Any:
     """Loads the tokenizer first: it is quick, and tells how much room the prompt needs."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint
-    from moe_runtime.checkpoints.model_files import load_tokenizer as load
+    from moe_runtime.checkpoints.opening import find_checkpoint
+    from moe_runtime.checkpoints.opening import load_tokenizer as load
 
     return load(find_checkpoint(model, weights=False))
 
@@ -156,7 +156,7 @@ def find_sampling(
 
     Settings that are not obeyed are named in a warning; `is_engine` as for `warn_of_unused`.
     """
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
@@ -182,7 +182,7 @@ def _room_for(
     chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
     num_prompt_tokens = max(
