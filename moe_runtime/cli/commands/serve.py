@@ -287,12 +287,7 @@ def _require_packages() -> None:
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys of a file, one in each line; lines that begin with ``#`` are comments.
-
-    Raises:
-        ValueError: it has none, or they cannot stand in a header.
-        OSError: it cannot be read.
-    """
+    """The keys of a file, one in each line; lines that begin with `#` are comments."""
     if file is None:
         return ()
     text = read_bounded(file, max_bytes=_MOST_KEY_BYTES).decode("utf-8", errors="replace")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import (
+from moe_runtime.checkpoints.opening import (
     find_checkpoint,
     load_tokenizer,
+    open_checkpoint,
     read_config,
     read_generation_config,
 )
-from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.checkpoints.strict_json import parse_value
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import CheckpointError

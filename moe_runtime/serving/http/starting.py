@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
-from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
+from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes

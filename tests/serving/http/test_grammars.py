@@ -10,7 +10,7 @@ import torch
 from call_texts import CALL_TEXTS
 from tokenizers import AddedToken
 
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError

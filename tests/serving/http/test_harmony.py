@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from http_server import ScriptedEngine, model_of, served
 
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
