@@ -36,11 +36,14 @@ def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]
     return check
 
 
-def _policies() -> tuple[str, ...]:
+def _policy(name: str) -> str:
     require_address_space()  # for numpy
-    from moe_runtime.policies.eviction import LIVE_POLICIES
+    from moe_runtime.policies.eviction import require_live
 
-    return ("auto", *LIVE_POLICIES)
+    name = at_home(name)
+    if name.isprintable():
+        require_live(name)
+    return name
 
 
 def _shaped(expected: str, pattern: str) -> Callable[..., str]:
@@ -146,8 +149,8 @@ DeviceMemory = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        callback=named("policy", _policies),
-        help="Cache eviction policy. auto picks the best one for this model's recent use.",
+        callback=_policy,
+        help="Cache eviction policy: a name, your FILE.py, or auto (the best for recent use).",
     ),
 ]
 Shares = Annotated[
@@ -193,7 +196,7 @@ Predictor = Annotated[
     str,
     typer.Option(
         callback=_predictor,
-        help="Predictor that chooses which experts to prefetch: a name, an .npz file, or auto.",
+        help="What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
     ),
 ]
 Device = Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_runtime.config import nearest
-from moe_runtime.lazy import LazyTable, lazy_names
+from moe_runtime.lazy import LazyTable, is_code_file, lazy_names
 from moe_runtime.policies.prediction.base import (
     Event,
     Guess,
@@ -89,7 +89,9 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
         "path-network": f"{__name__}.trained:PathNetwork",
         "next-gate": f"{__name__}.hidden:NextGate",
         "hidden-lookahead": f"{__name__}.hidden:HiddenLookahead",
-    }
+    },
+    own=f"{__name__}.estimator:Estimator",
+    arguments=("shape",),
 )
 
 NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "running-counts"}
@@ -98,11 +100,15 @@ NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "runn
 
 def is_file_name(predictor: str | Path) -> bool:
     """Whether a caller means the file of a trained predictor rather than a predictor's name."""
+    if is_code_file(predictor):
+        return False
     return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
 
 
 def check_name(predictor: str) -> None:
     """Refuses names that nothing has, or that guess nothing before they are trained."""
+    if is_code_file(predictor):
+        PREDICTORS[predictor]
     if predictor not in PREDICTORS:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(predictor, PREDICTORS)}; "

@@ -20,6 +20,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, expanded, refuse_given
 from moe_runtime.config import nearest
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,6 +120,8 @@ def fit(
     """
     from moe_runtime.lab.traces.learned import write_predictor
 
+    if is_code_file(predictor):
+        raise ValueError(f"--predictor {predictor}: what code of your own learned has no file")
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "

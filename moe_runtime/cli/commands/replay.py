@@ -12,6 +12,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
@@ -28,13 +29,14 @@ TraceFile = Annotated[
     ),
 ]
 Policies = Annotated[
-    str, typer.Option("--policy", help="Eviction policies, separated by commas; or all.")
+    str,
+    typer.Option("--policy", help="Eviction policies or FILE.py, separated by commas; or all."),
 ]
 PredictorName = Annotated[
     str | None,
     typer.Option(
         "--predictor",
-        help="Also prefetch with this predictor: a name (needs --train), or an .npz file.",
+        help="Also prefetch with this predictor: a name or FILE.py (--train), or an .npz file.",
     ),
 ]
 Train = Annotated[
@@ -148,7 +150,8 @@ def replay(
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     predictor = predictor and at_home(predictor)
     is_trained = predictor is not None and is_file_name(predictor)
-    if train is not None and (predictor is None or is_trained) and not LEARNERS & set(names):
+    learns = bool(LEARNERS & set(names)) or any(map(is_code_file, names))
+    if train is not None and (predictor is None or is_trained) and not learns:
         known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"
         raise ValueError(f"--train has nothing to train: {known}; leave one out")
     with loading_bar() as progress:
