@@ -40,7 +40,7 @@ enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
 enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, NUM_ACTIVATIONS };
 
-/* The largest gate that is ranked without allocating; gate_ranking/op.py sends larger ones through torch. */
+/* The largest gate that is ranked without allocating; decode_step/gate_ranking.py sends larger ones through torch. */
 enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
 
 /* Of a normalisation, see norm.c: rounded before the weight, behind it, and behind one more than it. */

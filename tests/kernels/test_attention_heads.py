@@ -6,8 +6,13 @@ import pytest
 import torch
 from attention_weights import DTYPES, LAYERS, make_layer, needs_native
 
-from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_heads
-from moe_runtime.kernels.attention_step.reference import heads_reference, rotated
+from moe_runtime.kernels.decode_step.attention_step import (
+    AttentionWeights,
+    HeadNorm,
+    attention_heads,
+    heads_reference,
+    rotated,
+)
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
 

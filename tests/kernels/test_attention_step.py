@@ -6,13 +6,17 @@ import pytest
 import torch
 from attention_weights import DTYPES, LAYERS, make_layer, needs_native
 
-from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
-from moe_runtime.kernels.attention_step.reference import attention_step_reference
-from moe_runtime.kernels.attention_step.several import attention_steps
+from moe_runtime.kernels.decode_step.attention_step import (
+    AttentionWeights,
+    HeadNorm,
+    attention_step,
+    attention_step_reference,
+    attention_steps,
+)
+from moe_runtime.kernels.decode_step.single_query_attention import single_query_attention
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
-from moe_runtime.kernels.single_query_attention.op import single_query_attention
 
 
 def make_inputs(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_choice import (
+from moe_runtime.kernels.decode_step.expert_choice import (
     SCORES,
     ChoiceForm,
     choose_experts,

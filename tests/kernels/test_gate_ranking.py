@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_runtime.kernels.gate_ranking import GateRanking
+from moe_runtime.kernels.decode_step.gate_ranking import GateRanking
 
 
 def exact(rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_runtime.kernels.latent_attention import Tokens, latent_attention
+from moe_runtime.kernels.decode_step.latent_attention import Tokens, latent_attention
 from moe_runtime.kernels.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.gate_ranking import GateRanking, NativeLookAhead
+from moe_runtime.kernels.decode_step.gate_ranking import GateRanking, NativeLookAhead
 from moe_runtime.kernels.native import native_library
 from moe_runtime.policies.prediction import LayerRouted, NextGate, Shape, StepBegins
 from moe_runtime.policies.prediction.hidden import (

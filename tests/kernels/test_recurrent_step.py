@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_runtime.kernels.decode_step.recurrent_step import conv_step, delta_rule_step
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 

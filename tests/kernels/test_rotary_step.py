@@ -11,8 +11,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb 
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_pairs
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb as of_all
 
+from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
 from moe_runtime.kernels.rms_norm import FORMS, NormForm
-from moe_runtime.kernels.rotary_step import RowNorm, rotary_step
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from moe_runtime.kernels.decode_step.single_query_attention import (
+    single_query_attention,
+    single_query_attention_reference,
+)
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.single_query_attention.op import single_query_attention
-from moe_runtime.kernels.single_query_attention.reference import single_query_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(

@@ -37,7 +37,7 @@ typedef void (*Rotate)(const char *restrict, const char *restrict, const char *r
                        int64_t);
 static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
 
-/* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. The weight whose stride is
+/* The layer's weights and sizes as decode_step/attention_step.py writes them; norms and biases may be NULL. The weight whose stride is
  * negative is the `Matrix` of a quantised one. */
 typedef struct {
     const char *qkv;
@@ -60,7 +60,7 @@ typedef struct {
     int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
 } Cached;
 
-/* Where sequences of one length have keys and values, as op.py writes it; the token is written to the last row. */
+/* Where sequences of one length have keys and values, as decode_step/attention_step.py writes it; the token is written to the last row. */
 typedef struct {
     Cached keys, values;
     int64_t length;

@@ -10,7 +10,7 @@
 
 enum { LANES = 16 };
 
-/* One gate as rank.py writes it: weight [num_experts, dim] with unit stride, bias [num_experts] or NULL, both of fp32 or bf16. */
+/* One gate as decode_step/gate_ranking.py writes it: weight [num_experts, dim] with unit stride, bias [num_experts] or NULL, both of fp32 or bf16. */
 typedef struct {
     const char *weight;
     int64_t stride; /* bytes between rows */

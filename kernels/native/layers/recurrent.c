@@ -18,7 +18,7 @@ enum { COLUMNS = 32, CHANNELS_AT_ONCE = 1024, PARTIAL_SUMS = 16 };
 /* Loops of a constant number of turns become vectors only where they are inlined. */
 #define INLINE static inline __attribute__((always_inline))
 
-/* As kernels/recurrent_step/op.py writes it. Without gaps: state [sequences, heads, key_dim, value_dim], query and key
+/* As decode_step/recurrent_step.py writes it. Without gaps: state [sequences, heads, key_dim, value_dim], query and key
  * [sequences, groups, key_dim], value and out [sequences, heads, value_dim], log_decay [sequences, heads, decays], beta
  * [sequences, heads]. */
 typedef struct {

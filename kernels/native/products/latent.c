@@ -13,14 +13,14 @@
 /* Tokens whose scores of the turned part are computed before they are added, and panels of rows of an item at most. */
 enum { TOKENS_AT_ONCE = 512, MOST_PANELS = 2 };
 
-/* What a query attends to, as op.py writes it: tokens, each with a latent and the turned part of its keys. */
+/* What a query attends to, as decode_step/latent_attention.py writes it: tokens, each with a latent and the turned part of its keys. */
 typedef struct {
     const char *latents, *turned;
     int64_t latent_stride, turned_stride, length;
     const float *mask; /* [length] to be added to scores, or NULL */
 } Tokens;
 
-/* As op.py writes it. */
+/* As decode_step/latent_attention.py writes it. */
 typedef struct {
     const char *query;    /* [count, heads, key_dim + turned_dim] */
     const Tokens *tokens; /* of each query */

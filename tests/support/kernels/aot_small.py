@@ -8,18 +8,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import moe_runtime.kernels.expert_choice.kernel as choice_kernel
+import moe_runtime.kernels.decode_step.expert_choice_kernel as choice_kernel
+import moe_runtime.kernels.decode_step.rotary_step_kernel as rotary_kernel
 import moe_runtime.kernels.linear.kernel as linear_kernel
 import moe_runtime.kernels.rms_norm.kernel as norm_kernel
-import moe_runtime.kernels.rotary_step.kernel as rotary_kernel
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
-from moe_runtime.kernels.expert_choice import ChoiceForm
+from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
+from moe_runtime.kernels.decode_step.rotary_step import RowNorm
 from moe_runtime.kernels.expert_fetch import FetchTables
-from moe_runtime.kernels.expert_fetch.kernel import launch_fetch_experts
+from moe_runtime.kernels.expert_fetch.op import launch_fetch_experts
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.rms_norm.gpu import MOST_COLUMNS
-from moe_runtime.kernels.rotary_step import RowNorm
+from moe_runtime.kernels.rms_norm.op import MOST_COLUMNS
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm
+from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, HeadNorm
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(

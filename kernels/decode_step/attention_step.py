@@ -1,0 +1,486 @@
+"""`attention_step`: an attention layer for one new token of each sequence.
+
+`attention_heads` is its part between the products and the scores, for whole sequences.
+
+Shape suffixes: B sequences, D model, N values of a row of queries, keys and values, M mixed ones,
+R turned values of a head, H query heads, G key heads, S tokens, K key width, V value width,
+T tokens of a sequence, Q values of all queries.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from moe_runtime.kernels.decode_step.single_query_attention import (
+    MAX_COLUMNS,
+    single_query_attention_reference,
+)
+from moe_runtime.kernels.linear import ROWS_PER_CALL
+from moe_runtime.kernels.linear.op import check_status
+from moe_runtime.kernels.linear.reference import linear_reference
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NEEDS_TORCH,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    needs_torch,
+    require_native,
+)
+from moe_runtime.kernels.rms_norm import rms_norm_reference
+
+
+class HeadNorm(NamedTuple):
+    """A root-mean-square normalisation of queries or keys, before they are turned.
+
+    Attributes:
+        weight: As long as a head, which it then normalises, or as all heads together.
+        eps: Added to the mean of squares.
+    """
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttentionWeights:
+    """What an attention layer multiplies, normalises and scales by.
+
+    The object remembers addresses: make it once for a place in memory, anew when the place changes.
+
+    Attributes:
+        qkv: `[N, D]`, the rows of all queries, then keys, then values, one head after another; it
+            may be quantised, and so may the output weights.
+        output: `[D, M]`, M the values of all query heads.
+        qkv_bias: `[N]` or None.
+        output_bias: `[D]` or None.
+        q_norm: Normalises queries; None for a layer that does not.
+        k_norm: Normalises keys.
+        num_heads: Query heads, a multiple of `num_key_heads`.
+        num_key_heads: Heads of keys and of values.
+        key_dim: Values of a query or key head.
+        value_dim: Values of a value head.
+        scale: Factor of the scores.
+        sinks: `[num_heads]`, a further score of each query head whose weight is left out, or None.
+        pairs_share: Whether cosines and sines come once for the two values of a pair, a half of the
+            usual ones.
+        dtype: Of all tensors.
+        num_queries: Values of all queries of a token.
+        record: What the native kernel reads, or None when it cannot use these weights.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    sinks: Tensor | None = None
+    pairs_share: bool = False
+    dtype: torch.dtype = field(init=False)
+    num_queries: int = field(init=False)
+    record: bytes | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks the shapes and writes the record.
+
+        Raises:
+            ValueError: Shapes or dtypes do not belong together.
+        """
+        object.__setattr__(self, "dtype", self.qkv.dtype)
+        object.__setattr__(self, "num_queries", self.num_heads * self.key_dim)
+        if self.num_key_heads < 1 or self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads need key heads that divide them, got "
+                f"{self.num_key_heads}"
+            )
+        rows = self.num_queries + self.num_keys + self.num_key_heads * self.value_dim
+        mixed = self.num_heads * self.value_dim
+        if self.qkv.ndim != 2 or len(self.qkv) != rows:
+            raise ValueError(f"qkv must be [{rows}, D], got {list(self.qkv.shape)}")
+        if self.output.ndim != 2 or self.output.shape[1] != mixed:
+            raise ValueError(f"output must be [D, {mixed}], got {list(self.output.shape)}")
+        for name, bias, size in (
+            ("qkv_bias", self.qkv_bias, rows),
+            ("output_bias", self.output_bias, len(self.output)),
+            ("sinks", self.sinks, self.num_heads),
+        ):
+            if bias is not None and bias.shape != (size,):
+                raise ValueError(f"{name} must be [{size}], got {list(bias.shape)}")
+        for name, norm, size in (
+            ("q_norm", self.q_norm, self.num_queries),
+            ("k_norm", self.k_norm, self.num_keys),
+        ):
+            if norm is not None and norm.weight.shape not in ((self.key_dim,), (size,)):
+                raise ValueError(
+                    f"the weight of {name} must be [{self.key_dim}] or [{size}], got "
+                    f"{list(norm.weight.shape)}"
+                )
+        dtypes = {tensor.dtype for tensor in self.tensors()}
+        if len(dtypes) > 1:
+            raise ValueError(f"all tensors of a layer must have one dtype, got {dtypes}")
+        object.__setattr__(self, "record", self._native_record())
+
+    @property
+    def num_keys(self) -> int:
+        """Values of all keys of a token."""
+        return self.num_key_heads * self.key_dim
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that there are, but the sinks, whose dtype may be another."""
+        norms = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+        biases = [bias for bias in (self.qkv_bias, self.output_bias) if bias is not None]
+        return [self.qkv, self.output, *biases, *norms]
+
+    def _native_record(self) -> bytes | None:
+        """The C struct `AttentionLayer`."""
+        if self.dtype not in DTYPE_CODES or 0 in self.qkv.shape or 0 in self.output.shape:
+            return None
+        sinks = self.sinks
+        if sinks is not None and sinks.dtype not in DTYPE_CODES:
+            return None
+        tensors = self.tensors() if sinks is None else [*self.tensors(), sinks]
+        if not all(tensor.is_cpu and tensor.stride(-1) == 1 for tensor in tensors):
+            return None
+        words: list[int] = []
+        for weight in (self.qkv, self.output):
+            product = getattr(weight, "product", None)  # of one that stays quantised
+            if product is None:
+                words += [weight.data_ptr(), weight.stride(0) * weight.element_size()]
+            elif address := product.address(self.dtype):
+                words += [address, -1]
+            else:
+                return None
+        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        for tensor in (self.qkv_bias, self.output_bias, *norms):
+            words.append(0 if tensor is None else tensor.data_ptr())
+        words += [0 if weight is None else len(weight) for weight in norms]
+        words += [self.qkv.shape[1], len(self.output), self.num_heads, self.num_key_heads]
+        words += [self.key_dim, self.value_dim, DTYPE_CODES[self.dtype]]
+        words += [0, 0] if sinks is None else [sinks.data_ptr(), DTYPE_CODES[sinks.dtype]]
+        words.append(self.pairs_share)
+        epsilons = [0.0 if norm is None else norm.eps for norm in (self.q_norm, self.k_norm)]
+        return struct.pack("20q3d", *words, *epsilons, self.scale)
+
+
+Impl = Literal["auto", "native", "reference"]
+_PLACE = Struct("9q").pack
+
+
+def attention_step(
+    x_BD: Tensor,
+    weights: AttentionWeights,
+    cos_BR: Tensor,
+    sin_BR: Tensor,
+    key_BGSK: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Computes an attention layer for one new token of each sequence, and caches key and value.
+
+    Queries, keys and values are products with `x`; queries and keys are normalised, if the layer
+    does that, and turned by the angles of their position (rotary embedding, Su et al., 2021, in
+    halves as Llama has it); key and value become the last of those cached; the queries attend to
+    all of them, and the mixed values are multiplied by the output weights. Every operation is
+    rounded to the dtype, as if it stood alone.
+
+    Args:
+        x_BD: `[B, D]`; fp32, bf16 or fp16, the dtype of everything else but the mask.
+        weights: The layer.
+        cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the width of a key. The
+            rest of a head is not turned. Where pairs share their angles, 2 R values are.
+        sin_BR: Likewise.
+        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten.
+        value_BGSV: `[B, G, S, V]`, likewise.
+        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[B, D]` in the dtype of `x`. The native kernel gives the same bits for a sequence whatever
+        the others are, and those of `linear`, `rms_norm` and `single_query_attention` one by one.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    problem = _problem(x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV, mask_BS)
+    if problem:
+        raise ValueError(problem)
+    library = native_library() if impl == "auto" else None
+    if impl == "native":
+        library = require_native()
+    elif impl not in ("auto", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
+    if library is not None:
+        unable = native_problem(*arguments)
+        if unable is None:
+            return run_native(library, *arguments[:4], [arguments[4:]], mask_BS)
+        if impl == "native":
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+
+    return attention_step_reference(*arguments, mask_BS)
+
+
+def _problem(
+    x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
+    key: Tensor, value: Tensor, mask: Tensor | None,
+) -> str | None:  # fmt: skip
+    """What is wrong with the arguments, or None."""
+    if x.ndim != 2 or x.shape[1] != weights.qkv.shape[1]:
+        return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
+    batch, length = x.shape[0], key.shape[-2] if key.ndim == 4 else 0
+    heads = weights.num_key_heads
+    if (
+        length == 0
+        or key.shape != (batch, heads, length, weights.key_dim)
+        or value.shape != (batch, heads, length, weights.value_dim)
+    ):
+        return (
+            f"key and value must be [{batch}, {heads}, S, {weights.key_dim}] and "
+            f"[{batch}, {heads}, S, {weights.value_dim}] with a place for the new token, got "
+            f"{list(key.shape)} and {list(value.shape)}"
+        )
+    turned = cos.shape[-1] * (2 if weights.pairs_share else 1)
+    if cos.ndim != 2 or cos.shape != sin.shape or turned % 2 or turned > weights.key_dim:
+        return (
+            f"cos and sin must be [B, R] that turn an even number of {weights.key_dim} values, got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    if cos.shape[0] not in (1, batch):
+        return f"cos and sin must be of 1 or {batch} sequences, got {len(cos)}"
+    if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.float32):
+        return f"mask must be fp32 [{batch}, {length}], got {mask.dtype} {list(mask.shape)}"
+    return None
+
+
+def native_problem(
+    x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, key: Tensor, value: Tensor
+) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    dtype = weights.dtype
+    if weights.record is None:
+        return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
+    for tensor in (x, cos, sin, key, value):
+        if tensor.dtype is not dtype or not tensor.is_cpu:
+            return f"it needs CPU tensors of {dtype}, got {tensor.dtype} on {tensor.device}"
+    if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+        return "it needs x, cos and sin without gaps"
+    if not 0 < x.shape[0] <= ROWS_PER_CALL:
+        return f"it takes 1 to {ROWS_PER_CALL} sequences, got {len(x)}"
+    if key.shape[-1] > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
+    is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
+    if not is_inference and needs_torch(x, *weights.tensors()):
+        return NEEDS_TORCH
+    return None
+
+
+def run_native(
+    library: NativeLibrary, x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
+    cached: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The kernel alone; the sequences are divided evenly between the cached keys and values."""
+    batch, size = x.shape[0], x.element_size()
+    mask = None if mask is None else mask.contiguous()
+    places = b""
+    for key, value in cached:
+        k, v = key.stride(), value.stride()
+        keys = key.data_ptr(), k[0] * size, k[1] * size, k[2] * size
+        values = value.data_ptr(), v[0] * size, v[1] * size, v[2] * size
+        places += _PLACE(*keys, *values, key.shape[2])
+    # a row of queries, keys and values; queries normalised, and turned; mixed values
+    scratch = x.new_empty(
+        batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])
+    )
+    out = x.new_empty((batch, weights.output.shape[0]))
+    status = library.attention_step(
+        weights.record, x.data_ptr(), batch,
+        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * size,
+        cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
+        scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
+    )  # fmt: skip
+    if status:
+        check_status(status, batch, weights.qkv.shape[1])
+    return out
+
+
+def attention_steps(
+    x_BD: Tensor,
+    weights: AttentionWeights,
+    cos_BR: Tensor,
+    sin_BR: Tensor,
+    cached: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """`attention_step` of several sequences, in the bits of each alone where the kernel computes.
+
+    Args:
+        x_BD: As there, and so what is not listed.
+        weights: The layer.
+        cos_BR: `[B, R]`.
+        sin_BR: Likewise.
+        cached: Keys `[1, G, S, K]` and values `[1, G, S, V]` of each sequence, with a place for the
+            new token at the end.
+
+    Returns:
+        `[B, D]`.
+    """
+    library = native_library()
+    rows = [(x_BD[b : b + 1], cos_BR[b : b + 1], sin_BR[b : b + 1]) for b in range(len(x_BD))]
+    if library is not None and all(
+        native_problem(x, weights, cos, sin, *place) is None
+        for (x, cos, sin), place in zip(rows, cached, strict=True)
+    ):
+        x, cos, sin = (part.contiguous() for part in (x_BD, cos_BR, sin_BR))
+        return run_native(library, x, weights, cos, sin, cached, None)
+    return torch.cat(
+        [
+            attention_step(x, weights, cos, sin, *place)
+            for (x, cos, sin), place in zip(rows, cached, strict=True)
+        ]
+    )
+
+
+def attention_heads(
+    query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What attention layers do with queries and keys between the products and the scores.
+
+    They are normalised, if the layer does that, and turned by the angles of their position, each
+    operation rounded to the dtype, as in `attention_step`.
+
+    Args:
+        query_BTQ: `[B, T, Q]`; fp32, bf16 or fp16, the dtype of everything else.
+        key_BTN: `[B, T, N]`.
+        weights: The layer.
+        cos_BTR: `[B, T, R]`, or `[1, T, R]` for all sequences, as `attention_step` has them.
+        sin_BTR: Likewise.
+
+    Returns:
+        `[B, H, T, K]` and `[B, G, T, K]`, by the native kernel where it is able; it gives a row the
+        same bits whatever the others are and however many threads work.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    (batch, tokens), turned = query_BTQ.shape[:2], cos_BTR.shape[-1]
+    angles = {(batch, tokens, turned), (1, tokens, turned)}
+    turned *= 2 if weights.pairs_share else 1
+    if (
+        query_BTQ.shape != (batch, tokens, weights.num_queries)
+        or key_BTN.shape != (batch, tokens, weights.num_keys)
+        or cos_BTR.shape not in angles
+        or sin_BTR.shape != cos_BTR.shape
+        or turned % 2
+        or turned > weights.key_dim
+    ):
+        raise ValueError(
+            f"expected queries [B, T, {weights.num_queries}], keys [B, T, {weights.num_keys}] and "
+            f"angles [B or 1, T, R] that turn an even number of {weights.key_dim} values, got "
+            f"{list(query_BTQ.shape)}, {list(key_BTN.shape)}, {list(cos_BTR.shape)} and "
+            f"{list(sin_BTR.shape)}"
+        )
+    library, given = native_library(), (query_BTQ, key_BTN, cos_BTR, sin_BTR)
+    if (
+        library is None
+        or weights.record is None
+        or not batch * tokens
+        or any(tensor.dtype is not weights.dtype or not tensor.is_cpu for tensor in given)
+        or needs_torch(*given, *weights.tensors())
+    ):
+        return heads_reference(query_BTQ, key_BTN, weights, cos_BTR, sin_BTR)
+    query_BTQ, key_BTN, cos_BTR, sin_BTR = (tensor.contiguous() for tensor in given)
+    width = weights.key_dim
+    query_BHTK = query_BTQ.new_empty((batch, weights.num_heads, tokens, width))
+    key_BGTK = key_BTN.new_empty((batch, weights.num_key_heads, tokens, width))
+    status = library.attention_heads(
+        weights.record, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
+        cos_BTR.data_ptr(), sin_BTR.data_ptr(), cos_BTR.shape[0] * tokens, cos_BTR.shape[2],
+        query_BHTK.data_ptr(), key_BGTK.data_ptr(), library.shares_threads(),
+    )  # fmt: skip
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory for the heads of {tokens} tokens")
+    return query_BHTK, key_BGTK
+
+
+def attention_step_reference(
+    x_BD: Tensor,
+    weights: AttentionWeights,
+    cos_BR: Tensor,
+    sin_BR: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None = None,
+) -> Tensor:
+    """Computes as `attention_step` says; every operation rounds to the dtype of `x`."""
+    qkv_BN = linear_reference(x_BD, weights.qkv, weights.qkv_bias)
+    num_values = weights.num_key_heads * weights.value_dim
+    if weights.pairs_share:
+        cos_BR, sin_BR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BR, sin_BR))
+    query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
+    query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
+    key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
+    key_BGSD[:, :, -1] = rotated(key_BGD, cos_BR, sin_BR)
+    value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
+    mixed_BHV = single_query_attention_reference(
+        rotated(query_BHD, cos_BR, sin_BR),
+        key_BGSD,
+        value_BGSV,
+        mask_BS,
+        weights.scale,
+        weights.sinks,
+    )
+    return linear_reference(mixed_BHV.flatten(1), weights.output, weights.output_bias)
+
+
+def heads_reference(
+    query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes as `attention_heads` says; every operation rounds to the dtype of the queries."""
+    batch, tokens = query_BTQ.shape[:2]
+    if weights.pairs_share:
+        cos_BTR, sin_BTR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BTR, sin_BTR))
+    cos, sin = (angles.expand(batch, -1, -1).flatten(0, 1) for angles in (cos_BTR, sin_BTR))
+
+    def heads(values_BTN: Tensor, norm: HeadNorm | None) -> Tensor:
+        rows = _heads(_normed(values_BTN.flatten(0, 1), norm), weights.key_dim)
+        return rotated(rows, cos, sin).unflatten(0, (batch, tokens)).transpose(1, 2)
+
+    return heads(query_BTQ, weights.q_norm), heads(key_BTN, weights.k_norm)
+
+
+def _heads(values: Tensor, dim: int) -> Tensor:
+    return values.unflatten(1, (-1, dim))
+
+
+def _normed(values: Tensor, norm: HeadNorm | None) -> Tensor:
+    if norm is None:
+        return values
+    groups = values.unflatten(1, (-1, len(norm.weight)))
+    return rms_norm_reference(groups, norm.weight, norm.eps).flatten(1)
+
+
+def rotated(heads: Tensor, cos_BR: Tensor, sin_BR: Tensor) -> Tensor:
+    """Rotary embedding of the first R values of heads `[B, H, D]`, in halves."""
+    turned, rest = heads.split([cos_BR.shape[-1], heads.shape[-1] - cos_BR.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    crossed = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos_BR[:, None] + crossed * sin_BR[:, None], rest), dim=-1)

@@ -1,0 +1,127 @@
+"""`choose_experts`: validation and choice of the implementation."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
+
+MOST_EXPERTS, MOST_CHOICES = 512, 16
+"""Of the Triton kernel."""
+
+ChoiceImpl = Literal["auto", "triton", "reference"]
+
+
+def choose_experts(
+    logits_TE: Tensor,
+    num_choices: int,
+    form: ChoiceForm,
+    *,
+    bias_E: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    impl: ChoiceImpl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token by its logits, and weighs them.
+
+    Of equals the first expert comes first. As in `torch.topk`, a NaN is greater than any number; it
+    makes the weights of a softmax NaN.
+
+    Args:
+        logits_TE: `[T, E]`, fp32, bf16 or fp16; computed with in fp32.
+        num_choices: K, at most E.
+        form: What the weights are made of.
+        bias_E: `[E]`, added to sigmoids for the choice alone, or None.
+        dtype: Of the weights, which are rounded to it at last.
+        impl: `triton` is one kernel for up to 512 experts and 16 choices, for inference only;
+            `auto` takes it on a GPU. A named implementation never falls back.
+
+    Returns:
+        `(ids_TK, weights_TK)`, int64 and `dtype`, the most preferred expert of a token first. The
+        kernel gives the same bits for a token whatever the other ones are.
+
+    Raises:
+        ValueError: Shapes do not fit, a name is unknown, or the kernel cannot take the input.
+        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+    """
+    if logits_TE.ndim != 2 or not 0 < num_choices <= logits_TE.shape[1]:
+        raise ValueError(
+            f"logits must be [T, E] with E of at least {num_choices} and one choice or more, got "
+            f"{list(logits_TE.shape)}"
+        )
+    if form.scores not in SCORES:
+        raise ValueError(f"scores must be one of {', '.join(SCORES)}, got {form.scores!r}")
+    num_experts = logits_TE.shape[1]
+    if bias_E is not None and (bias_E.shape != (num_experts,) or form.scores != "sigmoid"):
+        raise ValueError(
+            f"bias must be [{num_experts}], and is added to sigmoids alone, got "
+            f"{list(bias_E.shape)} and {form.scores}"
+        )
+    if resolve_impl(impl, logits_TE.device, ("auto", "triton", "reference")) != "triton":
+        return choose_experts_reference(logits_TE, num_choices, form, bias_E, dtype)
+    check_triton_dtype(logits_TE)
+    if num_experts > MOST_EXPERTS or num_choices > MOST_CHOICES or logits_TE.requires_grad:
+        raise ValueError(
+            f"impl='triton' takes up to {MOST_EXPERTS} experts and {MOST_CHOICES} choices and no "
+            f"gradients, got {num_experts} and {num_choices}"
+        )
+    from moe_runtime.kernels.decode_step.expert_choice_kernel import launch_choose_experts
+
+    return launch_choose_experts(logits_TE, num_choices, form, bias_E, dtype)
+
+
+Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")
+
+
+class ChoiceForm(NamedTuple):
+    """What weights are made of.
+
+    Attributes:
+        scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over those
+            that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
+        normalises: Whether they are divided by their sum.
+        factor: Of the weights, behind that.
+        least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
+    """
+
+    scores: Scores
+    normalises: bool = False
+    factor: float = 1.0
+    least_sum: float = 0.0
+
+
+def choose_experts_reference(
+    logits_TE: Tensor,
+    num_choices: int,
+    form: ChoiceForm,
+    bias_E: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Computes as `choose_experts` says, in fp32, and rounds the weights once.
+
+    Args:
+        logits_TE: `[T, E]`.
+        num_choices: K.
+        form: What the weights are made of.
+        bias_E: `[E]` or None.
+        dtype: Of the weights.
+    """
+    logits = ranked = logits_TE.float()
+    if form.scores == "sigmoid":
+        ranked = logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()
+    ranked = ranked.where(
+        ~ranked.isnan(), torch.nan
+    )  # CUDA sorts one with a sign behind all others
+    ids_TK = ranked.argsort(dim=-1, descending=True, stable=True)[:, :num_choices]
+    if form.scores == "softmax":
+        weights = logits.softmax(-1).gather(1, ids_TK)
+    elif form.scores == "sigmoid":
+        weights = logits.sigmoid().gather(1, ids_TK)
+    else:
+        weights = logits.gather(1, ids_TK).softmax(-1)
+    if form.normalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + form.least_sum)
+    return ids_TK, (weights * form.factor).to(dtype)

@@ -1,0 +1,184 @@
+"""`latent_attention`: validation and choice of the implementation.
+
+Shape suffixes: B queries, H heads, S cached tokens, R rank of a latent, N key width without
+positions, P key width with positions, D = N + P, V value width, W = N + V.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from struct import pack
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NEEDS_TORCH,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    needs_torch,
+    require_native,
+)
+from moe_runtime.kernels.operands import precise_dtype
+
+Impl = Literal["auto", "native", "reference"]
+
+
+def latent_attention(
+    query_BHD: Tensor,
+    tokens: Sequence[Tokens],
+    weight_HWR: Tensor,
+    scale: float,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Computes `softmax(scale * query . keys + mask) . values`, each query over its own tokens.
+
+    A head's key of a token is `weight[:N] . latent` and then `turned`, its value `weight[N:] .
+    latent`. The native kernel multiplies by the weights the query and what was mixed of latents,
+    and expands no token (DeepSeek-V2, 2024, section 2.1.2).
+
+    Args:
+        query_BHD: `[B, H, N + P]`; fp32, bf16 or fp16.
+        tokens: Of each query, in its dtype, with unit stride along their columns.
+        weight_HWR: `[H, N + V, R]` in that dtype, heads one behind another.
+        scale: Factor of the scores.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[B, H, V]` in the dtype of the query; sums are in fp32. The native kernel gives a query the
+        same bits whatever the others are and however many threads work.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    problem = _problem(query_BHD, tokens, weight_HWR)
+    if problem:
+        raise ValueError(problem)
+    if impl not in ("auto", "native", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    if impl == "native":
+        require_native()
+        unable = _native_problem(query_BHD, tokens, weight_HWR)
+        if unable:
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    arguments = (query_BHD, tokens, weight_HWR, scale)
+    mixed = None if impl == "reference" else native_latent_attention(*arguments)
+    return latent_attention_reference(*arguments) if mixed is None else mixed
+
+
+def native_latent_attention(
+    query_BHD: Tensor, tokens: Sequence[Tokens], weight_HWR: Tensor, scale: float
+) -> Tensor | None:
+    """`latent_attention` by the C kernel, or None where it is not able; nothing else is checked."""
+    library = native_library()
+    if library is None or _native_problem(query_BHD, tokens, weight_HWR):
+        return None
+    return _run(library, query_BHD, tokens, weight_HWR, scale)
+
+
+def _problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> str | None:
+    """What is wrong with the arguments, or None."""
+    if query.ndim != 3 or weight.ndim != 3 or not len(query) == len(tokens) > 0:
+        return (
+            f"expected query [B, H, D], B at least 1, tokens of as many and weight [H, W, R], got "
+            f"{list(query.shape)}, {len(tokens)} and {list(weight.shape)}"
+        )
+    if weight.shape[0] != query.shape[1]:
+        return f"weight must be of {query.shape[1]} heads, got {weight.shape[0]}"
+    for latents, turned, mask in tokens:
+        length, rank = len(latents), weight.shape[2]
+        if length == 0 or latents.shape != (length, rank) or turned.shape[:-1] != (length,):
+            return (
+                f"latents and turned must be [S, {rank}] and [S, P], got {list(latents.shape)} and "
+                f"{list(turned.shape)}"
+            )
+        key_dim = query.shape[2] - turned.shape[1]
+        if not 0 <= key_dim <= weight.shape[1]:
+            return f"a query of {query.shape[2]} values does not fit {turned.shape[1]} turned ones"
+        if mask is not None and mask.shape != (length,):
+            return f"mask must be [{length}], got {list(mask.shape)}"
+    return None
+
+
+def _native_problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    parts = [part for latents, turned, _ in tokens for part in (latents, turned)]
+    if query.dtype not in DTYPE_CODES:
+        return f"it knows fp32, bf16 and fp16, got {query.dtype}"
+    for tensor in (query, weight, *parts):
+        if tensor.dtype is not query.dtype or not tensor.is_cpu:
+            return f"it needs CPU tensors of {query.dtype}, got {tensor.dtype} on {tensor.device}"
+    if any(part.stride(-1) != 1 for part in (weight, *parts)):
+        return "weights, latents and turned parts need unit stride"
+    if weight.stride(0) != weight.shape[1] * weight.stride(1):
+        return f"heads must lie one behind another, got strides {weight.stride()}"
+    if len({turned.shape[1] for _, turned, _ in tokens}) != 1:
+        return "it needs turned parts of one width"
+    if needs_torch(query, weight, *parts):
+        return NEEDS_TORCH
+    return None
+
+
+def _run(
+    library: NativeLibrary, query: Tensor, tokens: Sequence[Tokens], weight: Tensor, scale: float
+) -> Tensor:
+    query, size = query.contiguous(), query.element_size()
+    masks = [None if t.mask is None else t.mask.float().contiguous() for t in tokens]
+    places = array("q")
+    for (latents, turned, _), mask in zip(tokens, masks, strict=True):
+        places += array("q", (latents.data_ptr(), turned.data_ptr()))
+        places += array("q", (latents.stride(0) * size, turned.stride(0) * size, len(latents)))
+        places.append(0 if mask is None else mask.data_ptr())
+    num_heads, width, rank = weight.shape
+    turned_dim = tokens[0].turned.shape[1]
+    key_dim = query.shape[2] - turned_dim
+    out = query.new_empty((len(query), num_heads, width - key_dim))
+    numbers = (
+        query.data_ptr(), places.buffer_info()[0], weight.data_ptr(), weight.stride(1) * size,
+        out.data_ptr(), len(query), num_heads, key_dim, turned_dim, width - key_dim, rank,
+        DTYPE_CODES[query.dtype], library.shares_threads(),
+    )  # fmt: skip
+    if library.latent_attention(pack("13qd", *numbers, scale)) == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory for the scores of {num_heads} heads")
+    return out
+
+
+class Tokens(NamedTuple):
+    """What one query attends to.
+
+    Attributes:
+        latents: `[S, R]`, S at least 1.
+        turned: `[S, P]`, the part of the keys with positions, which all heads share.
+        mask: `[S]` fp32 to be added to the scores, or None.
+    """
+
+    latents: Tensor
+    turned: Tensor
+    mask: Tensor | None = None
+
+
+def latent_attention_reference(
+    query_BHD: Tensor, tokens: Sequence[Tokens], weight_HWR: Tensor, scale: float
+) -> Tensor:
+    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    wide = precise_dtype(query_BHD)
+    weight = weight_HWR.to(wide)
+    mixed = []
+    for query_HD, (latents_SR, turned_SP, mask_S) in zip(query_BHD.to(wide), tokens, strict=True):
+        key_dim = query_HD.shape[1] - turned_SP.shape[1]
+        expanded_HSW = latents_SR.to(wide) @ weight.mT
+        keys_HSN, values_HSV = expanded_HSW[..., :key_dim], expanded_HSW[..., key_dim:]
+        query_HN, query_HP = query_HD.split((key_dim, turned_SP.shape[1]), dim=-1)
+        scores_HS = torch.einsum("hn,hsn->hs", query_HN, keys_HSN) + query_HP @ turned_SP.to(wide).T
+        scores_HS = scores_HS * scale
+        if mask_S is not None:
+            scores_HS = scores_HS + mask_S.to(wide)
+        mixed.append(torch.einsum("hs,hsv->hv", torch.softmax(scores_HS, dim=-1), values_HSV))
+    return torch.stack(mixed).to(query_BHD.dtype)

@@ -1,0 +1,196 @@
+"""`single_query_attention`: attention of one query over cached keys and values, read once.
+
+Shape suffixes: B batch, H query heads, G key heads, S cached tokens, D key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NEEDS_TORCH,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    needs_torch,
+    require_native,
+)
+from moe_runtime.kernels.operands import precise_dtype
+
+Impl = Literal["auto", "native", "reference"]
+
+
+def single_query_attention(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Computes `softmax(scale * query . keys + mask) . values` for one query in each head.
+
+    Consecutive query heads share a key head (grouped-query attention, Ainslie et al., 2023). A sink
+    is a further score of its head, whose weight is left out (Xiao et al., 2023; gpt-oss).
+
+    Args:
+        query_BHD: `[B, H, D]`, H a multiple of G; fp32, bf16 or fp16.
+        key_BGSD: `[B, G, S, D]`, S at least 1, unit stride along D, any other strides.
+        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query.
+        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
+        scale: Factor of the scores.
+        sinks_H: `[H]`, fp32, bf16 or fp16, or None.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[B, H, V]` in the dtype of the query; sums are in fp32.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    problem = problem_of(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
+    if problem:
+        raise ValueError(problem)
+    if impl == "native":
+        require_native()
+        unable = native_problem_of(query_BHD, key_BGSD, value_BGSV, sinks_H)
+        if unable:
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    elif impl not in ("auto", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
+    mixed = None if impl == "reference" else native_attention(*arguments)
+    return single_query_attention_reference(*arguments) if mixed is None else mixed
+
+
+MAX_COLUMNS = 8192
+"""Widest key: the kernel keeps one on the stack."""
+
+
+def native_attention(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor | None:
+    """`single_query_attention` by the C kernel, or None where it is not able; checked once.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    library = native_library()
+    if library is None or native_problem_of(query_BHD, key_BGSD, value_BGSV, sinks_H):
+        return None
+    problem = problem_of(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
+    if problem:
+        raise ValueError(problem)
+    return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
+
+
+def problem_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> str | None:
+    """What is wrong with the arguments, or None."""
+    if query.ndim != 3 or key.ndim != 4 or value.ndim != 4:
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        return f"expected query [B, H, D], key [B, G, S, D] and value [B, G, S, V], got {shapes}"
+    batch, heads, dim = query.shape
+    groups, length = key.shape[1:3]
+    if key.shape != (batch, groups, length, dim) or value.shape[:3] != key.shape[:3]:
+        return (
+            f"key and value must be [{batch}, G, S, {dim}] and [{batch}, G, S, V], got "
+            f"{list(key.shape)} and {list(value.shape)}"
+        )
+    if groups == 0 or heads % groups or length == 0:
+        return f"{heads} query heads need key heads that divide them, got {groups} of {length} keys"
+    if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.float32):
+        return f"mask must be fp32 [{batch}, {length}], got {mask.dtype} {list(mask.shape)}"
+    if sinks is not None and sinks.shape != (heads,):
+        return f"sinks must be [{heads}], got {list(sinks.shape)}"
+    return None
+
+
+def native_problem_of(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return f"it needs CPU tensors, got {query.device}, {key.device} and {value.device}"
+    dtype = query.dtype
+    if dtype not in DTYPE_CODES or key.dtype != dtype or value.dtype != dtype:
+        return f"it knows one of fp32, bf16 and fp16, got {dtype}, {key.dtype} and {value.dtype}"
+    if key.shape[-1] > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
+    if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
+        return f"sinks must be fp32, bf16 or fp16 on the CPU, got {sinks.dtype} on {sinks.device}"
+    if needs_torch(query, key, value, sinks):
+        return NEEDS_TORCH
+    return None
+
+
+def _run_native(
+    library: NativeLibrary,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    query = query.contiguous()
+    mask = None if mask is None else mask.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
+    batch, heads, dim = query.shape
+    groups, length = key.shape[1:3]
+    out = query.new_empty((batch, heads, value.shape[-1]))
+    size = query.element_size()
+    key_strides, value_strides = key.stride(), value.stride()
+    status = library.single_query_attention(
+        query.data_ptr(), heads * dim * size,
+        key.data_ptr(), key_strides[0] * size, key_strides[1] * size, key_strides[2] * size,
+        value.data_ptr(), value_strides[0] * size, value_strides[1] * size, value_strides[2] * size,
+        None if mask is None else mask.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        0 if sinks is None else DTYPE_CODES[sinks.dtype],
+        out.data_ptr(),
+        batch, groups, heads // groups, length, dim, value.shape[-1],
+        scale, DTYPE_CODES[query.dtype], library.shares_threads(),
+    )  # fmt: skip
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory for the scores of {heads} heads and {length} keys")
+    return out
+
+
+def single_query_attention_reference(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    wide = precise_dtype(query_BHD)
+    shared = query_BHD.shape[1] // key_BGSD.shape[1]
+    query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale
+    scores_BGRS = query_BGRD @ key_BGSD.to(wide).transpose(-1, -2)
+    if mask_BS is not None:
+        scores_BGRS = scores_BGRS + mask_BS[:, None, None].to(wide)
+    if sinks_H is not None:
+        sinks_BGR1 = sinks_H.to(wide).view(-1, shared, 1).expand(*scores_BGRS.shape[:-1], 1)
+        scores_BGRS = torch.cat((scores_BGRS, sinks_BGR1), dim=-1)
+    weights_BGRS = torch.softmax(scores_BGRS, dim=-1)[..., : key_BGSD.shape[2]]
+    mixed_BGRV = weights_BGRS @ value_BGSV.to(wide)
+    return mixed_BGRV.flatten(1, 2).to(query_BHD.dtype)

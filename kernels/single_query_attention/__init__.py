@@ -1,1 +1,0 @@
-"""`single_query_attention`: attention of one query over cached keys and values, read once."""
