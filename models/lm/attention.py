@@ -53,12 +53,7 @@ class RotaryTable(nn.Module):
         return self
 
     def forward(self, x: Tensor, runs: Sequence[range] | None = None) -> Tensor:
-        """Rotates `[B, C, heads, W]`; the first half of W pairs with the second.
-
-        Args:
-            x: queries or keys.
-            runs: positions of the tokens; from 0 on by default.
-        """
+        """Rotates `[B, C, heads, W]`; the first half of W pairs with the second."""
         return _Rotate.apply(x, *(_rows(table, x.shape[1], runs) for table in (self.cos, self.sin)))
 
 
@@ -106,8 +101,7 @@ class Attention(nn.Module):
     together.
 
     Attributes:
-        num_heads, num_kv_heads: heads of this process.
-        part: which part of each sequence this process attends for; None for all of it.
+        part: which part of each sequence this process attends for; None for all of it
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:

@@ -50,10 +50,7 @@ class Block(nn.Module):
         """`[B, C, D]` to `[B, C, D]`.
 
         Args:
-            x: the residual stream.
-            rotary: positions.
             token_ids: `[B, C]`, for gates that route by token.
-            previous_logits: scores of the previous routed layer's gate, for gates that read them.
         """
         x = x + self.attention(self.attention_norm(x), rotary)
         normed = self.feed_forward_norm(x)
@@ -111,11 +108,7 @@ class ShortcutBlocks(nn.Module):
 
 
 def check_experts(config: LanguageModelConfig) -> None:
-    """Refuses settings of the routed layers before anything large is made.
-
-    Raises:
-        ValueError: a size or a name does not fit.
-    """
+    """Refuses settings of the routed layers before anything large is made."""
     if config.moe is None:
         return
     try:
@@ -127,11 +120,7 @@ def check_experts(config: LanguageModelConfig) -> None:
 
 
 def make_blocks(config: LanguageModelConfig) -> Iterator[Block | ShortcutBlocks]:
-    """The stack of a model, from first to last.
-
-    Raises:
-        ValueError: a size or a name does not fit.
-    """
+    """The stack of a model, from first to last."""
     if config.moe is not None and config.moe.shortcut is not None:
         for layer in range(0, config.num_layers, 2):
             yield ShortcutBlocks(config, config.moe, layer)

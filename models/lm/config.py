@@ -9,49 +9,32 @@ from moe_runtime.config import is_number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """The routed feed-forward of the layers that have one: the arguments of `MoELayer`.
-
-    Attributes:
-        num_experts: routed experts a layer.
-        top_k: experts a token goes to.
-        intermediate_size: hidden width of one expert.
-        gate: name of the gate.
-        gate_options: further settings of that gate.
-        activation: name of the experts' activation.
-        bias: experts with biases.
-        shared_experts: experts that see every token, as wide as a routed one.
-        shared_expert_gate: a sigmoid gate on the shared experts' output.
-        capacity_factor: None never drops a token.
-        drop_policy: which choices are kept where there is a capacity.
-        num_groups: consecutive parts of the batch that are routed on their own.
-        zero_experts: numbers of MoE++'s zero-computation experts by kind (`zero`, `copy`,
-            `constant`).
-        impl: what computes the experts: `auto`, `native`, `triton`, `torch` or `reference`.
-        recompute: the backward pass computes the experts' pre-activations again.
-        loss_weights: coefficients of the auxiliary losses by name; None takes the gate's own. What
-            is trained on is the mean over the routed layers.
-        shortcut: ScMoE: layers come in pairs, a dense one and one with experts, whose routed
-            experts read the pair's `input`, its `middle` (after the first attention, which the
-            paper recommends) or the first layer's `output` instead of their own layer's
-            representation; the shared experts read that. None reads what comes, as usual.
-    """
+    """The routed feed-forward of the layers that have one: the arguments of `MoELayer`."""
 
     num_experts: int
-    top_k: int
-    intermediate_size: int
+    top_k: int  # experts a token goes to
+    intermediate_size: int  # hidden width of one expert
     gate: str = "softmax_topk"
     gate_options: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "swiglu"
     bias: bool = False
-    shared_experts: int = 0
-    shared_expert_gate: bool = False
-    capacity_factor: float | None = None
-    drop_policy: str = "choice"
-    num_groups: int = 1
+    shared_experts: int = 0  # experts that see every token, as wide as a routed one
+    shared_expert_gate: bool = False  # a sigmoid gate on the shared experts' output
+    capacity_factor: float | None = None  # None never drops a token
+    drop_policy: str = "choice"  # which choices are kept where there is a capacity
+    num_groups: int = 1  # consecutive parts of the batch that are routed on their own
+    # numbers of MoE++'s zero-computation experts by kind (`zero`, `copy`, `constant`)
     zero_experts: Mapping[str, int] | None = None
+    # what computes the experts: `auto`, `native`, `triton`, `torch` or `reference`
     impl: str = "auto"
-    recompute: bool = False
+    recompute: bool = False  # the backward pass computes the experts' pre-activations again
+    # coefficients of the auxiliary losses by name; None takes the gate's own. What is trained on is
+    # the mean over the routed layers.
     loss_weights: Mapping[str, float] | None = None
+    # ScMoE: layers come in pairs, a dense one and one with experts, whose routed experts read the
+    # pair's `input`, its `middle` (after the first attention, which the paper recommends) or the
+    # first layer's `output` instead of their own layer's representation; the shared experts read
+    # that. None reads what comes, as usual.
     shortcut: Literal["output", "middle", "input"] | None = None
 
     def __post_init__(self) -> None:
@@ -67,39 +50,23 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageModelConfig:
-    """A decoder: embedding, blocks of attention and feed-forward, norm, output projection.
+    """A decoder: embedding, blocks of attention and feed-forward, norm, output projection."""
 
-    Attributes:
-        hidden_size: width of the residual stream.
-        num_layers: number of blocks.
-        num_heads: query heads.
-        num_kv_heads: key-value heads; divides `num_heads`.
-        head_dim: width of a head; even.
-        max_positions: longest context in tokens.
-        vocab_size: entries of the vocabulary; None until the tokenizer is known.
-        moe: the routed feed-forward; None makes a dense model.
-        intermediate_size: hidden width of the dense feed-forward; needed where a layer is dense.
-        dense_layers: layers that stay dense in a model with experts.
-        tie_embeddings: the output projection is the embedding.
-        rope_theta: base of the rotary position embedding.
-        norm_eps: added to the mean square in the norms.
-        init_std: standard deviation of the initial weights.
-    """
-
-    hidden_size: int
+    hidden_size: int  # width of the residual stream
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    vocab_size: int | None = None
-    moe: ExpertsConfig | None = None
+    num_kv_heads: int  # key-value heads; divides `num_heads`
+    head_dim: int  # width of a head; even
+    max_positions: int  # longest context in tokens
+    vocab_size: int | None = None  # entries of the vocabulary; None until the tokenizer is known
+    moe: ExpertsConfig | None = None  # the routed feed-forward; None makes a dense model
+    # hidden width of the dense feed-forward; needed where a layer is dense
     intermediate_size: int | None = None
-    dense_layers: tuple[int, ...] = ()
-    tie_embeddings: bool = True
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    dense_layers: tuple[int, ...] = ()  # layers that stay dense in a model with experts
+    tie_embeddings: bool = True  # the output projection is the embedding
+    rope_theta: float = 10_000.0  # base of the rotary position embedding
+    norm_eps: float = 1e-6  # added to the mean square in the norms
+    init_std: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self) -> None:
         _require_positive(

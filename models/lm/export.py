@@ -39,16 +39,7 @@ def export_hugging_face(
 ) -> None:
     """Writes `config.json`, `generation_config.json` and the safetensors files, all or none.
 
-    Args:
-        model: the trained model.
-        folder: made if missing; what is in it stays, except for an older model.
-        dtype: of the weights; a selection bias stays float32.
-        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`; none when omitted.
-        also: writes what else belongs into the folder, such as a tokenizer.
-
-    Raises:
-        UnsupportedModelError: no architecture expresses the model.
-        OSError: a file cannot be written; an older model stays as it was.
+    A selection bias stays float32; `also` writes what else belongs into the folder.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -81,31 +72,14 @@ def _is_of_a_model(path: Path) -> bool:
 
 
 def hugging_face_tensors(model: LanguageModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint under its Hugging Face name, on the CPU.
-
-    Args:
-        model: ours.
-        dtype: of the weights; a selection bias stays float32.
-
-    Raises:
-        UnsupportedModelError: no architecture expresses the model.
-    """
+    """Every tensor of the checkpoint under its Hugging Face name, on the CPU."""
     for name, tensor in hugging_face_views(model):
         kept = torch.float32 if name.endswith(_FP32_SUFFIX) else dtype
         yield name, tensor.detach().to("cpu", kept).contiguous()
 
 
 def hugging_face_views(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint under its Hugging Face name, in the model's own memory.
-
-    What the architecture always has and the model has not comes as zeros, or with no elements.
-
-    Args:
-        model: ours.
-
-    Raises:
-        UnsupportedModelError: no architecture expresses the model.
-    """
+    """Every tensor of the checkpoint under its Hugging Face name, in the model's own memory."""
     family = hugging_face_family(model.config)
     yield "model.embed_tokens.weight", model.embedding.weight
     for number, block in enumerate(model.blocks):
@@ -181,15 +155,7 @@ _MOST_NAMED = 8
 def import_hugging_face(model: LanguageModel, folder: Path) -> None:
     """Copies the weights of a Hugging Face checkpoint into a model of the same architecture.
 
-    Args:
-        model: of an architecture that `export_hugging_face` writes; it keeps its dtype and device.
-        folder: `config.json` and safetensors files with one tensor for each matrix of each expert.
-
-    Raises:
-        UnsupportedModelError: no Hugging Face architecture expresses the model.
-        CheckpointError: the folder holds no readable checkpoint, or one of another architecture or
-            with other tensors; they are named, and the model is unchanged.
-        OSError: a file cannot be read.
+    Where tensors are missing or others are there, they are named and the model is unchanged.
     """
     problems = list(_other_settings(model, folder))
     if problems:

@@ -20,11 +20,7 @@ Family = Literal["qwen3", "qwen3_moe", "glm4_moe"]
 
 
 def hugging_face_family(config: LanguageModelConfig) -> Family:
-    """The architecture that computes the same.
-
-    Raises:
-        UnsupportedModelError: there is none; the message says what stands in the way.
-    """
+    """The architecture that computes the same."""
     if config.moe is None:
         return "qwen3"
     gate = _gate(config, config.moe)
@@ -41,16 +37,7 @@ def hugging_face_family(config: LanguageModelConfig) -> Family:
 def hugging_face_config(
     config: LanguageModelConfig, special_tokens: Mapping[str, int | None], dtype: torch.dtype
 ) -> "PreTrainedConfig":
-    """The configuration under which `transformers` builds the same model.
-
-    Args:
-        config: the model's shape.
-        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`.
-        dtype: of the exported weights.
-
-    Raises:
-        UnsupportedModelError: as `hugging_face_family`.
-    """
+    """The configuration under which `transformers` builds the same model."""
     from transformers import Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
     family = hugging_face_family(config)

@@ -16,11 +16,7 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 
 
 def product_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """What operands of `dtype` are multiplied in.
-
-    Autocast's dtype where autocast is on; float32, of which nothing is lost, on a processor that
-    multiplies that faster than autocast's.
-    """
+    """What operands of `dtype` are multiplied in."""
     if not torch.is_autocast_enabled(device_type):
         return dtype
     narrow = torch.get_autocast_dtype(device_type)
@@ -78,7 +74,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: `[..., D]`.
         weight: `[D]`, or the trailing dimensions of `x`, such as `[heads, D]`.
-        eps: added to the mean square.
 
     Returns:
         `[..., D]`, in the dtype that `x` and `weight` promote to.

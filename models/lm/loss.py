@@ -16,8 +16,7 @@ from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.models.lm.layers import product_dtype
 
-CHUNK_BYTES = 32 << 20
-"""Bytes of the logits that there are at a time."""
+CHUNK_BYTES = 32 << 20  # bytes of the logits that there are at a time
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -74,19 +73,12 @@ def linear_cross_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of `hidden @ weight.T` against the targets, in nats.
 
-    The products run in autocast's dtype where autocast is on, in float32 on a processor that
-    multiplies that faster; sums are float32 or wider.
-
     Args:
         hidden_TD: last hidden states `[T, D]`.
         weight_VD: output projection `[V, D]`.
-        targets_T: int64 ids of the following tokens.
 
     Returns:
         A scalar, float32 or wider; and `[T]`, that of each token, without a gradient.
-
-    Raises:
-        ValueError: the shapes do not belong together.
     """
     if hidden_TD.ndim != 2 or targets_T.shape != hidden_TD.shape[:1]:
         raise ValueError(

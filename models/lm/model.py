@@ -28,19 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """What a batch is trained on, and how its tokens spread over the experts.
+    """What a batch is trained on, and how its tokens spread over the experts."""
 
-    Attributes:
-        cross_entropy: mean over the tokens, nats; a scalar.
-        auxiliary: the gates' losses with their coefficients, mean over the routed layers.
-        max_load: demand of the busiest expert over the mean, mean over the routed layers; None in
-            a dense model.
-        dropped_share: share of the choices that capacity took away, mean likewise.
-    """
-
-    cross_entropy: Tensor
-    auxiliary: Tensor
+    cross_entropy: Tensor  # mean over the tokens, nats; a scalar
+    auxiliary: Tensor  # the gates' losses with their coefficients, mean over the routed layers
+    # demand of the busiest expert over the mean, mean over the routed layers; None in a dense model
     max_load: Tensor | None = None
+    # share of the choices that capacity took away, mean likewise
     dropped_share: Tensor | None = None
 
     def detach(self) -> "Losses":
@@ -61,13 +55,10 @@ class LanguageModel(nn.Module):
         recompute: keep each block's input instead of its activations, and compute it twice.
 
     Attributes:
-        replicas: processes that train copies of the gates on other tokens; None for this alone.
-        part: which part of each sequence this process has; None for all of it.
-        is_whole: False where other processes have parts of the parameters.
-        num_routed: routed layers, those that other processes have included.
-
-    Raises:
-        ValueError: the vocabulary is not known, or a size does not fit.
+        replicas: processes that train copies of the gates on other tokens; None for this alone
+        part: which part of each sequence this process has; None for all of it
+        is_whole: False where other processes have parts of the parameters
+        num_routed: routed layers, those that other processes have included
     """
 
     def __init__(self, config: LanguageModelConfig, *, recompute: bool = False) -> None:
@@ -97,22 +88,13 @@ class LanguageModel(nn.Module):
                 parameter.normal_(std=self.config.init_std)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
-        """Has `torch.compile` fuse what stands between the products of each block, in place.
-
-        Names and values of parameters stay; sums may be rounded in another order.
-
-        Args:
-            backend: of `torch.compile`.
-        """
+        """Has `torch.compile` fuse what stands between the products of each block, in place."""
         for block in self.own_blocks():
             block.compile(backend=backend)
 
     def embed(self, ids_BC: Tensor) -> Tensor:
-        """The residual stream `[B, C, D]` before the first block; that of this process's part
-        where sequences are divided.
-
-        Raises:
-            ValueError: the sequences are longer than the positions.
+        """The residual stream `[B, C, D]` before the first block; that of this process's part where
+        sequences are divided.
         """
         if ids_BC.shape[1] > self.config.max_positions:
             raise ValueError(
@@ -128,8 +110,6 @@ class LanguageModel(nn.Module):
 
         Args:
             x: `[B, C, D]` before the first of them.
-            ids_BC: the tokens.
-            previous_logits: scores of the last gate before them.
 
         Returns:
             `[B, C, D]`, and the scores of the last gate so far, None where there was none.
@@ -147,9 +127,6 @@ class LanguageModel(nn.Module):
     def hidden_states(self, ids_BC: Tensor) -> Tensor:
         """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed; those of this process's
         part where sequences are divided.
-
-        Raises:
-            ValueError: the sequences are longer than the positions.
         """
         return self.norm(self.through_blocks(self.embed(ids_BC), ids_BC)[0])
 
@@ -160,12 +137,8 @@ class LanguageModel(nn.Module):
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
         """Cross-entropy of the targets, and the gates' losses.
 
-        Where sequences are divided, the cross-entropy is the mean over this process's part, and the
-        gates' losses are of all tokens.
-
         Args:
             ids_BC: token ids `[B, C]`.
-            targets_BC: the token after each.
         """
         x, _ = self.through_blocks(self.embed(ids_BC), ids_BC)
         return self.losses_after(x, targets_BC)
@@ -187,11 +160,7 @@ class LanguageModel(nn.Module):
         return losses
 
     def gate_losses(self, cross_entropy: Tensor) -> Losses:
-        """What the layers that are here add, as shares of the means over all routed layers.
-
-        Args:
-            cross_entropy: the first of the losses, as it is.
-        """
+        """What the layers that are here add, as shares of the means over all routed layers."""
         layers = self.layer_aux()
         zero = torch.zeros_like(cross_entropy)
         if not self.num_routed:
@@ -206,11 +175,7 @@ class LanguageModel(nn.Module):
         )
 
     def after_step(self, *, skipped: bool = False) -> None:
-        """What gates do between optimizer steps: move a selection bias, anneal a temperature.
-
-        Args:
-            skipped: The optimizer changed nothing, and gates do not either.
-        """
+        """What gates do between optimizer steps: move a selection bias, anneal a temperature."""
         for layer in self.routed_layers():
             layer.after_step(self.replicas, skipped=skipped)
 

@@ -41,18 +41,9 @@ M = TypeVar("M", bound=nn.Module)
 def spread_experts(
     model: LanguageModel, groups: LayoutGroups, *, overlap: Overlap | None = None
 ) -> None:
-    """Leaves this rank its share of every routed layer's experts.
+    """Leaves this rank its share of every routed layer's experts; bits of one process stay.
 
-    Afterwards the forward and backward passes are collective calls. The numbers stay those of the
-    model in one process, whose initial values the experts keep.
-
-    Args:
-        model: The whole model, with equal parameters on all ranks.
-        groups: The layout's groups.
-        overlap: How the exchange of tokens is hidden.
-
-    Raises:
-        ValueError: The layout has slices that do not divide the experts' width.
+    Afterwards the forward and backward passes are collective calls.
     """
     for layer in model.routed_layers():
         own = layer.experts
@@ -83,17 +74,7 @@ def spread_experts(
 
 
 def check_layout(config: LanguageModelConfig, *, tp: int, cp: int, contexts: set[int]) -> None:
-    """Refuses a division of the dense part that cannot be.
-
-    Args:
-        config: of the model.
-        tp: processes that divide the heads.
-        cp: processes that divide a sequence for attention.
-        contexts: lengths of the sequences that are trained on.
-
-    Raises:
-        ValueError: something does not divide; says what.
-    """
+    """Refuses a division of the dense part that cannot be."""
     if config.num_kv_heads % tp:
         raise ValueError(
             f"parallel.tp ({tp}) must divide model.num_kv_heads ({config.num_kv_heads})"
@@ -117,14 +98,7 @@ def check_layout(config: LanguageModelConfig, *, tp: int, cp: int, contexts: set
 def divide_sequences(model: LanguageModel, groups: LayoutGroups) -> None:
     """Leaves this rank its heads of every attention and its part of every sequence.
 
-    Of dense feed-forward networks it leaves a slice of the hidden dimension. Gates see all tokens
-    of a sequence, so that every gate, capacity and loss is that of one process. Nothing is done
-    where the layout has neither tensor nor context parallelism. To be called after
-    `spread_experts`, by all ranks.
-
-    Args:
-        model: The model, with equal dense parameters on all ranks.
-        groups: The layout's groups.
+    Call it after `spread_experts`, on all ranks. Gates see all tokens of a sequence.
     """
     device = next(model.parameters()).device.type
     both = groups.make("dense", "tp", "cp")
@@ -155,13 +129,7 @@ def shard_dense(
 ) -> None:
     """Shards everything but the experts over the ranks with FSDP2, one unit a block.
 
-    To be called after the others, by all ranks. Gradients of what is sharded are averaged by FSDP2
-    in the backward pass.
-
-    Args:
-        model: The model, or a stage of it.
-        groups: The layout's groups.
-        root: What is called, if not the model's `losses`: the module of a pipeline stage.
+    Call it after the others, on all ranks; `root` is what is called if not the model's `losses`.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -181,10 +149,7 @@ def shard_dense(
 
 
 def leave_exchanges(model: LanguageModel) -> None:
-    """Has `torch.compile` fuse what stands between exchanges of rows, and leave those alone.
-
-    To be called after the others, where blocks are compiled.
-    """
+    """Has `torch.compile` fuse what stands between exchanges of rows, and leave those alone."""
     for layer in model.routed_layers():
         experts: Any = layer.experts
         experts.forward = torch.compiler.disable(experts.forward)
@@ -223,12 +188,7 @@ def split_fused(module: nn.Module) -> None:
 
 
 def by_parts(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that they have where fused products are split, as views.
-
-    Args:
-        model: split or not.
-        named: parameters, or what is laid out like them, of a model that is split or not.
-    """
+    """Tensors by the names that they have where fused products are split, as views."""
     fused = {f"{path}.weight": shares for path, shares in _fused(model).items()}
     views: dict[str, Tensor] = {}
     for name, tensor in named.items():
@@ -303,12 +263,7 @@ def _modules(model: nn.Module, kind: type[M]) -> Iterator[M]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which stage of how many.
-
-    Attributes:
-        index: number of this stage.
-        count: number of stages.
-    """
+    """Which stage of how many."""
 
     index: int
     count: int
@@ -324,13 +279,7 @@ class Stage:
         return self.index == self.count - 1
 
     def blocks(self, num_blocks: int) -> range:
-        """The blocks of this stage; the first stages have one more where they do not divide.
-
-        The last stages have the output projection and the loss besides.
-
-        Raises:
-            ValueError: There are fewer blocks than stages.
-        """
+        """The blocks of this stage; the first stages have one more where they do not divide."""
         if num_blocks < self.count:
             raise ValueError(f"{num_blocks} blocks cannot be divided into {self.count} stages")
         each, more = divmod(num_blocks, self.count)
@@ -339,11 +288,7 @@ class Stage:
 
 
 def check_stages(config: LanguageModelConfig, num_stages: int) -> None:
-    """Refuses a division into stages that cannot be.
-
-    Raises:
-        ValueError: there are too few layers; says how many there are.
-    """
+    """Refuses a division into stages that cannot be."""
     pairs = config.moe is not None and config.moe.shortcut is not None
     num_blocks = config.num_layers // 2 if pairs else config.num_layers
     if num_stages > num_blocks:
@@ -354,15 +299,15 @@ def check_stages(config: LanguageModelConfig, num_stages: int) -> None:
 class StageModule(nn.Module):
     """One stage of a model as `torch.distributed.pipelining` calls it.
 
-    What travels is the residual stream and, where gates read the scores of the gate before
-    (MoE++), those. The losses of gates are added to the gradients where they arise, because what
-    they depend on does not reach the last stage.
+    What travels is the residual stream and, where gates read the scores of the gate before (MoE++),
+    those. The losses of gates are added to the gradients where they arise, because what they depend
+    on does not reach the last stage.
 
     Attributes:
-        model: The blocks of this stage.
-        stage: Which one it is.
-        found: The losses of every call so far, as this stage's shares, without their graphs. The
-            cross-entropy is 0 in all stages but the last.
+        model: The blocks of this stage
+        stage: Which one it is
+        found: The losses of every call so far, as this stage's shares, without their graphs.
+            The cross-entropy is 0 in all stages but the last.
     """
 
     def __init__(
@@ -373,18 +318,7 @@ class StageModule(nn.Module):
         loss_scale: float,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Leaves the model the blocks of this stage, in place.
-
-        Args:
-            model: The whole model.
-            stage: Which stage to keep.
-            loss_scale: Factor of the losses that are trained on, such as 1 over the micro-batches.
-            autocast: Makes the context that the forward pass runs in.
-
-        Raises:
-            ValueError: There are fewer blocks than stages, or a gate needs to know what only the
-                last stage knows, or calls in another order.
-        """
+        """Leaves the model the blocks of this stage, in place."""
         super().__init__()
         self.model = model
         self.stage = stage
@@ -411,7 +345,6 @@ class StageModule(nn.Module):
         """What the next stage receives; of the last stage the cross-entropy, a scalar.
 
         Args:
-            received: As `received_of` says.
             windows: `[B, C + 1]` token ids.
         """
         ids_BC, targets_BC = windows[:, :-1], windows[:, 1:]

@@ -41,11 +41,7 @@ class SequencePart:
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def own(self, whole: Tensor) -> Tensor:
-        """`[B, c, ...]` of `[B, C, ...]`.
-
-        Raises:
-            ValueError: the tokens do not divide into equal parts.
-        """
+        """`[B, c, ...]` of `[B, C, ...]`."""
         context = whole.shape[1]
         for number, name in ((self.size, "tp * parallel.cp"), (self._num_chunks, "cp * 2")):
             if context % number:
@@ -58,21 +54,14 @@ class SequencePart:
         return folded.narrow(1, self.index * width, width)
 
     def gather(self, part: Tensor) -> Tensor:
-        """`[B, C, ...]` of every process's `[B, c, ...]`, in order; a collective call.
-
-        The gradient of a part is the sum over the gradients that the processes have for it.
-        """
+        """`[B, C, ...]` of every process's `[B, c, ...]`, in order; a collective call."""
         divided = DTensor.from_local(part, self._mesh, [Shard(1)], run_check=False)
         folded = divided.full_tensor(grad_placements=[Partial()])
         order = fold_order(self._folds)
         return _chunks_in(folded, [order.index(chunk) for chunk in range(len(order))])
 
     def runs(self, num_tokens: int) -> list[range]:
-        """Positions of the tokens here, as runs of consecutive ones.
-
-        Args:
-            num_tokens: how many there are; the part is of attention's division.
-        """
+        """Positions of the tokens here, as runs of consecutive ones."""
         assert self.size == self._folds, "other divisions cut through runs"
         width = num_tokens // 2
         own = fold_order(self._folds)[2 * self.index : 2 * self.index + 2]
@@ -83,10 +72,7 @@ class SequencePart:
         return len(fold_order(self._folds))
 
     def own_choices(self, routing: Routing, num_sequences: int) -> Routing:
-        """What a gate decided for the tokens here, of what it decided for all.
-
-        Losses and scores stay those of all tokens.
-        """
+        """What a gate decided for the tokens here, of what it decided for all."""
 
         def rows(all_T: Tensor) -> Tensor:
             return self.own(all_T.unflatten(0, (num_sequences, -1))).flatten(0, 1)
@@ -104,11 +90,7 @@ class SequencePart:
 
 
 def fold_order(folds: int) -> list[int]:
-    """The chunks of a sequence, two for each part: the first and the last, the second and so on.
-
-    Args:
-        folds: number of parts; one has the whole sequence as it is, a single chunk.
-    """
+    """The chunks of a sequence, two for each part: the first and the last, the second and so on."""
     if folds == 1:
         return [0]
     return [chunk for part in range(folds) for chunk in (part, 2 * folds - 1 - part)]
@@ -123,12 +105,6 @@ def _chunks_in(whole: Tensor, order: list[int]) -> Tensor:
 
 
 def causal_mask(num_queries: int, first: int, device: torch.device) -> Tensor:
-    """`[q, first + q]` bool: which tokens those of a run may look at.
-
-    Args:
-        num_queries: tokens of the run.
-        first: position of the first of them.
-        device: where the mask is needed.
-    """
+    """`[q, first + q]` bool: which tokens those of a run may look at."""
     shape = (num_queries, first + num_queries)
     return torch.ones(shape, dtype=torch.bool, device=device).tril(first)

@@ -19,13 +19,7 @@ def train_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Trains byte-level BPE; any text round-trips, since all 256 bytes are tokens.
 
-    `<|endoftext|>` ends a document and begins the next one (it is eos and bos); nothing is added to
-    a text on encoding. Deterministic for given texts and library version.
-
-    Args:
-        texts: the training documents.
-        vocab_size: entries of the vocabulary, the two special tokens included.
-        max_length: context length recorded in the tokenizer's configuration.
+    `<|endoftext|>` ends a document and begins the next one (it is eos and bos).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

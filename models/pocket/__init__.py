@@ -9,11 +9,7 @@ from pathlib import Path
 
 
 def pocket_path() -> Path:
-    """The folder of the checkpoint in a checkout, in the layout `from_pretrained` reads.
-
-    Raises:
-        FileNotFoundError: the package was installed from a wheel, which comes without weights.
-    """
+    """The folder of the checkpoint in a checkout, in the layout `from_pretrained` reads."""
     folder = Path(__file__).resolve().parent
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():

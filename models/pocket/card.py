@@ -96,12 +96,7 @@ _PURPOSE = "This model is for exercising a runtime, not evidence for what expert
 
 
 def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
-    """The card's Markdown for the numbers that `evaluate.py` measured.
-
-    Args:
-        evaluation: the content of `evaluation.json`.
-        checkpoint_bytes: size of the checkpoint and tokenizer files.
-    """
+    """The card's Markdown for the numbers that `evaluate.py` measured."""
     parameters = evaluation["parameters"]
     run = evaluation["training"]["moe"]
     dense_run = evaluation["training"]["dense"]
@@ -142,11 +137,7 @@ def _loss_table(evaluation: dict[str, Any]) -> str:
 
 
 def _comparison(evaluation: dict[str, Any]) -> str:
-    """A sentence or two on the mixture of experts against the dense baseline, whichever is ahead.
-
-    Args:
-        evaluation: the content of `evaluation.json`.
-    """
+    """A sentence or two on the mixture of experts against the dense baseline."""
     run, dense_run = evaluation["training"]["moe"], evaluation["training"]["dense"]
     scores = evaluation["held_out_mixture"]
     gap = scores["moe"]["nats_per_token"] - scores["dense"]["nats_per_token"]

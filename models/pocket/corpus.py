@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-CONTEXT = 512
-"""Tokens of the pocket model's context, as train.toml has it."""
+CONTEXT = 512  # tokens of the pocket model's context, as train.toml has it
 
 Kind = Literal["topic", "docstring", "source"]
 KINDS: tuple[Kind, ...] = ("topic", "docstring", "source")
@@ -61,14 +60,7 @@ class Document:
 
 
 def gather(stdlib: Path | None = None) -> list[Document]:
-    """All documents of an installation, in a fixed order, without repeated paragraphs.
-
-    Args:
-        stdlib: folder of the standard library; by default that of the running interpreter.
-
-    Raises:
-        ValueError: if the folder holds no readable Python file.
-    """
+    """All documents of an installation, in a fixed order, without repeated paragraphs."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if stdlib is None else stdlib
     documents = [*_topics(), *_library(folder)]
     if not any(document.kind == "source" for document in documents):
@@ -77,11 +69,7 @@ def gather(stdlib: Path | None = None) -> list[Document]:
 
 
 def without_repeats(documents: Iterable[Document]) -> list[Document]:
-    """Drop every longer paragraph that an earlier document has; held-out ones count as earliest.
-
-    Topics of the language reference include one another (`compound` contains `try`), so a split by
-    topic alone would leave held-out text in the training set.
-    """
+    """Drop every longer paragraph that an earlier document has; held-out ones count as earliest."""
     seen: set[bytes] = set()
     kept: list[Document] = []
     for document in sorted(documents, key=lambda document: not document.held_out):

@@ -105,9 +105,6 @@ def copy_model(run: Path, folder: Path) -> dict[str, float]:
 
     Returns:
         `steps`, `tokens` and `elapsed_s` of the training run.
-
-    Raises:
-        FileNotFoundError: the run is not complete.
     """
     with replace_folder(folder, keeps=lambda path: True) as new:
         for name in CHECKPOINT_FILES:
@@ -148,13 +145,7 @@ def unigram_nats(training: Streams, text: HeldOut, *, vocab_size: int) -> float:
 def model_nats(
     model: "PreTrainedModel", ids: npt.NDArray[np.uint16], *, usage: torch.Tensor | None = None
 ) -> float:
-    """Log loss of a model over a stream cut into whole contexts; every token is predicted once.
-
-    Args:
-        model: a causal language model.
-        ids: (T,) token ids; the end-of-text token stands before the first.
-        usage: (L, E) float64 counts of the experts chosen, added to in place.
-    """
+    """Log loss of a model over a stream cut into whole contexts; every token is predicted once."""
     stream = torch.from_numpy(np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64))
     nats = 0.0
     for start in range(0, len(ids), CONTEXT):
@@ -210,17 +201,11 @@ def generate_samples(
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The dense model that the mixture is compared with.
-
-    Attributes:
-        spent: what its training took.
-        parameters: how many it has.
-        scores: its loss on a held-out text.
-    """
+    """The dense model that the mixture is compared with."""
 
     spent: dict[str, float]
     parameters: int
-    scores: Callable[[Kind, HeldOut], dict[str, float]]
+    scores: Callable[[Kind, HeldOut], dict[str, float]]  # its loss on a held-out text
 
 
 def measured_baseline(run: Path) -> Baseline:
@@ -255,11 +240,7 @@ def kept_baseline(earlier: dict[str, Any]) -> Baseline:
 
 
 def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
-    """All numbers of the card that come from the exported checkpoint, the baseline and the corpus.
-
-    Raises:
-        ValueError: the baseline's numbers are of another text.
-    """
+    """All numbers of the card of the exported checkpoint, the baseline and the corpus."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
@@ -293,11 +274,7 @@ def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
 
 
 def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
-    """Scores on the mixture from when both models had seen as many tokens, if that was measured.
-
-    Args:
-        earlier: the content of the `evaluation.json` that a longer run replaces.
-    """
+    """Scores on the mixture from when both models had seen as many tokens, if that was measured."""
     spent = earlier["training"]
     if spent["moe"]["tokens"] != spent["dense"]["tokens"]:
         return earlier.get("at_equal_tokens")

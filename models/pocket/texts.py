@@ -21,15 +21,7 @@ identifiers would take most of the merges."""
 
 
 def write_texts(documents: Sequence[Document], folder: Path) -> None:
-    """Writes every document into a file of its own, and the tokenizer trained on them.
-
-    Args:
-        documents: of all kinds; those held out do not train the tokenizer.
-        folder: files of an earlier call are replaced, all or none.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Writes every document into a file of its own, and the tokenizer trained on them."""
     with replace_folder(folder, keeps=lambda path: True) as new:
         for side in ("training", "held-out"):
             for kind in KINDS:

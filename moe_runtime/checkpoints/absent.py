@@ -76,11 +76,7 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def refuse() -> NoReturn:
-        """Says that the content is not here.
-
-        Raises:
-            UnsupportedUseError: always.
-        """
+        """Says that the content is not here."""
         refuse_content()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,13 +84,9 @@ class AbsentTensor(torch.Tensor):
 
 
 class TrainedElsewhere(AbsentTensor):
-    """An expert parameter that the optimizer of offloaded training has, with its gradient.
+    """An expert parameter that the optimizer of offloaded training has, with its gradient."""
 
-    Attributes:
-        has_gradient: whether a gradient waits for the optimizer's step.
-    """
-
-    has_gradient: Callable[[], bool]
+    has_gradient: Callable[[], bool]  # whether a gradient waits for the optimizer's step
 
     @staticmethod
     def parameter(like: Tensor, has_gradient: Callable[[], bool]) -> Any:
@@ -128,11 +120,7 @@ class TrainedElsewhere(AbsentTensor):
 
     @staticmethod
     def refuse() -> NoReturn:
-        """Says that the optimizer has the content.
-
-        Raises:
-            UnsupportedUseError: always.
-        """
+        """Says that the optimizer has the content."""
         raise UnsupportedUseError(
             "the experts are with the optimizer that offload_training or offload_zeroth_order "
             "returned, not in the model: their weights cannot be read, changed, copied or saved "
@@ -143,11 +131,7 @@ class TrainedElsewhere(AbsentTensor):
 
 
 def refuse_content() -> NoReturn:
-    """Says that the weights of experts are not in memory.
-
-    Raises:
-        UnsupportedUseError: always.
-    """
+    """Says that the weights of experts are not in memory."""
     raise UnsupportedUseError(
         "the experts of a model from moe_runtime.load are in its checkpoint's files, not in "
         "memory: their weights cannot be read, changed, trained, exported or given adapters "
@@ -163,11 +147,7 @@ def absent_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device
 
 
 def refuse_copy() -> NoReturn:
-    """Says that a loaded model, or a part of it that has experts, cannot be copied.
-
-    Raises:
-        UnsupportedUseError: always.
-    """
+    """Says that a loaded model, or a part of it that has experts, cannot be copied."""
     raise UnsupportedUseError(
         "a model from moe_runtime.load cannot be copied or pickled, because its experts are in "
         "the checkpoint's files: call moe_runtime.load once more where it is wanted, or write it "
@@ -176,11 +156,7 @@ def refuse_copy() -> NoReturn:
 
 
 def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuses a conversion that would give a parameter another dtype or device.
-
-    Raises:
-        UnsupportedUseError: it would.
-    """
+    """Refuses a conversion that would give a parameter another dtype or device."""
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     converted = fn(probe)
     if converted.dtype != probe.dtype or converted.device != probe.device:
@@ -221,8 +197,7 @@ class AbsentParameters(nn.Module):
     """A module some of whose parameters are not here; torch's walks over modules pass them over."""
 
     _absent_names: tuple[str, ...] = ()
-    _misses_absent = True
-    """Whether a state without the absent parameters lacks something."""
+    _misses_absent = True  # Whether a state without the absent parameters lacks something
 
     def add_absent(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
@@ -233,11 +208,7 @@ class AbsentParameters(nn.Module):
         self._absent_names = tuple(shapes)
 
     def require_absent(self) -> None:
-        """Refuses other weights in the place of those that are in files, which would not be used.
-
-        Raises:
-            UnsupportedUseError: there are some.
-        """
+        """Refuses other weights in the place of those in files, which would not be used."""
         for name in self._absent_names:
             if not isinstance(self._parameters.get(name), AbsentTensor):
                 refuse_content()

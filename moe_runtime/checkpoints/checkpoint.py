@@ -24,39 +24,30 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
 
-QUANT_METHOD = "moe_runtime"
-"""What a packed checkpoint calls itself in ``config.json``."""
+QUANT_METHOD = "moe_runtime"  # what a packed checkpoint calls itself in ``config.json``
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that models are computed in."""
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # types that models are computed in
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint folder whose headers have been read.
+    """A checkpoint folder whose headers have been read."""
 
-    Attributes:
-        folder: where the files lie; of a GGUF checkpoint, its file.
-        config: the model's configuration.
-        entries: every tensor of the checkpoint by name.
-        dtype: the type in which the model computes.
-        packed: its quantised weights by the names that the model's conversion table knows.
-        runs: where experts lie that `moe-runtime pack` wrote, if it did.
-        conversions: what makes its weights those of the model, before the model's own table.
-        adapt: changes the model that transformers makes, on the meta device, to one of its weights.
-        stamps: of the files of its tensors, taken before their headers were read.
-        origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
-    """
-
-    folder: Path
+    folder: Path  # where the files lie; of a GGUF checkpoint, its file
     config: PreTrainedConfig
-    entries: dict[str, TensorEntry]
-    dtype: torch.dtype
+    entries: dict[str, TensorEntry]  # every tensor of the checkpoint by name
+    dtype: torch.dtype  # the type in which the model computes
+    # its quantised weights by the names that the model's conversion table knows
     packed: dict[str, PackedWeight] = field(default_factory=dict)
+    # where experts lie that `moe-runtime pack` wrote, if it did
     runs: PackedExpertIndex | None = None
+    # what makes its weights those of the model, before the model's own table
     conversions: Sequence[WeightTransform] = ()
+    # changes the model that transformers makes, on the meta device, to one of its weights
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
+    # of the files of its tensors, taken before their headers were read
     stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    # tensors of a GGUF file by the names of weights here; empty for other checkpoints
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -72,11 +63,7 @@ class Checkpoint:
         return not self.packed and self.runs is None and not self.folder.is_file()
 
     def require_unchanged(self) -> None:
-        """Refuses files that were written or replaced after the checkpoint was opened.
-
-        Raises:
-            CheckpointError: one was; the message names it.
-        """
+        """Refuses files that were written or replaced after the checkpoint was opened."""
         for path, stamp in self.stamps.items():
             stamp.require(path, path)
 
@@ -90,11 +77,7 @@ def plain_entries(
 
 
 def require_plain(checkpoint: Checkpoint, purpose: str) -> None:
-    """Refuses quantised weights where they have no use yet, such as in training.
-
-    Raises:
-        UnsupportedModelError: there are some.
-    """
+    """Refuses quantised weights where they have no use yet, such as in training."""
     if checkpoint.packed or checkpoint.folder.is_file():
         raise UnsupportedModelError(
             f"{checkpoint.folder}: {purpose} of quantised weights or GGUF files is not supported "

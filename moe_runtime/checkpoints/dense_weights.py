@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
-from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
@@ -34,10 +34,7 @@ row in another order unless 16 does; so the layout of a checkpoint would change 
 
 
 class _LazyTensor:
-    """A tensor of the checkpoint that is read when transformers asks for it.
-
-    Stands where transformers expects a slice of an open safetensors file: indexing reads.
-    """
+    """A tensor of the checkpoint that is read when transformers asks for it."""
 
     def __init__(self, entry: Weight, reader: DenseReader) -> None:
         self._entry = entry
@@ -136,12 +133,7 @@ def load_dense(
     device: torch.device,
     progress: Progress | None,
 ) -> None:
-    """Loads all weights that are not routed experts into a model on the meta device.
-
-    Raises:
-        CheckpointError: a weight is missing, unreadable or of another shape than the model's.
-        UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
-    """
+    """Loads all weights that are not routed experts into a model on the meta device."""
     reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
@@ -165,8 +157,6 @@ def load_dense(
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        from moe_runtime.checkpoints.misfits import refuse_dense
-
         refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")

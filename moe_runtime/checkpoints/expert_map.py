@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -27,20 +29,15 @@ from moe_runtime.checkpoints.expert_places import (
     place_matrix,
 )
 from moe_runtime.checkpoints.families import checkpoint_renamings
-from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS
-from moe_runtime.checkpoints.misfits import (
-    first_number,
-    refuse_numbers,
-    refuse_sources,
-    refuse_types,
-)
+from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, sign_of
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line
-from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.formats import Packing, Weight
@@ -50,50 +47,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsModule:
-    """One module of a model that holds routed experts.
+    """One module of a model that holds routed experts."""
 
-    Attributes:
-        name: the module's path in the model.
-        module: the module itself, as transformers made it.
-        parameters: names of its parameters that hold one slice for each expert.
-        num_experts: routed experts of the module.
-    """
-
-    name: str
-    module: Any
-    parameters: tuple[str, ...]
+    name: str  # the module's path in the model
+    module: Any  # the module itself, as transformers made it
+    parameters: tuple[str, ...]  # names of its parameters that hold one slice for each expert
     num_experts: int
 
 
 @dataclass(slots=True)
 class ExpertMap:
-    """Every expert's place in the checkpoint, and what is left for the dense part.
+    """Every expert's place in the checkpoint, and what is left for the dense part."""
 
-    Attributes:
-        modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
-        top_k: experts that a token visits in a layer.
-        layouts: how to read each expert.
-        matrices: for each layer, the names of the tensors that its layouts list.
-        packings: for each layer, how those of its matrices are written that are quantised or coded.
-        dense_entries: the checkpoint's weights that belong to no expert.
-        buffers: of these, those that are no parameters; such a bound may be infinite.
-        packed_dense: of these, those that are codes in memory, and their parameters: quantised
-            ones, and such in bf16 as are to be in the lossless code.
-        weight_mapping: the conversion table that transformers uses for this model.
-        type_names: in what types matrices of experts lie in the files, each once.
-        unused: weights that no part of the model takes, by what the model would call them.
-    """
-
+    # the experts modules in model order; the position is the layer of an ``ExpertKey``
     modules: list[ExpertsModule]
-    top_k: int
+    top_k: int  # experts that a token visits in a layer
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
+    # for each layer, the names of the tensors that its layouts list
     matrices: list[tuple[str, ...]] = field(default_factory=list)
+    # for each layer, how those of its matrices are written that are quantised or coded
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
+    # the checkpoint's weights that belong to no expert
     dense_entries: dict[str, Weight] = field(default_factory=dict)
+    # of these, those that are no parameters; such a bound may be infinite
     buffers: set[str] = field(default_factory=set)
+    # of these, those that are codes in memory, and their parameters: quantised ones, and such in
+    # bf16 as are to be in the lossless code
     packed_dense: dict[str, str] = field(default_factory=dict)
+    # the conversion table that transformers uses for this model
     weight_mapping: list[WeightTransform] = field(default_factory=list)
+    # in what types matrices of experts lie in the files, each once
     type_names: list[str] = field(default_factory=list)
+    # weights that no part of the model takes, by what the model would call them
     unused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -152,17 +137,7 @@ def _packed_bytes(entry: Weight) -> int:
 def map_experts(
     model: PreTrainedModel, checkpoint: Checkpoint, *, codes_dense: bool = False
 ) -> ExpertMap:
-    """Finds every routed expert of a model on the meta device in the checkpoint's files.
-
-    Args:
-        model: on the meta device.
-        checkpoint: of which nothing is read.
-        codes_dense: whether bf16 weights of linear layers are to be in the lossless code.
-
-    Raises:
-        UnsupportedModelError: the model has no routed experts, or none that can be read by range.
-        CheckpointError: experts are missing or have another shape than the model's.
-    """
+    """Finds every routed expert of a model on the meta device in the checkpoint's files."""
     modules = find_experts(model)
     experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
@@ -217,11 +192,7 @@ def map_experts(
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` ignores, too.
-
-    Raises:
-        UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
-    """
+    """Names weights that no part of the model takes, which `transformers` ignores, too."""
     origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
     shown = ", ".join(origins.get(name, name) for name in names[:3])
     what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
@@ -277,11 +248,7 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
 
 def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
-    """Finds the modules that transformers marks as routed experts, in model order.
-
-    Raises:
-        UnsupportedModelError: there are none; says whether that is for want of experts.
-    """
+    """Finds the modules that transformers marks as routed experts, in model order."""
     found = []
     for name, module in model.named_modules():
         if private.is_experts_module(module):
@@ -319,11 +286,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map.
-
-    Returns:
-        For each parameter what came of it, or why nothing, and the weights it is made of.
-    """
+    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map."""
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
@@ -403,11 +366,7 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -> int:
-    """Experts that a token visits in a layer, in the layer where they are most.
-
-    A block around experts is given a hidden state; a layer that needs more than that is asked
-    through its router. Where neither computes on the meta device, the configuration is asked.
-    """
+    """Experts that a token visits in a layer, in the layer where they are most."""
     text = model.config.get_text_config()
     found: list[int] = []
     for experts in modules:
@@ -450,3 +409,172 @@ def _call(part: Any, hidden: torch.Tensor) -> Any:
         return part(hidden, **given)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
+
+
+_NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
+_Stem = tuple[str, str]  # A weight's name, before and behind the number of the expert
+_AGAIN = "fetch the checkpoint again, or correct the configuration"
+
+
+def first_number(lowest: int, num_experts: int) -> int:
+    """The number of a layer's first expert: some families count on from other experts."""
+    return 0 if lowest < num_experts else lowest
+
+
+def refuse_sources(
+    name: str,
+    sources: Iterable[str],
+    weights: Iterable[Weight],
+    entries: Mapping[str, TensorEntry],
+    shape: Sequence[int],
+    found: Tensor | str | None,
+) -> NoReturn:
+    """Refuses what a parameter of all experts of a layer would be made of."""
+    named = {weight.name: weight for weight in weights}
+    sources, num_experts = sorted(sources), shape[0]
+    for source in sources:
+        _require_index(named[source], entries, shape[1:])
+    # what no format took is among the plain weights
+    untaken = [entry for entry in entries if entry in named]
+    if not sources:
+        match = _NUMBERED.fullmatch(name)
+        layer = f"{match[1]}{match[2]}." if match else name
+        near = [entry for entry in untaken if entry.startswith(layer) and "expert" in entry]
+        raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
+    by_stem: dict[_Stem, dict[int, Weight]] = defaultdict(dict)
+    for source in sources:
+        if match := _NUMBERED.fullmatch(source):
+            by_stem[match[1], match[3]][int(match[2])] = named[source]
+    if any(len(experts) > 1 for experts in by_stem.values()):
+        for stem in _stems_of_other_layers(by_stem, named):
+            _require_experts(stem, {}, num_experts, untaken)
+        for stem, experts in by_stem.items():
+            _require_experts(stem, experts, num_experts, untaken)
+        for experts in by_stem.values():
+            _require_one_shape(experts)
+    gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
+    shapes = ", ".join(f"{source} {_shape_of(named[source])}" for source in sources[:2])
+    raise CheckpointError(
+        f"{name}: expected {tuple(shape)}, as the configuration says, the checkpoint gives "
+        f"{gives}: {shapes}{' and others' if len(sources) > 2 else ''}; {_AGAIN}"
+    )
+
+
+def refuse_dense(
+    name: str,
+    expected: Sequence[int],
+    found: Sequence[int],
+    weights: Mapping[str, Weight],
+    entries: Mapping[str, TensorEntry],
+) -> NoReturn:
+    """Refuses a weight that is no expert's and of another shape than the model's."""
+    weight, shape = weights.get(name), f"{[*found]}"
+    if weight is not None:
+        _require_index(weight, entries, expected)
+        shape = _shape_of(weight)
+    raise CheckpointError(f"{name}: expected {[*expected]}, the checkpoint has {shape}; {_AGAIN}")
+
+
+def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
+    """Refuses experts whose matrices one product could not take together."""
+    kinds = [(placed.described, placed.packing) for placed in of_experts]
+    usual = Counter(kinds).most_common(1)[0][0]
+    expert = next(number for number, kind in enumerate(kinds) if kind != usual)
+    # described alike, they differ in what only their packings say
+    is_told = kinds[expert][0] != usual[0]
+    one, others = (kind[0] if is_told else str(kind[1]) for kind in (kinds[expert], usual))
+    raise UnsupportedModelError(
+        f"{name}: expected one type for all experts of a layer, found the {matrix} weights of "
+        f"expert {expert}, {of_experts[expert].name}, in {one}, those of others in {others}: save "
+        "the checkpoint again in one type"
+    )
+
+
+def refuse_numbers(
+    matrix: str,
+    numbers: Sequence[int],
+    start: int,
+    of_experts: Sequence[PlacedMatrix],
+) -> NoReturn:
+    """Refuses experts that are as many as they must be, but are not those."""
+    place = next(place for place, number in enumerate(numbers) if number != start + place)
+    raise CheckpointError(
+        f"{of_experts[place].name}: expected the {matrix} weights of experts {start} to "
+        f"{start + len(numbers) - 1} of the layer, found none of expert {start + place}, but "
+        f"these; {_AGAIN}"
+    )
+
+
+def _remedy(near: list[str]) -> str:
+    """What to do, by the tensors that are there in the place of a weight."""
+    sign = sign_of(near)
+    if not sign:
+        return _AGAIN
+    remedy = "correct the quantization_config of config.json, or fetch the checkpoint again"
+    return f"found {sign}: {remedy}"
+
+
+def _stems_of_other_layers(stems: Iterable[_Stem], named: Iterable[str]) -> Iterator[_Stem]:
+    """Those that other layers have beside these, and this has not."""
+    for head in sorted({head for head, _ in stems}):
+        numbered = re.compile(
+            re.sub(r"\d+", r"\\d+", re.escape(head)) + r"\d+(\..*(?:weight|bias))"
+        )
+        matches = [match for name in named if (match := numbered.fullmatch(name))]
+        own = {match[1] for match in matches if match[0].startswith(head)}
+        yield from ((head, tail) for tail in sorted({match[1] for match in matches} - own))
+
+
+def _require_experts(
+    stem: _Stem, found: Mapping[int, Weight], num_experts: int, entries: list[str]
+) -> None:
+    first = first_number(min(found, default=0), num_experts)
+    last = first + num_experts - 1
+    expected = f"experts {first} to {last}, as the configuration says"
+    for expert in sorted({*range(first, last + 1), *found}):
+        name = f"{stem[0]}{expert}{stem[1]}"
+        if expert > last:
+            raise CheckpointError(
+                f"{name}: expected {expected}, found one of expert {expert}; correct the number "
+                "of experts in the configuration"
+            )
+        if expert not in found:
+            own = name.removesuffix("weight")
+            hint = _remedy([entry for entry in entries if entry.startswith(own)])
+            raise CheckpointError(
+                f"{name}: expected it for {expected}, found none of expert {expert} among those of "
+                f"{len(found)}; {hint}"
+            )
+
+
+def _require_one_shape(found: Mapping[int, Weight]) -> None:
+    usual = Counter(tuple(weight.shape) for weight in found.values()).most_common(1)[0][0]
+    for weight in found.values():
+        if tuple(weight.shape) != usual:
+            raise CheckpointError(
+                f"{weight.name}: expected {[*usual]} as those of other experts, found "
+                f"{_shape_of(weight)}; fetch the checkpoint again"
+            )
+
+
+def _shape_of(weight: Weight) -> str:
+    """The shape of a weight, and of the codes that it is made of."""
+    codes = getattr(weight, "codes", None)
+    return f"{[*weight.shape]}" + (f" in {codes.name} {[*codes.shape]}" if codes else "")
+
+
+def _require_index(
+    weight: Weight, entries: Mapping[str, TensorEntry], sizes: Sequence[int]
+) -> None:
+    """Checks the `g_idx` of GPTQ, which says how many columns the last words of codes have."""
+    index = entries.get(f"{weight.name.removesuffix('weight')}g_idx")
+    if index is None or isinstance(weight, TensorEntry) or weight.num_cols in sizes:
+        return
+    num_words, per_word = weight.codes.shape[0], 32 // weight.format.bits
+    for size in sizes:
+        if -(-size // per_word) == num_words:
+            raise CheckpointError(
+                f"{index.name}: expected [{size}], a group for each column of "
+                f"{weight.codes.name} {[*weight.codes.shape]}, as the configuration says, found "
+                f"{[*index.shape]}; {_AGAIN}"
+            )

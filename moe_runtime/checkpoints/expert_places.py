@@ -65,10 +65,6 @@ class Provenance(TorchDispatchMode):
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Finds elements of a tensor in the sources.
 
-        Args:
-            tensor: a tensor made while recording.
-            offsets: ``int64``, positions in the tensor's storage, in elements.
-
         Returns:
             Two ``int64`` arrays shaped as ``offsets``: the index of the source, and the position in
             it, in elements.
@@ -122,16 +118,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMatrix:
-    """Where one matrix of one expert lies.
-
-    Attributes:
-        name: of the weight that it is in.
-        ranges: its parts by name, or itself under None.
-        packing: how it is quantised, if it is.
-    """
+    """Where one matrix of one expert lies."""
 
     name: str
-    ranges: Mapping[str | None, TensorRange]
+    ranges: Mapping[str | None, TensorRange]  # its parts by name, or itself under None
     packing: Packing | None = None
 
     @property

@@ -30,10 +30,6 @@ from moe_runtime.types import ExpertKey
 def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An expert's matrices as views into its slices of a module's parameters.
 
-    Args:
-        module: the experts module of transformers, for its flags.
-        named: one expert's slice of each parameter, by the parameter's name.
-
     Returns:
         By the names of `expert_places.MATRICES`: `[out, in]`, biases `[out]`.
     """
@@ -47,14 +43,7 @@ def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class CheckpointExperts:
-    """Reads the experts of a checkpoint one after another.
-
-    Args:
-        experts: where they lie.
-        parameters: for each layer, the parameters in the order in which tensors are wanted.
-        dtype: of the tensors.
-        io_threads: reads in flight at once.
-    """
+    """Reads the experts of a checkpoint one after another."""
 
     def __init__(
         self,
@@ -71,11 +60,7 @@ class CheckpointExperts:
         self._slot = aligned_bytes(experts.slot_bytes)
 
     def tensors_of(self, key: ExpertKey) -> list[Tensor]:
-        """One expert's slices of its module's parameters.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """One expert's slices of its module's parameters."""
         self._source.read({key: self._slot})
         module = self._experts.modules[key.layer].module
         named = {
@@ -93,13 +78,7 @@ class CheckpointExperts:
 def fill_matrices(
     experts: ExpertMap, key: ExpertKey, slot: Tensor, named: Mapping[str, Tensor]
 ) -> None:
-    """Copies an expert from a filled slot into its slices of a module's parameters.
-
-    Of matrices that are quantised or in the lossless code these get the values.
-
-    Raises:
-        CheckpointError: a matrix in the lossless code is damaged.
-    """
+    """Copies an expert from a filled slot into its slices of a module's parameters."""
     into = matrices_of(experts.modules[key.layer].module, named)
     for name, found in experts.matrices_in(key, slot).items():
         view = found if isinstance(found, Tensor) else values_of(found, into[name].dtype)
@@ -137,12 +116,7 @@ _AGAIN = "fetch the checkpoint again"
 def verify_weights(
     checkpoint: Checkpoint, experts: ExpertMap, progress: Progress | None = None
 ) -> None:
-    """Reads all experts, one after another, and then all other weights.
-
-    Raises:
-        CheckpointError: a weight cannot be read, or has values, or scales, that are NaN or
-            infinite; names the tensor and its expert.
-    """
+    """Reads all experts, one after another, and then all other weights."""
     finder = TensorFinder(checkpoint.entries.values())
     source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
     done, total = 0, sum(layout.tensor_bytes for layout in experts.layouts.values())

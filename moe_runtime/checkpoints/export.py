@@ -58,19 +58,11 @@ _NOT_COPIED = (
 
 @dataclass
 class _Output:
-    """One file of the new checkpoint.
-
-    Attributes:
-        path: the file.
-        header: as safetensors has it, with its length before it.
-        offsets: first byte of each tensor, by name.
-        dtypes: of each tensor.
-        num_bytes: of the file.
-    """
+    """One file of the new checkpoint."""
 
     path: Path
-    header: bytes = b""
-    offsets: dict[str, int] = field(default_factory=dict)
+    header: bytes = b""  # as safetensors has it, with its length before it
+    offsets: dict[str, int] = field(default_factory=dict)  # first byte of each tensor, by name
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
 
@@ -82,17 +74,7 @@ class _Output:
 
 
 class LikeCheckpoint:
-    """Writes checkpoints of a model with the names and files of the one that it was read from.
-
-    Args:
-        model: transformers' model, as it was when the experts were mapped.
-        checkpoint: what it was read from.
-        experts: where its experts lie there.
-
-    Raises:
-        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model, or its
-            files are no safetensors files.
-    """
+    """Writes checkpoints of a model with the names and files of the one that it was read from."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
         for entry in checkpoint.entries.values():
@@ -108,11 +90,7 @@ class LikeCheckpoint:
         self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
 
     def tensor_bytes(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Bytes of each tensor that `write_around_experts` writes, by its name in the checkpoint.
-
-        Raises:
-            UnsupportedModelError: `state` lacks a tensor.
-        """
+        """Bytes of each tensor that `write_around_experts` writes, by name."""
         sizes = {name: entry.num_bytes for name, entry in self._checkpoint.entries.items()}
         dense = self._dense_tensors(state, same_shapes=False)
         packed = self._checkpoint.packed
@@ -126,18 +104,7 @@ class LikeCheckpoint:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes a changed model.
-
-        Args:
-            folder: of the new checkpoint; replaced once the new one is whole.
-            state: everything but the experts, under the names that the model has for it.
-            tensors_of: gives one expert's slices of its module's parameters.
-            dtype: of floating-point tensors; None keeps each as it was.
-
-        Raises:
-            OSError: it cannot be written; an older one stays as it was.
-            UnsupportedModelError: the checkpoint is quantised or packed.
-        """
+        """Writes a changed model."""
         require_plain(self._checkpoint, "training")
         with replace_folder(folder) as new:
             of_model = {*self._experts.dense_entries, *self._expert_names()}
@@ -153,22 +120,7 @@ class LikeCheckpoint:
         file_of: Mapping[str, str],
         tensors_of: TensorsOf | None = None,
     ) -> None:
-        """Writes the files of tensors of a model whose experts are as the checkpoint has them.
-
-        Args:
-            folder: where to; used by this call alone.
-            state: everything but the experts, under the names that the model has for it. Written
-                in its own dtypes and shapes; experts and what is quantised keep the bytes that
-                they have.
-            file_of: the name of the file of each tensor of the checkpoint.
-            tensors_of: gives the experts of a checkpoint whose files do not exist.
-
-        Raises:
-            CheckpointError: a quantised weight cannot be read.
-            OSError: it cannot be written.
-            UnsupportedModelError: `state` lacks a tensor.
-            UnsupportedUseError: `state` has other values than a quantised weight.
-        """
+        """Writes the files of tensors of a model whose experts are as the checkpoint has them."""
         dense = self._dense_tensors(state, same_shapes=False)
         quantised = {n: dense.pop(n) for n in self._checkpoint.packed if n in dense}
         self._require_unchanged(quantised)
@@ -341,11 +293,7 @@ def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
 def as_plain(
     model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
 ) -> tuple[Checkpoint, ExpertMap]:
-    """The plain checkpoint, of which the file of experts does not exist yet, and its experts.
-
-    Raises:
-        UnsupportedModelError: names of the family's experts are known to transformers alone.
-    """
+    """The plain checkpoint, of which the file of experts does not exist yet, and its experts."""
     assert checkpoint.runs is not None
     state = {}
     for described, layer in zip(experts.modules, checkpoint.runs.manifest.layers, strict=True):

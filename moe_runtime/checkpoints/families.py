@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def give_experts_interface(model: PreTrainedModel) -> None:
-    """Turns the blocks that are in the table, for a model on the meta device.
-
-    Raises:
-        UnsupportedModelError: a block is configured in a way that no published model has.
-    """
+    """Turns the blocks that are in the table, for a model on the meta device."""
     for block in list(model.modules()):
         if (found := BLOCKS.get(type(block).__name__)) is not None:
             block.experts = found.experts_of(block, model.config)
@@ -54,12 +50,8 @@ class _Stacked(torch.nn.Module):
     """Routed experts as two stacked weights.
 
     Args:
-        config: of the model; its `_experts_implementation` says what computes.
-        act_fn: between the two products, on the first half of the first one's result.
         gate_up: `[E, 2F, D]`, or transposed `[E, D, 2F]`.
         down: `[E, D, F]`, or transposed `[E, F, D]`.
-        may_be_padded: whether a checkpoint may stack more than E experts, of which no token is
-            sent to those beyond.
     """
 
     def __init__(
@@ -108,11 +100,7 @@ def _jetmoe_forward(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
 
 
 def _llama4_experts(block: Any, config: Any) -> _Stacked:
-    """Refuses more than one expert a token, and pictures where transformers cannot take them.
-
-    Raises:
-        UnsupportedModelError: see above.
-    """
+    """Refuses more than one expert a token, and pictures where transformers cannot take them."""
     import transformers
 
     if config.model_type == "llama4" and transformers.__version__ == "5.24.0":
@@ -160,18 +148,13 @@ def _longcat_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class Family(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        name: of the family in `transformers`.
-        experts_of: takes the experts of a block over, given the block and the configuration.
-        forward: of the block with these experts.
-        renamings: patterns of names in checkpoints, and the turned model's names.
-    """
+    """A row of the table."""
 
     name: str
+    # takes the experts of a block over, given the block and the configuration
     experts_of: Callable[[Any, Any], torch.nn.Module]
     forward: Callable[..., Any]
+    # patterns of names in checkpoints, and the turned model's names
     renamings: Mapping[str, str] = {}
 
 

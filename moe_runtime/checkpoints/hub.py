@@ -35,36 +35,22 @@ if TYPE_CHECKING:
 
 _NUM_THREADS = 4
 _WAIT_S = 0.1
-_MOST_FAILURES = 5
-"""Of requests one after the other, none of which gives a byte."""
-_FIRST_BYTES = 1 << 20
-"""Of a file whose header is read: most headers are shorter."""
+_MOST_FAILURES = 5  # of requests one after the other, none of which gives a byte
+_FIRST_BYTES = 1 << 20  # of a file whose header is read: most headers are shorter
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository.
+    """A file of a repository."""
 
-    Attributes:
-        name: its path in the repository.
-        url: where it lies.
-        num_bytes: its size.
-        digest: SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so.
-    """
-
-    name: str
+    name: str  # its path in the repository
     url: str
     num_bytes: int
-    digest: str
+    digest: str  # SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so
 
 
 class Transfer:
-    """Work on several files at once, which ends as soon as the block around it does.
-
-    Args:
-        total_bytes: of all files.
-        progress: called in the caller's thread meanwhile.
-    """
+    """Work on several files at once, which ends as soon as the block around it does."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._total_bytes = total_bytes
@@ -76,23 +62,14 @@ class Transfer:
         self._is_over = threading.Event()
 
     def count(self, num_bytes: int) -> None:
-        """Notes bytes that arrived.
-
-        Raises:
-            InterruptedError: the download was ended.
-        """
+        """Notes bytes that arrived."""
         if self._is_over.is_set():
             raise InterruptedError("the download was ended")
         with self._changing:
             self._done_bytes += num_bytes
 
     def run(self, what: str, names: Sequence[str], work: Callable[[str], None]) -> None:
-        """Calls ``work`` with each name, and waits.
-
-        Raises:
-            MoERuntimeError: of the first call that failed.
-            MemoryError: likewise.
-        """
+        """Calls ``work`` with each name, and waits."""
         waiting, failures = deque(names), list[MoERuntimeError | MemoryError]()
 
         def call() -> None:
@@ -129,12 +106,7 @@ class Transfer:
             raise failures[0]
 
     def fetch(self, file: HubFile, blobs: Path) -> None:
-        """Puts a file into the cache's folder of contents, from where an earlier try ended.
-
-        Raises:
-            CheckpointError: what arrived is not what the hub announced.
-            OSError: the hub or the disk failed.
-        """
+        """Puts a file into the cache's folder of contents, from where an earlier try ended."""
         from huggingface_hub.utils import WeakFileLock
 
         blob, part = blobs / file.digest, blobs / f"{file.digest}.incomplete"
@@ -221,11 +193,6 @@ class RemoteBeginning:
     """Reads a file of the hub from its beginning, and writes what it reads to a local one.
 
     The local file gets the size of the remote one, and has a hole where nothing was read.
-
-    Args:
-        file: the remote file.
-        local: the local one, open to write and read.
-        count: called with the bytes that arrived.
     """
 
     def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
@@ -263,31 +230,19 @@ _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What a name on the hub asks for.
+    """What a name on the hub asks for."""
 
-    Attributes:
-        repository: ``owner/name``.
-        revision: a branch, tag or commit.
-        quantisation: of a GGUF repository, such as ``Q4_K_M``; empty where none is named.
-        file: a GGUF file of the repository; empty where none is named.
-    """
-
-    repository: str
-    revision: str = "main"
-    quantisation: str = ""
-    file: str = ""
+    repository: str  # ``owner/name``
+    revision: str = "main"  # a branch, tag or commit
+    quantisation: str = ""  # of a GGUF repository, such as ``Q4_K_M``; empty where none is named
+    file: str = ""  # a GGUF file of the repository; empty where none is named
 
 
 def parse_hub_name(text: str) -> HubName | None:
     """Reads ``owner/name``, with ``:QUANTISATION``, ``/FILE.gguf`` or ``@REVISION`` behind it.
 
-    A name may begin with the hub's site, and pages of a branch or file there are names too.
-
     Returns:
         None where the text is none of these.
-
-    Raises:
-        CheckpointError: it names a file and a quantisation.
     """
     site = _SITE.match(text)
     text = text[site.end() :].partition("?")[0].rstrip("/") if site else text
@@ -314,15 +269,8 @@ def parse_hub_name(text: str) -> HubName | None:
 def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
     """The GGUF file that a name asks for, or the files that it was split into, in order.
 
-    Args:
-        name: of the model.
-        sizes: bytes of each file of the repository, by its name.
-
     Returns:
         None of them where the repository is to be read as safetensors files.
-
-    Raises:
-        CheckpointError: there is no such file, or several could be meant.
     """
     models: dict[str, list[str]] = {}
     for file in sorted(sizes):
@@ -388,28 +336,16 @@ _HUB_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """A repository as the hub lists it, or as far as it is in the cache.
-
-    Attributes:
-        name: how it was asked for.
-        commit: of the revision.
-        folder: its files in the cache.
-        files: those that there are, by their names.
-        offline: why the hub was not asked; empty where it answered.
-    """
+    """A repository as the hub lists it, or as far as it is in the cache."""
 
     name: HubName
     commit: str
-    folder: Path
-    files: dict[str, HubFile]
-    offline: str
+    folder: Path  # its files in the cache
+    files: dict[str, HubFile]  # those that there are, by their names
+    offline: str  # why the hub was not asked; empty where it answered
 
     def chosen(self) -> list[str]:
-        """The files that are needed beside those of safetensors weights, or the GGUF files.
-
-        Raises:
-            CheckpointError: the repository has no model that can be read, or several.
-        """
+        """The files that are needed beside those of safetensors weights, or the GGUF files."""
         sizes = {name: file.num_bytes for name, file in self.files.items()}
         if found := gguf_files(self.name, sizes):
             return found
@@ -427,11 +363,7 @@ class _Repository:
         return small
 
     def shards(self) -> list[str]:
-        """The safetensors files that hold the weights.
-
-        Raises:
-            CheckpointError: there are none, or the index is damaged.
-        """
+        """The safetensors files that hold the weights."""
         if SINGLE_FILE_NAME in self.files:
             return [SINGLE_FILE_NAME]
         for index in _INDICES:
@@ -443,11 +375,7 @@ class _Repository:
         )
 
     def missing(self, names: Sequence[str]) -> list[HubFile]:
-        """Those files that are not in the cache yet.
-
-        Raises:
-            CheckpointError: they cannot be had.
-        """
+        """Those files that are not in the cache yet."""
         absent = [name for name in names if not (self.folder / name).exists()]
         unknown = [name for name in absent if name not in self.files]
         if unknown:
@@ -462,18 +390,8 @@ class _Repository:
 def download(name: HubName, *, weights: bool, progress: Progress | None = None) -> Path:
     """Downloads what is needed of a repository, as far as it is not in the hub's cache.
 
-    Args:
-        name: of the model.
-        weights: also download safetensors files; GGUF files are downloaded in any case.
-        progress: called with what is being done, the bytes done and the bytes in all; without it a
-            bar of huggingface_hub shows them.
-
     Returns:
         The folder of its files, or its first GGUF file.
-
-    Raises:
-        CheckpointError: there is no such model, or it cannot be reached.
-        CapacityError: the disk has no room for it.
     """
     found = _ask(name)
     chosen = found.chosen()
@@ -497,9 +415,6 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
     Yields:
         A folder or GGUF file for the time of the block. Its weights have their sizes and headers,
         and holes for the rest.
-
-    Raises:
-        CheckpointError: there is no such model, or it cannot be reached.
     """
     found = _ask(name)
     chosen = found.chosen()

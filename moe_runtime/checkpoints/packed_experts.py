@@ -77,17 +77,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """The experts of one module.
-
-    Attributes:
-        module: its name in the model.
-        matrices: what each expert has, in the order of the parts.
-        rooms: for each expert the bytes of escapes of each coded matrix.
-    """
+    """The experts of one module."""
 
     module: str
-    matrices: tuple[MatrixForm, ...]
-    rooms: list[tuple[int, ...]]
+    matrices: tuple[MatrixForm, ...]  # what each expert has, in the order of the parts
+    rooms: list[tuple[int, ...]]  # for each expert the bytes of escapes of each coded matrix
 
     def parts(self, expert: int, code: Code) -> tuple[list[Part], int]:
         """The parts of an expert, and the bytes of its run."""
@@ -96,16 +90,10 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``packed_experts.json`` says.
-
-    Attributes:
-        code: how matrices are written.
-        layers: the experts modules in model order.
-        files: all files of the folder.
-    """
+    """What ``packed_experts.json`` says."""
 
     code: Code
-    layers: tuple[PackedLayer, ...]
+    layers: tuple[PackedLayer, ...]  # the experts modules in model order
     files: list[str]
 
     def to_json(self) -> str:
@@ -134,11 +122,6 @@ def lay_out_parts(
     matrices: Sequence[MatrixForm], rooms: Sequence[int], code: Code
 ) -> tuple[list[Part], int]:
     """Where the parts of an expert lie.
-
-    Args:
-        matrices: of the expert.
-        rooms: bytes of escapes of each coded one, in their order.
-        code: how they are written.
 
     Returns:
         The parts, and the bytes of the run.
@@ -170,11 +153,7 @@ def aligned(num_bytes: int, multiple: int) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks what a packed checkpoint says of itself.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another version.
-    """
+    """Reads and checks what a packed checkpoint says of itself."""
     file = folder / MANIFEST_NAME
     try:
         found = parse_object(read_bounded(file, max_bytes=_MAX_BYTES))
@@ -224,13 +203,9 @@ def _size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlanesPacking:
-    """What makes a matrix of the parts of one in the lossless code.
+    """What makes a matrix of the parts of one in the lossless code."""
 
-    Attributes:
-        num_cols: K.
-    """
-
-    num_cols: int
+    num_cols: int  # K
 
     @property
     def described(self) -> str:
@@ -245,11 +220,7 @@ class PlanesPacking:
 
 
 class PackedExpertIndex:
-    """The experts of a packed checkpoint, each of which lies in one run of bytes.
-
-    Raises:
-        CheckpointError: what the folder says of itself cannot be read.
-    """
+    """The experts of a packed checkpoint, each of which lies in one run of bytes."""
 
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
         """Takes the folder of the checkpoint and all its tensors."""
@@ -266,11 +237,7 @@ class PackedExpertIndex:
         }
 
     def fill(self, experts: ExpertMap) -> None:
-        """Notes where every expert lies.
-
-        Raises:
-            CheckpointError: these are not the experts of the model, or not where they should be.
-        """
+        """Notes where every expert lies."""
         layers, code = self.manifest.layers, self.manifest.code
         if len(layers) != len(experts.modules):
             self._refuse(f"{len(experts.modules)} layers of experts", str(len(layers)))

@@ -50,11 +50,7 @@ _ROOM_SHARE = 8
 
 
 def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
-    """The codes of one matrix, put in order, in memory of their own.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """The codes of one matrix, put in order, in memory of their own."""
     parts = weight.ranges(0, 1, weight.num_rows)
     matrix = weight.packing.matrix(_parts(reader, weight, parts))
     if weight.convert is not None:
@@ -71,12 +67,7 @@ def coded_bytes(num_rows: int, num_cols: int) -> int:
 
 
 def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
-    """A bf16 matrix in the lossless code.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CapacityError: it takes more than `coded_bytes`.
-    """
+    """A bf16 matrix in the lossless code."""
     matrix = encode_planes(reader.read(entry))
     if matrix.nbytes > coded_bytes(*matrix.shape):
         raise CapacityError(
@@ -87,11 +78,7 @@ def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
 
 
 def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values of a weight as the model holds it, computed a few rows after the others.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """The values of a weight as the model holds it, computed a few rows after the others."""
     memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
     values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
     for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
@@ -134,16 +121,11 @@ class PackedTensor(AbsentTensor):
 
     Products with it read the codes. Whatever else reads it gets values, written out anew for every
     call; what would change them raises an ``UnsupportedUseError``.
-
-    Attributes:
-        matrix: the codes.
-        product: few rows times the weight.
-        whole: one that has the rows of this and others, see `join_packed`.
     """
 
     matrix: AnyMatrix
-    product: PreparedQuantizedLinear
-    whole: PackedTensor | None = None
+    product: PreparedQuantizedLinear  # few rows times the weight
+    whole: PackedTensor | None = None  # one that has the rows of this and others, see `join_packed`
 
     @staticmethod
     def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -204,11 +186,7 @@ class PackedTensor(AbsentTensor):
 
 
 def refuse_change() -> Any:
-    """Says that a weight is in memory as codes only.
-
-    Raises:
-        UnsupportedUseError: always.
-    """
+    """Says that a weight is in memory as codes only."""
     raise UnsupportedUseError(
         "this weight is quantised in the checkpoint, or in the code of cache_code, and stays so in "
         "memory: its values can be read and copied, but not changed, trained, shared or replaced; "
@@ -222,11 +200,7 @@ def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
 
 
 def join_packed(parts: Sequence[nn.Linear]) -> None:
-    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on.
-
-    Nothing is moved where groups of rows that share a scale, or that may be read apart, would lie
-    in two layers, where formats differ, or where a code book in common needs more memory.
-    """
+    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on."""
     matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
     if all(isinstance(matrix, PlanesMatrix) for matrix in matrices):
         joined: Any = _join_coded(cast("list[PlanesMatrix]", matrices))
@@ -288,13 +262,7 @@ def _address(matrix: AnyMatrix) -> int:
 
 
 def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
-    """Whether a weight of a model is only multiplied by, as that of a linear layer.
-
-    Args:
-        model: on the meta device.
-        name: of its parameter.
-        weight: as the checkpoint has it; one in bf16 stays so where the lossless code is shorter.
-    """
+    """Whether a weight of a model is only multiplied by, as that of a linear layer."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     if type(module) is not nn.Linear or own_name != "weight":
@@ -320,12 +288,7 @@ def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
 def keep_packed(
     model: PreTrainedModel, experts: ExpertMap, reader: DenseReader, dtype: torch.dtype
 ) -> None:
-    """Reads the weights that stay packed, and gives the model's linear layers these.
-
-    Raises:
-        CheckpointError: one cannot be read.
-        CapacityError: one in bf16 takes more bytes in the lossless code than were reserved.
-    """
+    """Reads the weights that stay packed, and gives the model's linear layers these."""
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]
         read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
@@ -367,11 +330,7 @@ def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function with values in the place of codes.
-
-    Raises:
-        UnsupportedUseError: it changed them.
-    """
+    """Calls a function with values in the place of codes."""
     written: list[Tensor] = []
 
     def widened(part: Any) -> Any:
@@ -419,11 +378,7 @@ def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
 
 
 def round_activations(experts: ExpertMap, device: torch.device) -> None:
-    """Lets all products with weights that stay quantised in memory round their rows to int8.
-
-    Raises:
-        UnsupportedModelError: none of these weights takes such rows, or not on that device.
-    """
+    """Lets all products with weights that stay quantised in memory round their rows to int8."""
     if device.type != "cpu":
         raise UnsupportedModelError(
             f"activations='int8' is for models on the CPU, got the device {device}"

@@ -56,38 +56,23 @@ _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a checkpoint and the bytes that hold it.
+    """One tensor of a checkpoint and the bytes that hold it."""
 
-    Attributes:
-        name: the tensor's key in the checkpoint.
-        file: the file it lies in, as reached from the checkpoint's folder (links not resolved).
-        dtype: element type by its safetensors name, such as ``"BF16"``.
-        shape: sizes of the dimensions, row-major; empty for a scalar.
-        offset: first byte, counted from the beginning of the file.
-        num_bytes: length in bytes; the tensor is contiguous.
-        convert: makes the model's values of those in the file; None where they are these.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
+    name: str  # the tensor's key in the checkpoint
+    file: Path  # the file it lies in, as reached from the checkpoint's folder (links not resolved)
+    dtype: str  # element type by its safetensors name, such as ``"BF16"``
+    shape: tuple[int, ...]  # sizes of the dimensions, row-major; empty for a scalar
+    offset: int  # first byte, counted from the beginning of the file
+    num_bytes: int  # length in bytes; the tensor is contiguous
+    # makes the model's values of those in the file; None where they are these
     convert: Callable[[Any], Any] | None = None
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Verifies one safetensors file and reads its header.
 
-    Args:
-        path: the file; a link is followed.
-
     Returns:
         The tensors by name, in the order of their bytes.
-
-    Raises:
-        CheckpointError: the file cannot be read, or header and file are not consistent.
     """
     try:
         with open_regular(path) as file, safe_open(path, framework="np"):
@@ -116,10 +101,6 @@ def header_of(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
 ) -> tuple[dict[str, int], bytes]:
     """Makes the header of a new file.
-
-    Args:
-        tensors: name, dtype, shape and bytes of each in the order of the file.
-        multiple_of: what divides the length of the header.
 
     Returns:
         Where each tensor begins behind the header, and the header with its length before it.
@@ -165,7 +146,9 @@ def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
     with entry.file.open("rb") as file:
         for begin in range(0, entry.num_bytes, COPY_BYTES):
             file.seek(entry.offset + begin)
-            part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
+            part = file.read(wanted := min(COPY_BYTES, entry.num_bytes - begin))
+            if len(part) < wanted:
+                _refuse(entry.file, f"all of {entry.name}", "its end; the file has changed")
             write_at(descriptor, part, offset + begin)
 
 
@@ -174,20 +157,8 @@ def read_checkpoint_index(
 ) -> dict[str, TensorEntry]:
     """Finds every tensor of the checkpoint in a folder, whether in one file or in shards.
 
-    ``model.safetensors`` is preferred to ``model.safetensors.index.json`` where both exist, and
-    tensors of a shard that the index does not list are included: as ``transformers`` does. If
-    several shards have a tensor, the index decides; the last shard wins if the index names none of
-    them. A tensor that no shard has is reported when the model needs it.
-
-    Args:
-        folder: a folder in Hugging Face layout; files may be links, as in the hub's cache.
-        index_name: of the file that says where tensors are, where there are shards.
-
     Returns:
         The tensors by name, shard after shard in the order of the shards' names.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is not complete and consistent.
     """
     if not folder.is_dir():
         found = "a file" if os.path.lexists(folder) else "nothing of that name"
@@ -201,11 +172,7 @@ def read_checkpoint_index(
 
 
 def read_weight_map(index_path: Path) -> dict[str, PurePosixPath]:
-    """Reads which shard holds which tensor, as paths relative to the index's folder.
-
-    Raises:
-        CheckpointError: the file is no index, or names what is no shard in its folder.
-    """
+    """Reads which shard holds which tensor, as paths relative to the index's folder."""
     try:
         raw = read_bounded(index_path, max_bytes=MAX_HEADER_BYTES)
     except (OSError, ValueError) as error:

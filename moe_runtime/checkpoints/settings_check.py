@@ -28,10 +28,6 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
     """The same error in plain words, where a value is of a type that the model's cannot be.
 
-    Args:
-        error: raised over what transformers says of the file.
-        file: the configuration.
-
     Returns:
         One that names the key, what was expected and what was found; or the error as it was.
     """
@@ -115,11 +111,7 @@ _TOKENS = frozenset(
 
 
 def check_config(values: dict[str, Any], file: Path) -> None:
-    """Refuses a configuration with sizes that no model has, at whatever depth.
-
-    Raises:
-        CheckpointError: names the key, what was expected and what came.
-    """
+    """Refuses a configuration with sizes that no model has, at whatever depth."""
     if not isinstance(kind := values.get("model_type"), str):
         _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
@@ -158,13 +150,7 @@ def check_config(values: dict[str, Any], file: Path) -> None:
 
 
 def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> None:
-    """Refuses more layers than the numbers in the names of a checkpoint's tensors can count.
-
-    Building a model with a million layers takes hours, to find that the weights are not there.
-
-    Raises:
-        CheckpointError: the configuration has more.
-    """
+    """Refuses more layers than the numbers in the names of a checkpoint's tensors can count."""
     highest = max((int(number) for name in names for number in _numbers_in(name)), default=0)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if isinstance(num_layers, int) and num_layers > highest + 1:
@@ -174,15 +160,7 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
 
 @contextlib.contextmanager
 def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the block, a name that transformers does not know has its key, and so has no number.
-
-    transformers looks such names up in tables, and says no more than what it has not found. A
-    number of experts that is null it compares with others.
-
-    Raises:
-        ValueError: instead of a ``KeyError`` with a value that the configuration has, or a
-            ``TypeError`` where it has a null for the number of experts.
-    """
+    """Names the key of a value that transformers does not know, or of a number that is null."""
     try:
         yield
     except KeyError as error:
@@ -201,11 +179,7 @@ def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
-    """Refuses settings of generation of another kind than they must be.
-
-    Raises:
-        CheckpointError: names the key, what was expected and what came.
-    """
+    """Refuses settings of generation of another kind than they must be."""
     for name, value in values.items():
         if value is None:
             continue

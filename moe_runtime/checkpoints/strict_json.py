@@ -28,18 +28,7 @@ def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
 
 
 def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
-    """Parses JSON as strictly as the safetensors package parses a header, and more so.
-
-    Args:
-        raw: the bytes.
-        has_infinity: ``Infinity`` passes, which Python writes and JSON does not have.
-
-    Raises:
-        ValueError: the bytes are not UTF-8; not JSON (``NaN`` and half surrogate pairs are not);
-            hold a key twice in one object; a number beyond double precision or of
-            more than 1000 characters; nest too deeply; or are mostly brackets. The message says
-            what was found, on one line.
-    """
+    """Parses JSON as strictly as the safetensors package parses a header, and more so."""
     if raw.count(b"[") + raw.count(b"{") > len(raw) // _BYTES_PER_BRACKET + _FREE_BRACKETS:
         raise ValueError(f"{len(raw)} bytes of mostly brackets")
     try:
@@ -88,11 +77,7 @@ def one_line(text: str) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; for `json.loads`, which takes the last of two values otherwise.
-
-    Raises:
-        ValueError: a key stands in it twice.
-    """
+    """An object of JSON; for `json.loads`, which takes the last of two values otherwise."""
     unique = dict(pairs)
     if len(unique) == len(pairs):
         return unique

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.checkpoints.opening import files_of
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     check_output_folder,

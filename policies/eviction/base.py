@@ -23,22 +23,19 @@ Events = Sequence[Sequence[ExpertKey]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What policies may be told about the model and the workload when they are made.
-
-    Attributes:
-        training: recorded sequences to learn from; None where there are none. ``static`` counts
-            in them, ``activation-aware`` begins with their matrices.
-        future: the keys of every event to come, for the policies that bound all others.
-        predictor: predicts visits, for the policies that evict by predictions. It must not be
-            shared: the policy passes every event on to it.
-        costs: what a miss of each expert costs, such as the bytes to be read; only ratios matter.
-            None where all cost the same.
-    """
+    """What policies may be told about the model and the workload when they are made."""
 
     shape: Shape
+    # recorded sequences to learn from; None where there are none. ``static`` counts in them,
+    # ``activation-aware`` begins with their matrices.
     training: Routes | None = None
+    # the keys of every event to come, for the policies that bound all others
     future: Events | None = None
+    # predicts visits, for the policies that evict by predictions. It must not be shared: the policy
+    # passes every event on to it.
     predictor: TrackedPredictor | None = None
+    # what a miss of each expert costs, such as the bytes to be read; only ratios matter. None where
+    # all cost the same.
     costs: Mapping[ExpertKey, float] | None = None
 
     @property
@@ -49,32 +46,23 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyChoice:
-    """An eviction policy and why.
-
-    Attributes:
-        adaptive: whether the layers' shares of the slots move.
-        predictor: name of the predictor of the policy ``predicted``; empty for others.
-    """
+    """An eviction policy and why."""
 
     policy: str
-    adaptive: bool
+    adaptive: bool  # whether the layers' shares of the slots move
     reason: str
-    predictor: str = ""
+    predictor: str = ""  # name of the predictor of the policy ``predicted``; empty for others
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRule:
-    """All that a policy does which starts empty, for the compiled replay.
-
-    Attributes:
-        name: one of the rules of ``compiled``.
-        parameter: the rule's one number: the share that SLRU protects, the half-life of ageing, or
-            the weight of the present step in MRS.
-        weights: what static pinning orders keys by; a key that is absent has 0.
-    """
+    """All that a policy does which starts empty, for the compiled replay."""
 
     name: str
+    # the rule's one number: the share that SLRU protects, the half-life of ageing, or the weight of
+    # the present step in MRS
     parameter: float = 0.0
+    # what static pinning orders keys by; a key that is absent has 0
     weights: Mapping[Any, float] | None = None
 
 
@@ -95,27 +83,21 @@ class EvictionPolicy(ABC, Generic[K]):
 
     A policy holds exactly the keys that were inserted and not removed since. It touches no tensors,
     bytes, clocks or threads, so that the same object runs in a live store and in a replayed trace.
-
-    Attributes:
-        may_decline: the policy may rather keep what it holds than a newcomer, which is then used
-            once and not kept. It is asked after the use, when keys of the same event may go too.
-        watcher: what must be told of every routing event, if the policy needs more than uses.
-        rule: says all that the policy does, where the compiled replay can do the same. A class
-            that has one names ``rule`` in its own body; a subclass does not inherit it, since it
-            may do something else.
     """
 
+    # the policy may rather keep what it holds than a newcomer, which is then used once and not
+    # kept. It is asked after the use, when keys of the same event may go too.
     may_decline: bool = False
+    # what must be told of every routing event, if the policy needs more than uses
     watcher: Watcher | None = None
+    # says all that the policy does, where the compiled replay can do the same. A class that has one
+    # names ``rule`` in its own body; a subclass does not inherit it, since it may do something
+    # else.
     rule: ReplayRule | None = None
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """Makes the maker of this policy's orderings, and what they share.
-
-        Raises:
-            ValueError: the setting lacks what the policy needs.
-        """
+        """Makes the maker of this policy's orderings, and what they share."""
         return cls
 
     @property
@@ -134,19 +116,11 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def touch(self, key: K) -> None:
-        """Notes a use of a resident key.
-
-        Raises:
-            KeyError: the key is not held.
-        """
+        """Notes a use of a resident key."""
 
     @abstractmethod
     def insert(self, key: K) -> None:
-        """Starts to hold a key, as just used.
-
-        Raises:
-            ValueError: the key is held already.
-        """
+        """Starts to hold a key, as just used."""
 
     def declines(self, incoming: K, victim: K) -> bool:
         """Whether the policy would rather keep a victim than the key that needs its slot."""
@@ -157,29 +131,18 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def remove(self, key: K) -> None:
-        """Stops holding a key.
-
-        Raises:
-            KeyError: the key is not held.
-        """
+        """Stops holding a key."""
 
     @abstractmethod
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """Chooses the key to evict for ``incoming``; changes no order.
-
-        Args:
-            evictable: only keys for which this holds may be chosen.
 
         Returns:
             The chosen key, or None when no held key is evictable.
         """
 
     def check(self) -> None:
-        """Proves the policy's own invariants, where its state could contradict itself.
-
-        Raises:
-            AssertionError: it does.
-        """
+        """Proves the policy's own invariants, where its state could contradict itself."""
 
     @abstractmethod
     def __len__(self) -> int: ...

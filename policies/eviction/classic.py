@@ -587,10 +587,7 @@ class Future:
         pass
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key, and as a fraction its place there.
-
-        Infinite where there is none.
-        """
+        """The number of the next event that uses the key, and as a fraction its place there."""
         uses = self._uses.get(key, [])
         while uses and uses[-1] < self._now + 1:
             uses.pop()

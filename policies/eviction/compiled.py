@@ -25,8 +25,7 @@ RULES = {
 }
 """The codes of ``replay_loop.c``."""
 NEED_GATES = ("mrs",)
-VERSION = 3
-"""Of what ``replay_loop.c`` exports. A library left from another version is not used."""
+VERSION = 3  # of what ``replay_loop.c`` exports. A library left from another version is not used.
 _POINTER = ctypes.c_void_p
 
 
@@ -50,22 +49,15 @@ def count_hits(
     """Replays runs of events, each from caches that are empty.
 
     Args:
-        keys: ``[U]`` int32 numbers of the keys used, distinct within an event; cache ``g`` holds
-            the keys from ``g * num_keys`` on, and all keys of an event are of one cache.
+        keys: ``[U]`` int32 numbers of the keys used, distinct within an event; cache ``g``
+            holds the keys from ``g * num_keys`` on, and all keys of an event are of one cache.
         starts: ``[N + 1]`` int64, where each event begins in ``keys``.
-        runs: the events at which runs begin, and the number of events as the last.
-        num_slots: slots of each cache.
-        num_keys: keys that each cache may be asked for.
-        layer_keys: keys of each layer, of which a cache may hold several.
         weights: ``[caches * num_keys]``, the rule's weights by key number, if it has any.
         gates: ``[U]`` float64, mean gate weight of each use, for rules that ask for it.
 
     Returns:
         ``[N]`` int64, keys of each event that were held; None where the rule has no compiled form
         or there is no compiled loop, or it asks for gate weights that are not given.
-
-    Raises:
-        MemoryError: the loop's tables do not fit in memory.
     """
     library = _library()
     if library is None or rule.name not in RULES or (rule.name in NEED_GATES and gates is None):

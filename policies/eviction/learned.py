@@ -27,22 +27,19 @@ from moe_runtime.policies.prediction.matched import MatrixCollection
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
 from moe_runtime.types import ExpertKey
 
-_NEVER_SEEN = 1e-3
-"""Probability given to every expert, so that the unseen keep an order."""
+_NEVER_SEEN = 1e-3  # probability given to every expert, so that the unseen keep an order
 _LEAST_PROBABILITY = 1e-3
 _MEMORIES = np.array([0.8, 0.95, 0.99, 0.996, 0.9995], np.float32)
 """What is kept from step to step of each average of uses: from a handful of tokens to a day."""
 _WEIGHT_MEMORY = 0.95
 _FLOOR = 0.003
 _HORIZON = 16
-_DISCOUNT = 0.8
-"""The target: uses in the next steps, each worth less than the one before."""
+_DISCOUNT = 0.8  # the target: uses in the next steps, each worth less than the one before
 _PRIOR_STRENGTH = 30.0
 _NUM_FEATURES = len(_MEMORIES) + 6
 _RECENCY = len(_MEMORIES)
 _KEPT = ("gram", "moment", "uses", "gates")
-_SHARPNESS = 20.0
-"""Exponent of the similarity: full agreement weighs e^20 times as much as none."""
+_SHARPNESS = 20.0  # exponent of the similarity: full agreement weighs e^20 times as much as none
 _NUM_FOLLOWERS = 8
 _FOLLOWER_DISCOUNT = 0.7
 """Of each further token that followed; after eight of them 6 % of the weight is left out."""
@@ -192,11 +189,7 @@ class PredictedUse:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores.
-
-        Raises:
-            ValueError: the setting has no predictor.
-        """
+        """Makes what orders experts by these scores."""
         if setting.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
         return partial(Scored, cls(setting.shape, setting.predictor), may_decline=True)

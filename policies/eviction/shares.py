@@ -21,11 +21,7 @@ _USES_BETWEEN_MOVES = 64
 
 
 def even_shares(num_slots: int, num_layers: int) -> list[int]:
-    """Splits slots over layers as evenly as whole slots allow; earlier layers get the remainder.
-
-    Raises:
-        ValueError: there is no layer, or a negative number of slots.
-    """
+    """Splits slots over layers as evenly as whole slots allow; earlier layers get the remainder."""
     if num_layers < 1 or num_slots < 0:
         raise ValueError(f"cannot split {num_slots} slots over {num_layers} layers")
     each, remainder = divmod(num_slots, num_layers)
@@ -117,10 +113,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         return self.layers[layer].victim(evictable, incoming)
 
     def restore(self, keys: Collection[ExpertKey]) -> None:
-        """Holds just these keys, after an exception may have cut any method short.
-
-        A layer whose policy contradicts itself, or holds others, gets a new one.
-        """
+        """Holds just these keys, after an exception may have cut any method short."""
         for layer in range(len(self.layers)):
             own = [key for key in keys if key.layer == layer]
             if not self._holds(layer, own):

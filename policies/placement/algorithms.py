@@ -127,18 +127,13 @@ class EPLB:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions:
-    """What policies can be told; each reads what concerns it.
+    """What policies can be told; each reads what concerns it."""
 
-    Attributes:
-        num_groups: groups of experts that stay on one node (EPLB).
-        time_limit_s: seconds for searches and solvers; the best placement found by then counts.
-        load_slack: how far loads may exceed the best balance for fewer hops.
-        aligned: rename devices of each layer to save hops, where a policy looks at loads only.
-    """
-
-    num_groups: int = 1
+    num_groups: int = 1  # groups of experts that stay on one node (EPLB)
+    # seconds for searches and solvers; the best placement found by then counts
     time_limit_s: float = 30.0
-    load_slack: float = 0.1
+    load_slack: float = 0.1  # how far loads may exceed the best balance for fewer hops
+    # rename devices of each layer to save hops, where a policy looks at loads only
     aligned: bool = True
 
 
@@ -183,11 +178,7 @@ def place_experts(
 
 
 def check_algorithm(algorithm: str, algorithms: Algorithms = ALGORITHMS) -> None:
-    """Refuses names of no algorithm.
-
-    Raises:
-        ValueError: there is none; the message suggests the nearest.
-    """
+    """Refuses names of no algorithm."""
     if algorithm not in algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, algorithms)}")
 
@@ -242,11 +233,8 @@ def rebalance(
 def replicate(loads_NE: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Gives each further slot to the expert with the highest load per copy.
 
-    Every expert has one slot before any has two: an expert without load keeps its slot.
-
     Args:
         loads_NE: ``[N, E]`` loads of N independent rows.
-        num_slots: slots of each row, at least E.
 
     Returns:
         ``[N, num_slots]`` expert of each slot (first all experts once, then the replicas in the
@@ -380,15 +368,7 @@ def _refine(weights_NI: np.ndarray, packs_NPM: np.ndarray) -> np.ndarray:
 
 
 def align(placement: Placement, profile: RoutingProfile, devices: Devices) -> Placement:
-    """Renames the devices of each layer so that tokens hop less; loads of packs stay as they are.
-
-    For placements that only balance: which pack of experts lies on which device makes no
-    difference to the balance. Nodes change places as a whole, devices within their node.
-
-    Args:
-        placement: any placement, with replicas or without.
-        devices: the nodes and devices that the placement was made for.
-    """
+    """Renames the devices of each layer so that tokens hop less; loads of packs stay."""
     slots = placement.expert_of_slot.copy()
     for layer in range(1, placement.num_layers):
         flow = _flow_between(placement, slots, layer, profile.transitions_LEE[layer - 1])

@@ -11,25 +11,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-EMPTY = -1
-"""The content of a slot that holds no expert."""
+EMPTY = -1  # the content of a slot that holds no expert
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingProfile:
-    """Counts over a stretch of routing.
+    """Counts over a stretch of routing."""
 
-    Attributes:
-        loads_BLE: ``[B, L, E]`` float64, tokens of each expert in each window of time.
-        transitions_LEE: ``[L - 1, E, E]`` float64, entry ``[l, i, j]`` counts the tokens that
-            visited expert i in layer l and expert j in layer l + 1. Zeros where only loads are
-            known.
-
-    Raises:
-        ValueError: shapes that do not belong together, or counts that are negative or not finite.
-    """
-
-    loads_BLE: np.ndarray
+    loads_BLE: np.ndarray  # ``[B, L, E]`` float64, tokens of each expert in each window of time
+    # ``[L - 1, E, E]`` float64, entry ``[l, i, j]`` counts the tokens that visited expert i in
+    # layer l and expert j in layer l + 1. Zeros where only loads are known.
     transitions_LEE: np.ndarray
 
     def __post_init__(self) -> None:
@@ -81,13 +72,8 @@ class RoutingProfile:
         """Counts a recorded stretch of routing.
 
         Args:
-            ids_TLK: ``[T, L, K]`` experts of each token in order of time; an id outside
-                ``[0, num_experts)`` is a slot that was not used.
-            num_windows: stretches of equal length that the loads are counted in; fewer when there
-                are fewer tokens.
-
-        Raises:
-            ValueError: the shape is wrong or there is no token.
+            ids_TLK: ``[T, L, K]`` experts of each token in order of time; an id outside ``[0,
+                num_experts)`` is a slot that was not used.
         """
         ids = np.asarray(ids_TLK)
         if ids.ndim != 3 or 0 in ids.shape:
@@ -101,18 +87,10 @@ class RoutingProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
-    """The machines that experts are spread over.
+    """The machines that experts are spread over."""
 
-    Attributes:
-        num_nodes: machines; devices of one machine talk to each other over the fast link.
-        gpus_per_node: devices (ranks) of each machine.
-
-    Raises:
-        ValueError: one of them is below 1.
-    """
-
-    num_nodes: int
-    gpus_per_node: int
+    num_nodes: int  # machines; devices of one machine talk to each other over the fast link
+    gpus_per_node: int  # devices (ranks) of each machine
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
@@ -134,16 +112,9 @@ class Placement:
 
     Slots are numbered device by device: slot ``s`` lies on device ``s // slots_per_gpu``. An expert
     in several slots has replicas. Logical ids, router columns and checkpoints never change.
-
-    Attributes:
-        expert_of_slot: ``[L, S]`` int64, an expert or ``EMPTY``.
-
-    Raises:
-        ValueError: the slots do not divide among the devices, an id is out of range, or an expert
-            has no slot: its tokens would have nowhere to go.
     """
 
-    expert_of_slot: np.ndarray
+    expert_of_slot: np.ndarray  # ``[L, S]`` int64, an expert or ``EMPTY``
     num_experts: int
     num_gpus: int
 
@@ -222,15 +193,7 @@ class PlacementPolicy(Protocol):
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places the experts.
-
-        Args:
-            profile: loads and transitions of the past.
-            num_replicas: slots beyond one for each expert and layer.
-
-        Raises:
-            ValueError: slots and devices do not divide, or the policy makes no replicas.
-        """
+        """Places the experts."""
         ...
 
 
@@ -247,12 +210,7 @@ def count_by_layer(ids: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def slots_needed(num_experts: int, num_replicas: int, num_gpus: int) -> int:
-    """Slots of each device for these experts and replicas.
-
-    Raises:
-        ValueError: a negative number of replicas, more than one copy of every expert on every
-            device, or slots that do not divide; the message names the next number that does.
-    """
+    """Slots of each device for these experts and replicas."""
     if num_replicas < 0:
         raise ValueError(f"num_replicas must not be negative, got {num_replicas}")
     most = num_experts * (num_gpus - 1)
@@ -271,10 +229,7 @@ def slots_needed(num_experts: int, num_replicas: int, num_gpus: int) -> int:
 
 
 def count_transitions(ids_TLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """``[L - 1, E, E]`` tokens that visit expert i in a layer and expert j in the next.
-
-    A token with K experts in both layers counts K * K times.
-    """
+    """``[L - 1, E, E]`` tokens that visit expert i in a layer and expert j in the next."""
     _, num_layers, top_k = ids_TLK.shape
     transitions = np.zeros((num_layers - 1, num_experts, num_experts))
     for layer in range(num_layers - 1):

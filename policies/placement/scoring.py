@@ -15,29 +15,21 @@ _TOKENS_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementScore:
-    """Balance and hops over a stretch of routing.
+    """Balance and hops over a stretch of routing."""
 
-    Attributes:
-        balancedness: mean over max load of the devices, averaged over layers; 1 is perfect.
-        worst_balancedness: the same of the worst layer.
-        max_load: share of a layer's tokens on its busiest device in a window, times the number of
-            devices; the highest over windows and layers ("Max Load"; 1 is perfect).
-        mean_max_load: the same, averaged over windows and layers ("Avg Max Load").
-        hops: share of ways that lead to another device, over all ways from an expert of a token in
-            one layer to an expert of the same token in the next.
-        primary_hops: the same for the ways between first choices only: ExFlow's top-1 setting.
-        node_hops: share of all ways that lead to another node.
-        devices_per_token: devices that hold at least one of a token's experts in a layer, on
-            average: copies of a token that a dispatcher sends which sends each device one.
-    """
-
-    balancedness: float
-    worst_balancedness: float
+    balancedness: float  # mean over max load of the devices, averaged over layers; 1 is perfect
+    worst_balancedness: float  # the same of the worst layer
+    # share of a layer's tokens on its busiest device in a window, times the number of devices; the
+    # highest over windows and layers ("Max Load"; 1 is perfect)
     max_load: float
-    mean_max_load: float
+    mean_max_load: float  # the same, averaged over windows and layers ("Avg Max Load")
+    # share of ways that lead to another device, over all ways from an expert of a token in one
+    # layer to an expert of the same token in the next
     hops: float
-    primary_hops: float
-    node_hops: float
+    primary_hops: float  # the same for the ways between first choices only: ExFlow's top-1 setting
+    node_hops: float  # share of all ways that lead to another node
+    # devices that hold at least one of a token's experts in a layer, on average: copies of a token
+    # that a dispatcher sends which sends each device one
     devices_per_token: float
 
 
@@ -46,14 +38,8 @@ def score_placement(
 ) -> PlacementScore:
     """Sends every token where the placement says and counts.
 
-    Tokens of a replicated expert take turns over its slots, by their position in the stretch.
-
     Args:
         ids_TLK: ``[T, L, K]`` routing; ids outside ``[0, E)`` are slots that were not used.
-        num_windows: stretches of equal length that ``max_load`` looks at.
-
-    Raises:
-        ValueError: no tokens, or layers or devices that differ from the placement's.
     """
     ids = np.asarray(ids_TLK)
     if ids.ndim != 3 or 0 in ids.shape or ids.shape[1] != placement.num_layers:
@@ -90,11 +76,7 @@ def score_placement(
 
 
 def split_window(ids_TLK: np.ndarray, fit_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """The stretch that a placement is made from, and the next one, which it is scored on.
-
-    Raises:
-        ValueError: either would be empty.
-    """
+    """The stretch that a placement is made from, and the next one, which it is scored on."""
     num_fit = round(fit_share * len(ids_TLK))
     if not 0 < num_fit < len(ids_TLK):
         raise ValueError(
@@ -113,17 +95,7 @@ def random_score(
     seed: int = 0,
     on_draw: Callable[[int], None] = lambda number: None,
 ) -> PlacementScore:
-    """Mean scores of random placements without replicas: what any placement should beat.
-
-    Where the experts do not divide among the devices, the last slots stay empty.
-
-    Args:
-        ids_TLK: the routing that is scored.
-        num_experts: of a layer.
-        num_draws: placements that the mean is over.
-        seed: of the placements.
-        on_draw: called with the number of each placement, from 1, before it is scored.
-    """
+    """Mean scores of random placements without replicas: what any placement should beat."""
     drawn = random_placements(
         ids_TLK.shape[1], num_experts, devices, num_draws=num_draws, seed=seed
     )

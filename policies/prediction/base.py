@@ -13,28 +13,21 @@ import numpy as np
 
 from moe_runtime.types import ExpertKey, ModelSignature
 
-Guess = tuple[ExpertKey, float]
-"""An expert, and the probability that the running step visits it."""
+Guess = tuple[ExpertKey, float]  # An expert, and the probability that the running step visits it
 
 COLLECTED_MATRICES = 120
 """Activation matrices that are kept; MoE-Infinity finds 120 enough for 290 tasks."""
 
-REMEMBERED_TOKENS = 2048
-"""Tokens in which similar moments are looked for."""
+REMEMBERED_TOKENS = 2048  # tokens in which similar moments are looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes that a predictor is made for.
-
-    Attributes:
-        num_experts: experts of the widest layer.
-        top_k: experts that a token visits in a layer.
-    """
+    """The sizes that a predictor is made for."""
 
     num_layers: int
-    num_experts: int
-    top_k: int
+    num_experts: int  # experts of the widest layer
+    top_k: int  # experts that a token visits in a layer
 
 
 def shape_of(signature: ModelSignature) -> Shape:
@@ -48,34 +41,25 @@ def shape_of(signature: ModelSignature) -> Shape:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepBegins:
-    """A forward pass begins; its tokens are known, their routing is not.
+    """A forward pass begins; its tokens are known, their routing is not."""
 
-    Attributes:
-        sequences: ``[N]`` number of the request that each token belongs to; the tokens of one
-            request stand together, in the order of their positions.
-        token_ids: ``[N]`` ids in the vocabulary, -1 where there is none.
-    """
-
+    # ``[N]`` number of the request that each token belongs to; the tokens of one request stand
+    # together, in the order of their positions
     sequences: np.ndarray
-    token_ids: np.ndarray
+    token_ids: np.ndarray  # ``[N]`` ids in the vocabulary, -1 where there is none
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class LayerRouted:
-    """The gate of one layer decided where the tokens of the step go.
+    """The gate of one layer decided where the tokens of the step go."""
 
-    Attributes:
-        layer: index among the Mixture-of-Experts layers.
-        expert_ids: ``[N, K]`` in the gate's order; E where a slot is not used.
-        gate_weights: ``[N, K]`` what the experts' outputs are multiplied by; may be empty for a
-            predictor that needs no history.
-        hidden: ``[N, D]`` what the gate was given, in the form that the predictor's scorer takes;
-            None where only routing is known.
-    """
-
-    layer: int
-    expert_ids: np.ndarray
+    layer: int  # index among the Mixture-of-Experts layers
+    expert_ids: np.ndarray  # ``[N, K]`` in the gate's order; E where a slot is not used
+    # ``[N, K]`` what the experts' outputs are multiplied by; may be empty for a predictor that
+    # needs no history
     gate_weights: np.ndarray
+    # ``[N, D]`` what the gate was given, in the form that the predictor's scorer takes; None where
+    # only routing is known
     hidden: Any = None
 
 
@@ -86,14 +70,11 @@ class Predictor(Protocol):
     """Guesses which experts the coming layers visit.
 
     The same object runs in a live store and in a replayed trace: it has no clock and no random
-    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess
-    is worth.
-
-    Attributes:
-        needs_history: whether it must be told of all events, also while no guess is wanted.
+    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess is
+    worth.
     """
 
-    needs_history: bool
+    needs_history: bool  # whether it must be told of all events, also while no guess is wanted
 
     def observe(self, event: Event) -> None:
         """Takes note of what happened; events come in the order of the computation."""
@@ -123,7 +104,7 @@ class Learner(Protocol):
     """Learns from the requests that it watches, and may go on in another process.
 
     Attributes:
-        name: under which what it learned is kept.
+        name: under which what it learned is kept
     """
 
     @property
@@ -138,29 +119,19 @@ class Learner(Protocol):
         ...
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Begins with what ``learned`` gave.
-
-        Raises:
-            ValueError: arrays are missing, or of shapes or values that do not fit.
-        """
+        """Begins with what ``learned`` gave."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """The paths of whole sequences through a model, for training and evaluation.
-
-    Attributes:
-        expert_ids: ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded.
-        gate_weights: ``[T, L, K]`` float32, 0 where nothing was recorded.
-        token_ids: ``[T]`` int64, -1 where there is none.
-        offsets: ``[S + 1]`` int64; sequence ``s`` holds the tokens ``offsets[s]:offsets[s + 1]``.
-    """
+    """The paths of whole sequences through a model, for training and evaluation."""
 
     shape: Shape
-    expert_ids: np.ndarray
-    gate_weights: np.ndarray
-    token_ids: np.ndarray
+    expert_ids: np.ndarray  # ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded
+    gate_weights: np.ndarray  # ``[T, L, K]`` float32, 0 where nothing was recorded
+    token_ids: np.ndarray  # ``[T]`` int64, -1 where there is none
+    # ``[S + 1]`` int64; sequence ``s`` holds the tokens ``offsets[s]:offsets[s + 1]``
     offsets: np.ndarray
 
     @property
@@ -202,12 +173,7 @@ def most_learned_bytes(shape: Shape) -> int:
 
 
 def most_remembered_bytes(shape: Shape) -> int:
-    """Most that a policy and a predictor that need no training remember of a model's routing.
-
-    The policy ``reuse``, and the collections of activation matrices (float32) of
-    ``activation-aware`` and of the predictor ``eam``; one more while such a collection, kept from
-    earlier processes, is read or written.
-    """
+    """Most that a policy and a predictor that need no training remember of a model's routing."""
     return remembered_tokens_bytes(shape) + 3 * most_learned_bytes(shape)
 
 

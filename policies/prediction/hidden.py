@@ -15,8 +15,8 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
     keys_of,
 )
-from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import (
+    Contexts,
     Estimator,
     Kept,
     Popularity,
@@ -39,8 +39,7 @@ logits ``[B, E]`` float32. The maker of the scorer chooses the form of the hidde
 HiddenRanker = Callable[[Any, int, int], list[list[int]]]
 """Takes the same; returns for each row the experts of largest logit, the largest first."""
 
-PRIOR = 8.0
-"""Lists of all layers together that weigh as much as one of the layer's own."""
+PRIOR = 8.0  # lists of all layers together that weigh as much as one of the layer's own
 REMEMBERED = 0.97
 """Weight that a list keeps with each further one of its layer: the last thirty or so count."""
 
@@ -73,11 +72,7 @@ class NextGate(Popularity):
         self.max_distance = MAX_GATE_DISTANCE
 
     def set_gates(self, gates_LED: np.ndarray, bias_LE: np.ndarray) -> None:
-        """Takes the model's gates, float32, and hidden states as numpy arrays.
-
-        Raises:
-            ValueError: they are not of the model's shape.
-        """
+        """Takes the model's gates, float32, and hidden states as numpy arrays."""
         sizes = (self.shape.num_layers, self.shape.num_experts)
         if gates_LED.ndim != 3 or gates_LED.shape[:2] != sizes or bias_LE.shape != sizes:
             raise ValueError(
@@ -137,11 +132,7 @@ class HiddenLookahead(NextGate):
         self.offsets_DLE = np.zeros((self.max_distance, num_layers, num_experts), np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Refuses: routing alone holds no hidden states.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses: routing alone holds no hidden states."""
         raise ValueError(
             f"{self.name} learns from hidden states, which traces do not hold; give a model and a "
             "text instead"
@@ -152,15 +143,8 @@ class HiddenLookahead(NextGate):
     ) -> None:
         """Learns from recorded hidden states.
 
-        The gate's part is folded into the map, so a call costs one product with the hidden state.
-
         Args:
-            routes: where the tokens went.
             hidden_TLD: ``[T, L, D]`` what each layer's gate was given.
-            bias_LE: their biases.
-
-        Raises:
-            ValueError: the gates are of another shape or width.
         """
         width = hidden_TLD.shape[2]
         sizes = (self.shape.num_layers, self.shape.num_experts)

@@ -61,15 +61,10 @@ def fit_logistic(
     """Fits by cross-entropy; equal input and seed give equal weights on one machine.
 
     Args:
-        aligned: ``[n, F, E]`` features of each expert; an expert's logit sees only its own, with
-            one weight per feature for all experts.
+        aligned: ``[n, F, E]`` features of each expert; an expert's logit sees only its own,
+            with one weight per feature for all experts.
         dense: ``[n, X]`` features that every expert's logit sees.
         target: ``[n, E]`` 1 where the expert was visited, else 0.
-        seed: of the order of the rows.
-        epochs: passes over the rows.
-        batch_rows: rows of a step.
-        rate: largest learning rate.
-        decay: shrinks ``dense_XE``.
     """
     num_rows, num_features, num_experts = aligned.shape
     aligned_scale = aligned.std(axis=(0, 2), dtype=np.float64).astype(np.float32) + 0.05

@@ -8,20 +8,22 @@ from typing import ClassVar
 import numpy as np
 
 from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, Routes, Shape
-from moe_runtime.policies.prediction.context import Contexts
-from moe_runtime.policies.prediction.estimator import Kept, Popularity, State, take_array, visits
+from moe_runtime.policies.prediction.estimator import (
+    Contexts,
+    Kept,
+    Popularity,
+    State,
+    take_array,
+    visits,
+)
 from moe_runtime.policies.prediction.tables import sum_to
 
-NEVER_SEEN = 1e-8
-"""Share of an expert that no matched request visited: an order, but no hope."""
+NEVER_SEEN = 1e-8  # share of an expert that no matched request visited: an order, but no hope
 COVERED = 0.75
 """Cosine from which on a request counts as covered by the collection, as in the paper's bound."""
-NUM_MAPS = 1024
-"""Maps that ``expert-map`` keeps."""
-NEIGHBOURS = 16
-"""Maps that are averaged."""
-PRIOR_MAPS = 1.0
-"""Maps that popularity weighs as much as."""
+NUM_MAPS = 1024  # maps that ``expert-map`` keeps
+NEIGHBOURS = 16  # maps that are averaged
+PRIOR_MAPS = 1.0  # maps that popularity weighs as much as
 
 
 class MatrixCollection:
@@ -74,11 +76,7 @@ class MatrixCollection:
         return np.tensordot(self.matrices, counts_LE, axes=2) / self.norms[: self._size]
 
     def restore(self, state: State) -> None:
-        """Takes over ``matrices``, float32 ``[C, L, E]``.
-
-        Raises:
-            ValueError: they are missing, too many, of other sizes, empty or no counts.
-        """
+        """Takes over ``matrices``, float32 ``[C, L, E]``."""
         capacity, *sizes = self._matrices.shape
         found = take_array(state, "matrices", "<f4", (None, *sizes))
         if len(found) > capacity or np.any(found < 0) or not found.any(axis=(1, 2)).all():
@@ -121,9 +119,6 @@ class EamCollection(Popularity):
 
         Returns:
             ``[B]`` index of the most similar matrix and its cosine; 0 where nothing is known.
-
-        Raises:
-            ValueError: the collection is empty.
         """
         matrices = self.collection.matrices
         if not len(matrices):

@@ -5,8 +5,8 @@ from typing import ClassVar
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
-from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import (
+    Contexts,
     Kept,
     Popularity,
     log_odds,
@@ -16,12 +16,10 @@ from moe_runtime.policies.prediction.estimator import (
     visits,
 )
 
-PRIOR_VISITS = 8.0
-"""Visits of an expert that weigh as much as popularity in its row of a table."""
+PRIOR_VISITS = 8.0  # visits of an expert that weigh as much as popularity in its row of a table
 MAX_DISTANCE = 8
 """Layers between the known and the predicted one, at most; popularity serves beyond."""
-PRIOR_TOKENS = 8.0
-"""How many tokens of the sequence weigh as much as everything recorded before."""
+PRIOR_TOKENS = 8.0  # how many tokens of the sequence weigh as much as everything recorded before
 
 
 class RunningCounts(Popularity):

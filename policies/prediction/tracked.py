@@ -12,8 +12,13 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
     keys_of,
 )
-from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
-from moe_runtime.policies.prediction.estimator import Estimator, State
+from moe_runtime.policies.prediction.estimator import (
+    Contexts,
+    Estimator,
+    SequenceState,
+    State,
+    stack_states,
+)
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""
@@ -41,12 +46,7 @@ class TrackedPredictor:
         self._keys = keys_of(self.shape)
 
     def observe(self, event: Event) -> None:
-        """Takes note of a step's tokens or of a layer's routing.
-
-        Raises:
-            ValueError: a layer's event has another number of tokens than its step, or the layer
-                does not exist.
-        """
+        """Takes note of a step's tokens or of a layer's routing."""
         if isinstance(event, StepBegins):
             self._begin(event)
         else:
@@ -69,10 +69,6 @@ class TrackedPredictor:
 
     def chances(self, now: int, layer: int) -> np.ndarray:
         """How probable each expert of one layer is at that layer's next turn: ``[E]``.
-
-        Args:
-            now: the last layer that was routed in the running step, -1 before the first one.
-            layer: which layer; up to ``now`` it is its turn for the tokens after the running ones.
 
         Returns:
             float; all 0 during a prompt, as ``predict`` is silent there.

@@ -9,6 +9,7 @@ from offloaded_models import (
     LAYERS,
     assert_same_parameters,
     batches,
+    freeze,
     here,
     offloaded,
     stack,
@@ -71,6 +72,25 @@ def test_experts_in_memory_move_nothing(tmp_path: Path) -> None:
     assert traffic.read_bytes == traffic.written_bytes == 0
     assert training.stats().resident_experts == LAYERS * EXPERTS
     training.close()
+
+
+@pytest.mark.parametrize("frozen", [None, "layers"])
+def test_a_step_needs_a_backward_pass_and_an_open_training(
+    tmp_path: Path, frozen: str | None
+) -> None:
+    model = stack()
+    freeze(model, frozen)
+    training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.5)
+    for num_steps in range(2):
+        with pytest.raises(RuntimeError, match="needs a backward pass"):
+            training.step()
+        assert training.num_steps == num_steps
+        model.loss(batches(1)[0]).backward()
+        training.step()
+    training.close()
+    for use in (training.step, lambda: training.backward([lambda: model.loss(batches(1)[0])])):
+        with pytest.raises(RuntimeError, match="the training is closed"):
+            use()
 
 
 @pytest.mark.parametrize(

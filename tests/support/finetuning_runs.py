@@ -65,6 +65,7 @@ def smallest(config: FinetuneConfig) -> FinetuneConfig:
     """The same run with the smallest budget, which a refused one names."""
     with pytest.raises(CapacityError, match="smallest that works") as refusal:
         prepare(with_run(config, host_memory="1MiB"))
+    assert "KV cache" not in str(refusal.value)
     return with_run(config, host_memory=str(refusal.value.smallest_bytes))
 
 

@@ -1,6 +1,6 @@
 """Quantised checkpoints: which tensors are the codes and scales of which weight of the model.
 
-A format is one file, which knows its names, types and shapes, and one row of `FORMATS`.
+A format is one function, which knows its names, types and shapes, and one row of `FORMATS`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.lazy import LazyTable
 
-Weight = TensorEntry | PackedWeight
-"""A weight of a checkpoint: a tensor, or several."""
+Weight = TensorEntry | PackedWeight  # A weight of a checkpoint: a tensor, or several
 
 Finder = Callable[[Settings, Mapping[str, TensorEntry]], Iterator[PackedWeight]]
 """Finds the quantised weights of a checkpoint: the configuration's part, and all its tensors."""
@@ -24,13 +23,13 @@ Finder = Callable[[Settings, Mapping[str, TensorEntry]], Iterator[PackedWeight]]
 _HERE = "moe_runtime.checkpoints.formats"
 FORMATS: Mapping[str, Finder] = LazyTable(
     {
-        "mxfp4": f"{_HERE}.gpt_oss:weights_of",
-        "fp8": f"{_HERE}.fp8:weights_of",
-        "mxfp8": f"{_HERE}.fp8:weights_of",
+        "mxfp4": f"{_HERE}.floats:mxfp4_weights",
+        "fp8": f"{_HERE}.floats:fp8_weights",
+        "mxfp8": f"{_HERE}.floats:fp8_weights",
         "compressed-tensors": f"{_HERE}.compressed_tensors:weights_of",
-        "modelopt": f"{_HERE}.modelopt:weights_of",
-        "gptq": f"{_HERE}.gptq:weights_of",
-        "awq": f"{_HERE}.awq:weights_of",
+        "modelopt": f"{_HERE}.floats:modelopt_weights",
+        "gptq": f"{_HERE}.columns:gptq_weights",
+        "awq": f"{_HERE}.columns:awq_weights",
     }
 )
 """By the `quant_method` of `config.json`."""
@@ -59,17 +58,7 @@ BESIDE_WEIGHTS = (
 def packed_weights(
     values: Mapping[str, Any], entries: Mapping[str, TensorEntry], place: str = CONFIG
 ) -> dict[str, PackedWeight]:
-    """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
-
-    Args:
-        values: the quantisation part of the configuration.
-        entries: all tensors.
-        place: where that part stands, for messages.
-
-    Raises:
-        UnsupportedModelError: nothing here reads such weights yet.
-        CheckpointError: configuration and tensors do not belong together; names the tensor.
-    """
+    """The quantised weights of a checkpoint by name, as the model's conversion table knows them."""
     settings = Settings(values, place)
     method = settings.text("quant_method")
     if method is None or method not in FORMATS:

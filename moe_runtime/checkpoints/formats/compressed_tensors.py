@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     PartOrder,
-    ReorderedWeight,
     codes_shape,
     one_number,
     part_of,
@@ -35,20 +34,12 @@ _PACKED, _SCALES = ".weight_packed", ".weight_scale"
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module whose weight is quantised.
-
-    Attributes:
-        name: of the module.
-        how: the part of the configuration that says how.
-        entries: all tensors of the checkpoint.
-        contents: reads a `weight_shape`.
-        kind: its format.
-    """
+    """A module whose weight is quantised."""
 
     name: str
-    how: Settings
+    how: Settings  # the part of the configuration that says how
     entries: Mapping[str, TensorEntry]
-    contents: Contents
+    contents: Contents  # reads a `weight_shape`
     kind: str
 
     @property
@@ -57,28 +48,16 @@ class _Module:
         return f"{self.name}.weight"
 
     def part(self, suffix: str) -> TensorEntry:
-        """The tensor of the weight with this end.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """The tensor of the weight with this end."""
         what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
         return part_of(self.entries, self.name, [f".weight{suffix}"], what)
 
     def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
-        """What the configuration says, which must be among what can be read.
-
-        Raises:
-            UnsupportedModelError: it is not.
-        """
+        """What the configuration says, which must be among what can be read."""
         return self.how.choice(name, known)
 
     def groups(self) -> tuple[int, int]:
-        """Rows and columns that share a scale.
-
-        Raises:
-            CheckpointError: the configuration does not say.
-        """
+        """Rows and columns that share a scale."""
         strategy = self.refuse_unless(
             "strategy", ("group", "tensor_group", "channel", "tensor", "block")
         )
@@ -90,13 +69,7 @@ class _Module:
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint.
-
-    Raises:
-        UnsupportedModelError: a format, or what one is used with, cannot be read yet.
-        CheckpointError: a part of a weight is missing or has another type or shape, or the
-            configuration does not say how it is written.
-    """
+    """The quantised weights of a checkpoint."""
     if settings.get("sparsity_config"):
         settings.unsupported("a sparsity_config", "dense weights")
     targets = _targets_of(settings)
@@ -129,13 +102,7 @@ def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
-    """What is done to the weights of each target of `config_groups`, and their format.
-
-    In the order of `match_targets` of compressed-tensors: names, then patterns by the alphabet.
-
-    Raises:
-        CheckpointError: it says so in no form that can be read, or as a whole another than here.
-    """
+    """What is done to the weights of each target of `config_groups`, and their format."""
     groups = settings.part("config_groups")
     found = {}
     for name in groups.values:
@@ -207,14 +174,14 @@ def _integers(module: _Module) -> PackedWeight:
 
 def _with_zero_points(
     weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: PartOrder
-) -> ReorderedWeight:
+) -> PackedWeight:
     kind = replace(
         weight.format,
         codes="uint4" if weight.format.bits == 4 else "uint8",
         zero=0,
         has_zero_points=True,
     )
-    return ReorderedWeight(
+    return PackedWeight(
         *(weight.name, (), weight.num_rows, weight.num_cols, kind, weight.codes, weight.scales),
         zero_points=zeros,
         orders={"codes": PartOrder(codes), "scales": PartOrder(None), "zero_points": order},
@@ -222,21 +189,14 @@ def _with_zero_points(
 
 
 class _Floats(NamedTuple):
-    """A format of floats.
-
-    Attributes:
-        suffix: of the name of the codes.
-        dtype: of the tensor of codes.
-        codes: what they mean.
-        scales: what scales mean, their safetensors types, and rows and columns that share one.
-        has_global_scale: one that divides, unlike that of ModelOpt.
-    """
+    """A format of floats."""
 
     suffix: str
     dtype: str
     codes: CodeName
+    # what scales mean, their safetensors types, and rows and columns that share one
     scales: tuple[ScaleName, tuple[str, ...], tuple[int, int] | None]
-    has_global_scale: bool = False
+    has_global_scale: bool = False  # one that divides, unlike that of ModelOpt
 
 
 _FLOAT_FORMATS = {
@@ -248,12 +208,7 @@ _FLOAT_FORMATS = {
 
 
 def _floats(module: _Module) -> PackedWeight:
-    """Floats of 8 or 4 bits, symmetric.
-
-    Raises:
-        UnsupportedModelError: there are zero points, or groups are not in order.
-        CheckpointError: there are zero points that the configuration does not have.
-    """
+    """Floats of 8 or 4 bits, symmetric."""
     form = _FLOAT_FORMATS.get(module.kind, _FLOAT_FORMATS["float-quantized"])
     if (zeros := _zero_points(module)) is not None:
         raise UnsupportedModelError(
@@ -293,10 +248,6 @@ def _zero_points(module: _Module) -> TensorEntry | None:
 
     Returns:
         None where the codes are symmetric.
-
-    Raises:
-        UnsupportedModelError: groups are permuted (`actorder`), or zero points not a row's.
-        CheckpointError: zero points are missing, or belong to symmetric codes.
     """
     groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
     if groups in module.entries:

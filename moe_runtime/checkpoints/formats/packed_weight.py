@@ -17,7 +17,7 @@ from moe_runtime.checkpoints.formats.settings import CONFIG
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
-from moe_runtime.kernels.quantized.storage_order import WORD_BITS, StorageOrder
+from moe_runtime.kernels.quantized.storage_order import StorageOrder
 from moe_runtime.memory.layout import TensorRange
 
 SCALE_NAMES: Mapping[str, ScaleName] = {
@@ -61,37 +61,38 @@ Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
 """Rows and columns of a weight, how they are written, and where their parts lie."""
 
 
+class PartOrder(NamedTuple):
+    """How one tensor of a weight lies."""
+
+    kind: str | None  # of its `StorageOrder`; None where it is in order
+    per: int = 1  # rows or columns of the weight for a row of the tensor; 0 where one is for all
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """One weight as a model has it, one matrix or a stack of them, in several tensors of a file.
 
-    Attributes:
-        name: of the weight, as the conversion table of transformers knows it.
-        lead: sizes of the stack: `()` for one matrix, `(E,)` for those of E experts.
-        num_rows: N.
-        num_cols: K.
-        format: what the numbers mean.
-        codes: `[*lead, N, bytes of a row]`; rows may end with bytes that are not used.
-        scales: `[*lead, groups of rows, groups of columns]`; None where blocks hold them.
-        zero_points: as the scales, or None.
-        global_scale: one number, or one for each matrix, or None.
-        is_transposed: whether the model holds `[*lead, K, N]`.
-        convert: makes the model's values of those in the file; None where they are these.
-        moves_codes: whether it only moves values, and codes as well.
+    One matrix may lie in an order that no product reads. It is put in order when an expert enters
+    its slot or a dense weight is loaded, never on the disk.
     """
 
-    name: str
-    lead: tuple[int, ...]
-    num_rows: int
-    num_cols: int
+    name: str  # of the weight, as the conversion table of transformers knows it
+    lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for those of E experts
+    num_rows: int  # N
+    num_cols: int  # K
     format: WeightFormat
-    codes: TensorEntry
+    codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with bytes that are not used
+    # `[*lead, groups of rows, groups of columns]`; None where blocks hold them
     scales: TensorEntry | None = None
     zero_points: TensorEntry | None = None
-    global_scale: TensorEntry | None = None
-    is_transposed: bool = False
+    global_scale: TensorEntry | None = None  # one number, or one for each matrix, or None
+    is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
+    # makes the model's values of those in the file; None where they are these
     convert: Callable[[Tensor], Tensor] | None = None
-    moves_codes: bool = False
+    moves_codes: bool = False  # whether it only moves values, and codes as well
+    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
+    along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are
+    adds_one: bool = False  # whether zero points are stored less one, as `StorageOrder` has it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,10 +141,10 @@ class PackedWeight:
         return values.transpose(-1, -2) if self.is_transposed else values
 
     def pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts all matrices, one below the other, into pieces of about so many elements.
-
-        A piece has whole groups of rows, or lies within one.
-        """
+        """Cuts all matrices, one below the other, into pieces of about so many elements."""
+        if self.orders:
+            yield from self._reordered_pieces(most_elements)
+            return
         group = max(1, self.format.group_rows)
         most = max(1, most_elements // self.num_cols)
         most = most // group * group or most
@@ -158,20 +159,18 @@ class PackedWeight:
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
         """Where the parts of some rows lie.
 
-        Args:
-            first: the first row, counted through all matrices.
-            step: rows from one to the next.
-            count: how many.
-
         Returns:
             `codes`, and `scales`, `zero_points` and `global_scale` where there are any: what
             `Packing.matrix` makes one matrix of `[count, K]` of.
-
-        Raises:
-            UnsupportedModelError: the rows lie in several matrices, or in several groups and begin
-                within one.
-            CheckpointError: a part is not where elements of its size can be read.
         """
+        if self.orders:
+            if (first, step, count) != (0, 1, self.num_rows):
+                raise UnsupportedModelError(
+                    f"{self.name}: expected a matrix of an expert in tensors of its own, found "
+                    f"rows {first} to {first + (count - 1) * step} of {self.num_rows} to be one; "
+                    f"such checkpoints are not supported yet"
+                )
+            return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
         kind = self.format
         number, row = divmod(first, self.num_rows)
         last = row + (count - 1) * step
@@ -203,53 +202,7 @@ class PackedWeight:
             found[name] = TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
         return found
 
-
-class PartOrder(NamedTuple):
-    """How one tensor of a weight lies.
-
-    Attributes:
-        kind: of its `StorageOrder`; None where it is in order.
-        per: how many rows or columns of the weight, whichever the tensor's first dimension goes
-            along, one row of the tensor is for; 0 where it has one row for all.
-    """
-
-    kind: str | None
-    per: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ReorderedWeight(PackedWeight):
-    """One matrix `[N, K]` whose numbers lie in the file in an order that no product reads.
-
-    They are put in order when an expert enters its slot or a dense weight is loaded, never on the
-    disk.
-
-    Attributes:
-        along: what the first dimension of the tensors goes along.
-        orders: how each part lies.
-        adds_one: whether zero points are stored less one, as `StorageOrder` has it.
-    """
-
-    along: Literal["rows", "columns"] = "rows"
-    orders: Mapping[str, PartOrder] = field(default_factory=dict)
-    adds_one: bool = False
-
-    def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """As of any weight, but for the whole matrix only.
-
-        Raises:
-            UnsupportedModelError: the rows are some of the matrix.
-            CheckpointError: a part is not where elements of its size can be read.
-        """
-        if (first, step, count) != (0, 1, self.num_rows):
-            raise UnsupportedModelError(
-                f"{self.name}: expected a matrix of an expert in tensors of its own, found rows "
-                f"{first} to {first + (count - 1) * step} of {self.num_rows} to be one; such "
-                f"checkpoints are not supported yet"
-            )
-        return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
-
-    def pieces(self, most_elements: int) -> Iterator[Piece]:
+    def _reordered_pieces(self, most_elements: int) -> Iterator[Piece]:
         """Cuts the weight along the first dimension of its tensors, each piece within a group."""
         is_by_rows = self.along == "rows"
         size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
@@ -313,11 +266,7 @@ def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int)
 def part_of(
     entries: Mapping[str, TensorEntry], name: str, suffixes: Iterable[str], what: str
 ) -> TensorEntry:
-    """The tensor of a weight whose name is `name` and one of these ends.
-
-    Raises:
-        CheckpointError: there is none; says that it would be `what`.
-    """
+    """The tensor of a weight whose name is `name` and one of these ends."""
     names = [name + suffix for suffix in suffixes]
     for found in names:
         if found in entries:
@@ -331,11 +280,7 @@ def part_of(
 def codes_of_modules(
     entries: Mapping[str, TensorEntry], suffix: str, *others: str
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Names that end with `suffix`, without it, and their tensors, which are codes.
-
-    Raises:
-        CheckpointError: a part of a weight, whose name has one of the other ends, has no codes.
-    """
+    """Names that end with `suffix`, without it, and their tensors, which are codes."""
     for name, entry in entries.items():
         for other in others:
             if name.endswith(other):
@@ -351,11 +296,7 @@ def require_beside(
     dtypes: Sequence[str],
     hint: Callable[[], str] = str,
 ) -> None:
-    """Checks the type and the sizes of a part beside the codes; sizes of one may be missing.
-
-    Raises:
-        CheckpointError: it has another type or other sizes; `hint` says what may be the cause.
-    """
+    """Checks the type and the sizes of a part beside the codes; sizes of one may be missing."""
     is_shaped = _without_ones(entry.shape) == _without_ones(shape)
     if entry.dtype not in dtypes or not is_shaped:
         raise CheckpointError(
@@ -369,17 +310,10 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _other_groups(
+def other_groups(
     kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
 ) -> str:
-    """The end of a message about scales that are those of other groups; empty where of none.
-
-    Args:
-        kind: has the groups that were expected.
-        sizes: `(*lead, N, K)` of the weight.
-        found: the shape of the scales, in the order of `sizes`.
-        place: where the size of groups stands.
-    """
+    """The end of a message about scales that are those of other groups; empty where of none."""
     if len(found) != len(sizes) or [*found[:-2]] != [*sizes[:-2]]:
         return ""
     fitting = []
@@ -405,11 +339,7 @@ def codes_shape(
     dims: Sequence[int] = (2, 3),
     place: str = CONFIG,
 ) -> tuple[int, ...]:
-    """The sizes of codes, which must have one of some types and numbers of dimensions.
-
-    Raises:
-        CheckpointError: they have not, or there are none.
-    """
+    """The sizes of codes, which must have one of some types and numbers of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
         expected = f"{' or '.join(dtypes)} of {' or '.join(map(str, dims))} dimensions"
         raise CheckpointError(
@@ -420,11 +350,7 @@ def codes_shape(
 
 
 def one_number(entry: TensorEntry, num_matrices: int = 1) -> TensorEntry:
-    """A global scale: one fp32 number for all, or one for each matrix.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """A global scale: one fp32 number for all, or one for each matrix."""
     if entry.dtype != "F32" or math.prod(entry.shape) not in (1, num_matrices):
         found = f"{entry.dtype} {list(entry.shape)}"
         raise CheckpointError(f"{entry.name}: expected one F32 number, found {found}")
@@ -443,122 +369,13 @@ def with_scales(
     is_transposed: bool = False,
     place: str = CONFIG,
 ) -> PackedWeight:
-    """A weight whose scales are checked, and their type put into its format.
-
-    Args:
-        name: of the weight.
-        codes: checked already.
-        sizes: `(*lead, N, K)`.
-        scales: of the weight.
-        dtypes: safetensors names of the types that scales may have.
-        kind: its format, but for the type of scales.
-        global_scale: as `PackedWeight` has it.
-        is_transposed: as `PackedWeight` has it.
-        place: where the configuration says how it is quantised, for messages.
-
-    Raises:
-        CheckpointError: the scales are not those of the weight.
-    """
+    """A weight of `(*lead, N, K)` whose scales are checked, and their type put into its format."""
     *lead, rows, cols = sizes
     shape = (*lead, *kind.scales_shape(rows, cols))
     require_beside(
-        scales, codes, shape, dtypes, lambda: _other_groups(kind, sizes, scales.shape, place)
+        scales, codes, shape, dtypes, lambda: other_groups(kind, sizes, scales.shape, place)
     )
     return PackedWeight(
         *(name, tuple(lead), rows, cols, replace(kind, scales=SCALE_NAMES[scales.dtype])),
         *(codes, scales, None, global_scale, is_transposed),
     )
-
-
-def by_columns(
-    module: str,
-    entries: Mapping[str, TensorEntry],
-    codes: tuple[TensorEntry, PartOrder],
-    sizes: tuple[int, int],
-    group: int,
-    zeros_kind: str,
-    bits: int,
-    *,
-    adds_one: bool = False,
-) -> ReorderedWeight:
-    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`, whose rows are columns.
-
-    Args:
-        module: whose weight.
-        entries: all tensors.
-        codes: the first of these tensors, checked already, and how it lies.
-        sizes: `(N, K)`.
-        group: columns of a group; 0 where all are one.
-        zeros_kind: how the zero points lie.
-        bits: of a code.
-        adds_one: as `ReorderedWeight` has it.
-
-    Raises:
-        CheckpointError: another part is missing or not that of the weight.
-    """
-    (entry, order), (rows, cols) = codes, sizes
-    scales, zeros = (
-        part_of(entries, module, [suffix], f"a part of {entry.name}")
-        for suffix in (".scales", ".qzeros")
-    )
-    kind = WeightFormat(
-        "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
-    )
-    _require_rows(entry, rows, scales, zeros, bits)
-    groups = kind.scales_shape(rows, cols)[1]
-
-    def hint() -> str:  # where zero points agree with them, the configuration is wrong
-        agree = zeros.shape[:1] == scales.shape[:1]
-        return _other_groups(kind, sizes, scales.shape[::-1]) if agree else ""
-
-    require_beside(scales, entry, (groups, rows), ("F16", "BF16", "F32"), hint)
-    require_beside(zeros, entry, (groups, _words(rows, bits)), ["I32"])
-    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
-    return ReorderedWeight(
-        *(f"{module}.weight", (), rows, cols, kind, entry, scales, zeros),
-        along="columns",
-        orders={
-            "codes": order,
-            "scales": PartOrder("transposed", group),
-            "zero_points": PartOrder(zeros_kind, group),
-        },
-        adds_one=adds_one,
-    )
-
-
-def _require_rows(
-    codes: TensorEntry, rows: int, scales: TensorEntry, zeros: TensorEntry, bits: int
-) -> None:
-    """Checks the rows of codes where scales and zero points agree on another number, and bits.
-
-    Raises:
-        CheckpointError: codes are of that many rows, transposed or another format's; zero points
-            are of other bits.
-    """
-    if len(scales.shape) != 2 or len(zeros.shape) != 2:
-        return
-    others, num_words = scales.shape[1], zeros.shape[1]
-    beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
-    if others == rows:
-        for likely in (2, 4, 8):
-            if _words(rows, likely) == num_words != _words(rows, bits):
-                raise CheckpointError(
-                    f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "
-                    f"{bits} bits, found {num_words}, as of {likely} bits; correct bits in the "
-                    "quantization_config of config.json"
-                )
-    elif num_words == _words(others, bits) != _words(rows, bits):
-        # one has a word for several rows, the other for several columns
-        sizes = (others, num_words) if codes.shape[1] == rows else (num_words, others)
-        method = "awq" if codes.shape[1] == rows else "gptq"
-        causes = [f"as quant_method {method} has them"] if codes.shape[1] == sizes[1] else []
-        causes += ["transposed"] if codes.shape[0] == sizes[0] else []
-        raise CheckpointError(
-            f"{codes.name}: expected codes of {others} rows, as {beside} have, found those of "
-            f"{rows} in {[*codes.shape]}; {' or '.join(causes) or 'damaged'}: correct the "
-            "quantization_config of config.json, or fetch the checkpoint again"
-        )
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD_BITS)

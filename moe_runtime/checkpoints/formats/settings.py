@@ -25,10 +25,6 @@ class Settings:
 
     Methods that give a value raise a ``CheckpointError`` where it is of another kind, and give None
     where there is none, unless they say otherwise.
-
-    Attributes:
-        values: what is in it.
-        place: its name, for messages.
     """
 
     values: Mapping[str, Any]
@@ -47,22 +43,14 @@ class Settings:
         return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
-        """A value that must be among what can be read; 4.0 is not 4, and 1 is not true.
-
-        Raises:
-            UnsupportedModelError: it is not.
-        """
+        """A value that must be among what can be read; 4.0 is not 4, and 1 is not true."""
         value, known = self.get(name), tuple(known)
         if not any(type(value) is type(item) and value == item for item in known):
             self.unsupported(f"{name} {clipped(value)}", " or ".join(map(repr, known)))
         return value
 
     def group(self, name: str) -> int:
-        """Columns of a group; 0 where it is written as -1, all columns of a row.
-
-        Raises:
-            CheckpointError: it is missing or something else.
-        """
+        """Columns of a group; 0 where it is written as -1, all columns of a row."""
         if self.get(name) == -1:
             return 0
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
@@ -106,11 +94,7 @@ class Settings:
 
 
 def matches(module: str, targets: Iterable[str]) -> bool:
-    """Whether a module's name is among names and patterns, which begin with `re:`.
-
-    Raises:
-        CheckpointError: a pattern is none.
-    """
+    """Whether a module's name is among names and patterns, which begin with `re:`."""
     for target in targets:
         if target == module:
             return True
@@ -144,11 +128,7 @@ class Contents(ExitStack):
         self._files: dict[Path, BinaryIO] = {}
 
     def numbers(self, entry: TensorEntry, count: int) -> torch.Tensor:
-        """The numbers of a tensor of one dimension.
-
-        Raises:
-            CheckpointError: it has another type or shape, or cannot be read.
-        """
+        """The numbers of a tensor of one dimension."""
         if entry.dtype not in ("I32", "I64") or entry.shape != (count,):
             raise CheckpointError(
                 f"{entry.name}: expected I32 or I64 [{count}], found {entry.dtype} "

@@ -50,8 +50,7 @@ _UNREAD = {
 _PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
 """Types of experts that are plain, but not bf16, where others of their layer are of other types."""
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
-_LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")
-"""What is around the name of a part."""
+_LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")  # what is around the name of a part
 _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SAMPLING = {
     "temperature": "temp",
@@ -69,10 +68,6 @@ def read_model(file: Path) -> Checkpoint:
 
     Returns:
         The checkpoint, to be computed in the type of most weights, bf16 where these are quantised.
-
-    Raises:
-        CheckpointError: it cannot be read, or is damaged.
-        UnsupportedModelError: nothing here reads models or weights of this kind.
     """
     header = _read_parts(file)
     architecture = architecture_of(header)
@@ -138,11 +133,7 @@ def _change(
 
 
 def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor]]:
-    """Experts' matrices and biases of each layer, by part and end of their names.
-
-    Raises:
-        CheckpointError: one is missing, or is there for fewer experts.
-    """
+    """Experts' matrices and biases of each layer, by part and end of their names."""
     by_layer: dict[str, dict[tuple[str, str], GgufTensor]] = defaultdict(dict)
     for tensor in header.tensors:
         if found := _EXPERTS.fullmatch(tensor.name):
@@ -162,21 +153,12 @@ def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor
 
 
 def load_tokenizer(file: Path) -> Any:
-    """Makes the tokenizer that a file describes.
-
-    Raises:
-        CheckpointError: it describes none, or one that contradicts itself.
-        UnsupportedModelError: nothing here makes tokenizers of this kind.
-    """
+    """Makes the tokenizer that a file describes."""
     return make_tokenizer(*_vocabulary_of(file), file)
 
 
 def generation_settings(file: Path) -> GenerationConfig | None:
-    """How a file's model begins, ends and samples texts; None without a vocabulary.
-
-    Raises:
-        CheckpointError: its vocabulary contradicts itself, or a setting of sampling is no number.
-    """
+    """How a file's model begins, ends and samples texts; None without a vocabulary."""
     from transformers import GenerationConfig
 
     metadata, num_rows = _vocabulary_of(file)

@@ -17,8 +17,7 @@ from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 1 << 28
-"""Of a file: vocabularies and their merges are a few megabytes."""
+MOST_HEADER_BYTES = 1 << 28  # of a file: vocabularies and their merges are a few megabytes
 
 _MAGIC = b"GGUF"
 _MOST_DIMS = 4
@@ -32,39 +31,25 @@ _MOST_ALIGNMENT = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor.
-
-    Attributes:
-        name: as the file has it.
-        file: it lies in.
-        type_id: ggml's number of its type.
-        shape: sizes, row-major: the reverse of the file's order.
-        offset: first byte, counted from the beginning of the file.
-        num_bytes: length.
-    """
+    """One tensor."""
 
     name: str
     file: Path
-    type_id: int
-    shape: tuple[int, ...]
-    offset: int
+    type_id: int  # ggml's number of its type
+    shape: tuple[int, ...]  # sizes, row-major: the reverse of the file's order
+    offset: int  # first byte, counted from the beginning of the file
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says before its tensors.
+    """What a file says before its tensors."""
 
-    Attributes:
-        file: the file, or the first of several.
-        metadata: by key; of an array of texts, how many there are, unless they were asked for.
-        tensors: in the file's order.
-        understood: ends of the architecture's keys whose values have been used.
-    """
-
-    file: Path
+    file: Path  # the file, or the first of several
+    # by key; of an array of texts, how many there are, unless they were asked for
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
+    # ends of the architecture's keys whose values have been used
     understood: set[str] = field(default_factory=set, compare=False)
 
     @property
@@ -84,19 +69,11 @@ class GgufHeader:
         return self.metadata.get(f"{self.name}.{key}", otherwise)
 
     def refuse(self, expected: str, found: str) -> NoReturn:
-        """Says what a file lacks.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Says what a file lacks."""
         refuse(self.file, expected, found)
 
     def unsupported(self, expected: str, found: str) -> NoReturn:
-        """Says what a sound file has that no model here computes.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Says what a sound file has that no model here computes."""
         refuse(self.file, expected, found, UnsupportedModelError)
 
 
@@ -121,16 +98,7 @@ BLOCK_SIZES = {
 def read_header(
     file: Path, beginning: IO[bytes] | None = None, *, with_texts: bool = False
 ) -> GgufHeader:
-    """Reads and checks the header of one file.
-
-    Args:
-        file: where it lies, with its full size.
-        beginning: gives its bytes from the first on, where the file does not hold them yet.
-        with_texts: keep arrays of texts, those of a vocabulary.
-
-    Raises:
-        CheckpointError: it cannot be read, or says what cannot be.
-    """
+    """Reads and checks the header of one file."""
     try:
         with nullcontext(beginning) if beginning else file.open("rb") as stream:
             return _Reader(file, stream, file.stat().st_size, with_texts).header()

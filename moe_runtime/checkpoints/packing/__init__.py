@@ -134,11 +134,7 @@ class PackedWriter(CheckpointWriter):
 def _packed(
     forms: Sequence[MatrixForm], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
 ) -> tuple[Tensor, list[int]]:
-    """The bytes of an expert, and the rooms of its escapes.
-
-    Raises:
-        CheckpointError: a matrix does not come back from the code.
-    """
+    """The bytes of an expert, and the rooms of its escapes."""
     coded = [form for form in forms if form.is_coded(code)]
     matrices = [*pool.map(_coded, coded, (views[form.name] for form in coded))]
     found = {form.name: matrix for form, matrix in zip(coded, matrices, strict=True)}
@@ -168,26 +164,16 @@ def _coded(form: MatrixForm, view: Tensor) -> PlanesMatrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary:
-    """What was written.
-
-    Attributes:
-        folder: of the new checkpoint.
-        code: how matrices are written that lost nothing; None where they are quantised.
-        quantize: how they are quantised; None where they are not.
-        expert_bytes: bytes of all experts as they were.
-        packed_bytes: as they are now.
-        num_experts: how many there are.
-        kept_files: files of experts that an earlier, interrupted run had written.
-        errors: of quantised matrices, for each layer and each of its matrices.
-    """
+    """What was written."""
 
     folder: Path
-    code: Code | None
-    quantize: Scheme | None
-    expert_bytes: int
+    code: Code | None  # how matrices are written that lost nothing; None where they are quantised
+    quantize: Scheme | None  # how they are quantised; None where they are not
+    expert_bytes: int  # bytes of all experts as they were
     packed_bytes: int
     num_experts: int
-    kept_files: int
+    kept_files: int  # files of experts that an earlier, interrupted run had written
+    # of quantised matrices, for each layer and each of its matrices
     errors: tuple[MatrixError, ...] = ()
 
     @property
@@ -258,12 +244,7 @@ def pack_checkpoint(
 
 
 def _require_ours(folder: Path, source: Path, way: str) -> None:
-    """Refuses a folder whose content is none that a packed checkpoint may replace.
-
-    Raises:
-        ValueError: it is or holds the checkpoint's own, or holds something else, such as another
-            model, or this one written in another way.
-    """
+    """Refuses a folder whose content is none that a packed checkpoint may replace."""
     place, staging = Path(os.path.realpath(folder)), staging_of(folder)
     if Path(os.path.realpath(source)).is_relative_to(place):
         raise ValueError(f"{folder} is the checkpoint to be packed, or holds it; name another one")

@@ -35,8 +35,7 @@ Scheme = Literal["mxfp4", "int4", "int8", "fp8"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 REPORT_NAME = "quantized_experts.json"
 
-_GROUPS = (128, 32)
-"""Columns that share the scale of integers: the first that divides all rows."""
+_GROUPS = (128, 32)  # columns that share the scale of integers: the first that divides all rows
 _MX_GROUP = 32
 _SCALE_NAMES: Mapping[str, ScaleName] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 _DTYPES = {"e8m0": "U8", "bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -51,21 +50,13 @@ _EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """How far the matrices of a layer are from what they were.
-
-    Attributes:
-        module: the experts module of the layer.
-        matrix: `gate`, `up` or `down`.
-        relative_rms: root of the sum of squared differences to that of squared weights, over the
-            experts.
-        worst_expert: the expert whose own is the largest.
-        worst_relative_rms: its own.
-    """
+    """How far the matrices of a layer are from what they were."""
 
     module: str
-    matrix: str
+    matrix: str  # `gate`, `up` or `down`
+    # root of the sum of squared differences to that of squared weights, over the experts
     relative_rms: float
-    worst_expert: int
+    worst_expert: int  # the expert whose own is the largest
     worst_relative_rms: float
 
 
@@ -89,21 +80,13 @@ def read_report(folder: Path) -> Report | None:
 
 
 class _Field(NamedTuple):
-    """A tensor that holds a part of a weight, or of a stack of weights.
+    """A tensor that holds a part of a weight, or of a stack of weights."""
 
-    Attributes:
-        part: `codes`, `scales`, or `shape`, the sizes of the weight.
-        name: of the tensor.
-        dtype: as safetensors names it.
-        shape: its sizes.
-        width: bytes of an element.
-    """
-
-    part: str
+    part: str  # `codes`, `scales`, or `shape`, the sizes of the weight
     name: str
     dtype: str
     shape: tuple[int, ...]
-    width: int
+    width: int  # bytes of an element
 
     @property
     def num_bytes(self) -> int:
@@ -111,31 +94,20 @@ class _Field(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of the new checkpoint.
+    """A weight of the new checkpoint."""
 
-    Attributes:
-        name: of the weight, or of the stack that it lies in.
-        matrices: of an expert; the weight has a row of each in turn.
-        shape: N, K.
-        place: in the stack.
-        num_stacked: weights in the stack; 0 for a weight of its own.
-    """
-
-    name: str
-    matrices: tuple[str, ...]
-    shape: tuple[int, int]
+    name: str  # of the weight, or of the stack that it lies in
+    matrices: tuple[str, ...]  # of an expert; the weight has a row of each in turn
+    shape: tuple[int, int]  # N, K
     place: int = 0
-    num_stacked: int = 0
+    num_stacked: int = 0  # weights in the stack; 0 for a weight of its own
 
 
 class QuantizedWriter(CheckpointWriter):
     """Writes experts quantised.
 
     Attributes:
-        errors: of all matrices, once they are written.
-
-    Raises:
-        UnsupportedModelError: the scheme has no form for these experts.
+        errors: of all matrices, once they are written
     """
 
     stage = "quantising experts"
@@ -321,11 +293,7 @@ class QuantizedWriter(CheckpointWriter):
             yield _Target(name, matrices, (len(matrices) * rows, cols), key.expert, num_experts)
 
     def _make_kind(self) -> WeightFormat:
-        """What codes and scales mean, the same for all experts.
-
-        Raises:
-            UnsupportedModelError: rows are no multiple of a group, or scales have no type.
-        """
+        """What codes and scales mean, the same for all experts."""
         if self._scheme == "mxfp4":
             self._group((_MX_GROUP,))
             return WeightFormat("e2m1", "e8m0", group_cols=_MX_GROUP)
@@ -349,11 +317,7 @@ class QuantizedWriter(CheckpointWriter):
         )
 
     def _require_names(self) -> None:
-        """Refuses experts that the model's conversion table would not find under their new names.
-
-        Raises:
-            UnsupportedModelError: it would not.
-        """
+        """Refuses experts whose new names the model's conversion table does not find."""
         targets = [target for found in self._targets.values() for target in found]
         pattern = _EXPERTS.removeprefix("re:")
         unknown = [target.name for target in targets if not re.match(pattern, target.name)]

@@ -43,8 +43,7 @@ from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.memory.source import CheckpointFile, ExpertSource, file_version
 from moe_runtime.types import ExpertKey
 
-SHARD_BYTES = 2 << 30
-"""Bytes of experts, as they were, in a file: what a kill loses at most."""
+SHARD_BYTES = 2 << 30  # bytes of experts, as they were, in a file: what a kill loses at most
 PROGRESS_NAME = "packing_progress.json"
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
@@ -54,17 +53,12 @@ Experts = Iterator[tuple[ExpertKey, Mapping[str, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file of experts that is whole.
-
-    Attributes:
-        file: its name.
-        pieces: begin, bytes and digest of what it holds, the header too.
-        notes: for each expert what its writer wants to know again: the rooms of its escapes, or the
-            squares of its errors.
-    """
+    """A file of experts that is whole."""
 
     file: str
-    pieces: list[list[int]]
+    pieces: list[list[int]]  # begin, bytes and digest of what it holds, the header too
+    # for each expert what its writer wants to know again: the rooms of its escapes, or the squares
+    # of its errors
     notes: list[list[Any]]
 
     @property
@@ -80,11 +74,7 @@ def staging_of(folder: Path) -> Path:
 
 
 def read_progress(staging: Path) -> dict[str, Any] | None:
-    """What an interrupted run says that it has written; None where it wrote nothing.
-
-    Raises:
-        ValueError: the folder is none that a run left, or what it says is damaged.
-    """
+    """What an interrupted run says that it has written; None where it wrote nothing."""
     if not os.path.lexists(staging):
         return None
     advice = "is in the way of what is packed; move or remove it"
@@ -120,9 +110,9 @@ class GrowingFile:
     """A file of experts that is being written.
 
     Attributes:
-        pieces: begin, bytes and digest of each piece that was written.
-        notes: what the writer noted of each expert.
-        pool: threads for what it computes.
+        pieces: begin, bytes and digest of each piece that was written
+        notes: what the writer noted of each expert
+        pool: threads for what it computes
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
@@ -138,23 +128,15 @@ class GrowingFile:
 
 
 class CheckpointWriter(abc.ABC):
-    """What becomes of a checkpoint's experts; everything else is copied.
-
-    Attributes:
-        stage: what is being done, for people.
-        report_name: name of the file that lists the files of the new checkpoint.
-        index_name: name of the file that says which file has which tensor.
-        settings: what files of an earlier run must have been written with.
-        replaced: the tensors of the checkpoint that the new one has in another form.
-        expert_bytes: bytes of what is written anew, as it was.
-    """
+    """What becomes of a checkpoint's experts; everything else is copied."""
 
     stage: ClassVar[str]
-    report_name: ClassVar[str]
+    report_name: ClassVar[str]  # name of the file that lists the files of the new checkpoint
+    # name of the file that says which file has which tensor
     index_name: ClassVar[str] = INDEX_FILE_NAME
-    settings: dict[str, Any]
-    replaced: set[str]
-    expert_bytes: int
+    settings: dict[str, Any]  # what files of an earlier run must have been written with
+    replaced: set[str]  # the tensors of the checkpoint that the new one has in another form
+    expert_bytes: int  # bytes of what is written anew, as it was
 
     def __init__(self, checkpoint: Checkpoint, experts: ExpertMap) -> None:
         """Takes the experts of a checkpoint, and where they lie there."""
@@ -199,19 +181,8 @@ def write_checkpoint(
 ) -> tuple[list[WrittenFile], int]:
     """Writes a checkpoint's experts in another form, and everything else as it is.
 
-    Args:
-        writer: says how.
-        folder: of the new checkpoint; replaced once the new one is whole.
-        io_threads: reads in flight at once.
-        progress: called with what is being done, the bytes done and the bytes in all.
-
     Returns:
         The files of experts, and how many of them an earlier, interrupted run had written.
-
-    Raises:
-        CapacityError: the disk has no room.
-        CheckpointError: an expert cannot be read, or what was written is not what was to be.
-        OSError: it cannot be written. Files of experts that are whole stay for the next run.
     """
     staging = staging_of(folder)
     make_folders(staging.parent)
@@ -310,11 +281,7 @@ class _Growing:
         write_text(staging / writer.report_name, report)
 
     def require_experts(self) -> None:
-        """Opens what was written as any other checkpoint, and finds its experts.
-
-        Raises:
-            CheckpointError: they are not there.
-        """
+        """Opens what was written as any other checkpoint, and finds its experts."""
         new = open_checkpoint(self._staging, self._writer.checkpoint.dtype)
         found = map_experts(build_on_meta(new), new).layouts.keys()
         if found != self._writer.experts.layouts.keys():
@@ -375,10 +342,7 @@ class _Growing:
             )
 
     def _read_done(self) -> list[WrittenFile]:
-        """The files that an earlier run has written, and that are still what it wrote.
-
-        What else it left is removed.
-        """
+        """The files that an earlier run has written, and that are still what it wrote."""
         found: list[WrittenFile] = []
         progress = read_progress(self._staging)
         if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin)):

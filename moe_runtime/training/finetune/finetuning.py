@@ -23,8 +23,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -38,7 +37,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
+from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.memory.slab import Slab

@@ -263,6 +263,7 @@ class OffloadedTraining(ExpertTraining):
         self._settings = settings
         self._names = [site.parameter_names for site in sites]
         self._final_rate: float | None = None
+        self._is_closed = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
@@ -298,9 +299,10 @@ class OffloadedTraining(ExpertTraining):
             The losses, detached.
 
         Raises:
-            RuntimeError: `backward` was called again after the last part of a step.
+            RuntimeError: it was called again after the last part of a step, or after `close`.
             MoERuntimeError: an expert could not be read or written.
         """
+        self._require_open()
         if self._final_rate is not None:
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
         rate = self._settings.lr if rate is None else rate
@@ -326,10 +328,15 @@ class OffloadedTraining(ExpertTraining):
             taken, and what the backward pass had updated is taken back.
 
         Raises:
+            RuntimeError: no backward pass came before, or the training is closed.
             ValueError: the rate is another than the backward pass had.
             UnsupportedUseError: the model got parameters to train after `offload_training`.
             MoERuntimeError: an expert could not be read or written.
         """
+        self._require_open()
+        has_gradient = self._passes.visits.went_back or bool(self.dense.gradients())
+        if self._final_rate is None and not has_gradient:
+            raise RuntimeError("step needs a backward pass before it: there are no gradients")
         require_no_new_parameters(self.model, self.dense.parameters())
         rate = self._settings.lr if rate is None else rate
         if self._final_rate is not None and rate != self._final_rate:
@@ -391,8 +398,13 @@ class OffloadedTraining(ExpertTraining):
         link = dataclasses.replace(self._passes.copies.traffic)
         return dataclasses.replace(super().stats(), link=link)
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the training is closed: it takes no more steps")
+
     def close(self) -> None:
         """As of `ExpertTraining`; activations on the disk end, too."""
+        self._is_closed = True
         self._passes.copies.forget()
         with contextlib.closing(self.activations):
             super().close()

@@ -51,11 +51,13 @@ class Visits:
         layers: layer and its experts for every forward pass that a backward pass will follow.
         calls: how many forward passes a layer had.
         rate: learning rate, where the gradients of this backward pass are final; else None.
+        went_back: whether a backward pass went through a layer.
     """
 
     layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)
     rate: float | None = None
+    went_back: bool = False
 
 
 class LayerExecutor:
@@ -147,6 +149,7 @@ class LayerExecutor:
         Returns:
             Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
         """
+        self.visits.went_back = True
         keys = visited(layer, calls)
         is_only_call = self.visits.calls[layer] == 1
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
