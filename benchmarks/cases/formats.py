@@ -21,7 +21,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import silu
 
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     ROUTINGS,
     ExpertLayer,
     ExpertsPeer,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     OURS,
     CallsPlan,
     CallsSystem,

@@ -192,8 +192,8 @@ def bench_experts(
     quiet_transformers(run.session)
     import torch
 
-    from moe_runtime.benchmarks.cases import experts
-    from moe_runtime.benchmarks.cases.experts import PEERS, kinds_of_calls
+    from moe_runtime.benchmarks.cases import expert_layers as experts
+    from moe_runtime.benchmarks.cases.expert_layers import PEERS, kinds_of_calls
     from moe_runtime.kernels.operands import find_device
 
     asked, place, num_threads = parse_dtype(dtype), find_device(device), use_threads(threads)
@@ -253,7 +253,7 @@ def bench_layer(
     quiet_transformers(run.session)
     import torch
 
-    from moe_runtime.benchmarks.cases.experts import sizes_of_model
+    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.benchmarks.cases.layer import PEERS, LayerPlan, measure_layer
 
     asked, num_threads = parse_dtype(dtype), use_threads(threads)
@@ -347,7 +347,7 @@ def bench_training(
     hold_to(isa)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases import training
-    from moe_runtime.benchmarks.cases.experts import sizes_of_model
+    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
     from moe_runtime.kernels.operands import find_device
 

@@ -58,7 +58,7 @@ _SCALES = {"Q4_K": ((0, 2), 350.0), "Q6_K": ((208,), 1400.0), "Q8_0": ((0,), 74.
 """Where the fp16 numbers of a block lie, in bytes, and the spread of random codes without them."""
 
 
-class GgufTensor(NamedTuple):
+class WrittenTensor(NamedTuple):
     """A tensor of a file: its type, the shape of its values, and what gives its content."""
 
     name: str
@@ -80,7 +80,7 @@ def _write_file(
     target: Path,
     architecture: str,
     tokenizer: Path,
-    tensors: Iterable[GgufTensor],
+    tensors: Iterable[WrittenTensor],
     add_metadata: Callable[[Any, ModuleType], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -177,7 +177,7 @@ class GgufShape:
         write_tokenizer(folder, self.vocab_size)
         generator = np.random.default_rng(0)
         plain = [
-            GgufTensor(name, "F32", values.shape, values.view)
+            WrittenTensor(name, "F32", values.shape, values.view)
             for name, values in self._plain(generator).items()
         ]
         tensors = [*self._matrices(generator), *plain]
@@ -195,13 +195,13 @@ class GgufShape:
         file = folder / FILE_NAME
         return file.is_file() and file.stat().st_size >= self.total_bytes
 
-    def _matrices(self, generator: np.random.Generator) -> Iterator[GgufTensor]:
+    def _matrices(self, generator: np.random.Generator) -> Iterator[WrittenTensor]:
         width, hidden, experts = self.model_width, self.expert_width, self.num_experts
         values = self._linear_width
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def tensor(name: str, shape: tuple[int, ...], kind: str = "Q8_0") -> GgufTensor:
-            return GgufTensor(name, kind, shape, partial(_blocks, name, shape, kind, generator))
+        def tensor(name: str, shape: tuple[int, ...], kind: str = "Q8_0") -> WrittenTensor:
+            return WrittenTensor(name, kind, shape, partial(_blocks, name, shape, kind, generator))
 
         for name in ("token_embd", "output"):
             yield tensor(f"{name}.weight", (self.vocab_size, width))
@@ -368,7 +368,7 @@ def require_copy(shape: Any) -> None:
     _require_gguf()
 
 
-def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[WrittenTensor]:
     for key, name in _TABLES.items():
         yield _plain(f"{name}.weight", places[f"{key}.weight"])
     is_gpt_oss = isinstance(shape, GptOssShape)
@@ -388,7 +388,7 @@ def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[GgufTen
             yield _matrices(f"{block}.ffn_{key}_exps.weight", names, places)
 
 
-def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTensor:
+def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> WrittenTensor:
     """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
 
     `rows` are taken of the last dimension.
@@ -402,10 +402,10 @@ def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTe
         return _from_bf16(bits) if is_float32 else bits.view(np.uint8)
 
     stacked = one if len(places) == 1 else (len(places), *one)
-    return GgufTensor(name, "F32" if is_float32 else "BF16", stacked, read)
+    return WrittenTensor(name, "F32" if is_float32 else "BF16", stacked, read)
 
 
-def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> GgufTensor:
+def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> WrittenTensor:
     """Tensors as they are, or in fp32 where a checkpoint has FP8; several are stacked."""
     matrices = [places[key] for key in keys]
     if f"{keys[0]}_scale_inv" not in places:
@@ -417,7 +417,7 @@ def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> Ggu
         return np.stack(found) if len(found) > 1 else found[0]
 
     one = matrices[0].shape
-    return GgufTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
+    return WrittenTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
 
 
 def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
@@ -434,7 +434,7 @@ def _from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _as_q8_0(tensor: GgufTensor) -> GgufTensor:
+def _as_q8_0(tensor: WrittenTensor) -> WrittenTensor:
     """A matrix in Q8_0; what llama.cpp wants in fp32 stays."""
     if tensor.name.endswith(_FLOAT32_PARTS):
         return tensor
@@ -449,7 +449,9 @@ def _as_q8_0(tensor: GgufTensor) -> GgufTensor:
     return tensor._replace(kind="Q8_0", read=read)
 
 
-def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+def _gpt_oss_experts(
+    block: str, stem: str, places: dict[str, TensorPlace]
+) -> Iterator[WrittenTensor]:
     """Rows of gate and up take turns in the checkpoint and lie apart in the GGUF file."""
     for name, key, rows in (
         ("gate", "gate_up_proj", slice(0, None, 2)),
@@ -461,7 +463,7 @@ def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> I
         yield _plain(f"{block}.ffn_{name}_exps.bias", places[f"{stem}.{key}_bias"], rows=rows)
 
 
-def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> GgufTensor:
+def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> WrittenTensor:
     """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`.
 
     A block is the exponent, then the codes of elements j and j + 16 in byte j.
@@ -479,7 +481,7 @@ def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> G
             block[..., 2::2] = low >> 4 | high & 0xF0
         return blocks.reshape(num_experts, num_rows, -1)
 
-    return GgufTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
+    return WrittenTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
 
 
 def _add_metadata(writer: Any, gguf: ModuleType, shape: ModelShape) -> None:

@@ -9,7 +9,7 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertLayer,
     ExpertsPlan,
     in_float64,
@@ -82,7 +82,7 @@ def test_who_computes_something_else_has_no_numbers(
     implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ExpertsInterface.register("tested", implementation)
-    monkeypatch.setattr("moe_runtime.benchmarks.cases.experts.PEERS", ("tested",))
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.expert_layers.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)

@@ -9,7 +9,7 @@ from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases import formats as format_layers
-from moe_runtime.benchmarks.cases.experts import in_float64
+from moe_runtime.benchmarks.cases.expert_layers import in_float64
 from moe_runtime.benchmarks.cases.formats import (
     FORMATS,
     FormatLayer,

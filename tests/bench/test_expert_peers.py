@@ -11,7 +11,7 @@ import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
     layer_of_model,
     measure_experts,

@@ -16,7 +16,7 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
     layer_of_model,
     measure_experts,

@@ -92,8 +92,8 @@ BENCH_CASES = {
     ),
     "bench experts": Case(
         (
-            "moe_runtime.benchmarks.cases.experts.layer_of_model",
-            "moe_runtime.benchmarks.cases.experts.measure_experts",
+            "moe_runtime.benchmarks.cases.expert_layers.layer_of_model",
+            "moe_runtime.benchmarks.cases.expert_layers.measure_experts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -111,7 +111,7 @@ BENCH_CASES = {
     ),
     "bench layer": Case(
         (
-            "moe_runtime.benchmarks.cases.experts.sizes_of_model",
+            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
             "moe_runtime.benchmarks.cases.layer.measure_layer",
         ),
         (str(ROOT / "models" / "pocket"),),
@@ -142,7 +142,7 @@ BENCH_CASES = {
     ),
     "bench training": Case(
         (
-            "moe_runtime.benchmarks.cases.experts.sizes_of_model",
+            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
             "moe_runtime.benchmarks.cases.training.measure_training",
         ),
         (str(ROOT / "models" / "pocket"),),
