@@ -81,13 +81,11 @@ def make_gate(name: str, hidden_size: int, num_experts: int, top_k: int, /, **op
 
     Args:
         name: a key of `GATES`.
-        hidden_size: width of a token.
-        top_k: choices of a token.
         options: the gate's own keyword arguments.
 
     Raises:
-        ValueError: The name or an option is unknown (the nearest is named), an option is missing
-            or of a type that it cannot have, or the gate refuses the sizes.
+        ValueError: The name or an option is unknown (the nearest is named), an option is missing or
+            has a wrong type, or the gate refuses the sizes.
     """
     if name not in GATES:
         raise ValueError(f"unknown gate {name!r}: {nearest(name, GATES)}")

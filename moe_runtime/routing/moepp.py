@@ -1,4 +1,4 @@
-"""MoE++ (Jin et al. 2024): experts without weights among the experts, and gating residuals.
+"""MoE++ (Jin et al. 2024): experts without weights, and gating residuals.
 
 Shape suffixes: T tokens, N all experts (E with weights, then Z without), K choices of a token.
 """
@@ -35,22 +35,13 @@ class ZeroExpertCounts:
     zero: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the counts.
-
-        Raises:
-            ValueError: One is no whole number, or negative.
-        """
         for count in (self.constant, self.copy, self.zero):
             if type(count) is not int or count < 0:
                 raise ValueError(f"counts of zero experts must be integers from 0 on, got {self}")
 
     @classmethod
     def of_kinds(cls, kinds: Mapping[str, int]) -> ZeroExpertCounts:
-        """Counts by kind; kinds that are not named have none.
-
-        Raises:
-            ValueError: A kind is unknown; the nearest one is named.
-        """
+        """Counts by kind; kinds that are not named have none."""
         counts = {"constant": 0, "copy": 0, "zero": 0}
         for kind in kinds:
             if kind not in counts:
@@ -65,27 +56,21 @@ class ZeroExpertCounts:
 class MoEPlusPlus(Gate):
     """Top-k softmax over E experts with weights and Z without any.
 
-    `logits = x W + previous_logits R` (the gating residual, where previous logits are given);
-    softmax over all N, top-k; the weight of a zero expert becomes 0 and the rest is divided by
-    its sum (with `top_k=1` it is not). A token whose k choices include experts without weights
-    needs fewer fetches.
+    `logits = x W + previous_logits R` (the gating residual); softmax over all N, top-k. The weight
+    of a zero expert becomes 0 and the rest is divided by its sum (not with `top_k=1`).
 
     Loss `heterogeneous_balance`: `sum_i eta_i f_i P_i`, f the share of tokens that choose i, P its
-    mean probability, `eta` 1 for experts with weights and `tau` without. Capacity of an expert
-    with weights is `ceil(factor * k * tau * S / (tau * E + Z))`, without them `1 / tau` times that:
+    mean probability, `eta` 1 for experts with weights and `tau` without. An expert with weights
+    takes `ceil(factor * k * tau * S / (tau * E + Z))` choices, one without `1 / tau` times that:
     the paper's formulas times k, because k choices need k places.
 
     Args:
-        zero_experts: How many of each kind.
-        tau: Below 1 the loss and the capacity favour experts without weights.
+        tau: In (0, 1]; below 1 the loss and the capacity favour experts without weights.
         gating_residual: Whether the gate has the matrix R.
 
     Attributes:
         weight: `[N, D]`.
         residual: `[N, N]`, zero at the start, or None.
-
-    Raises:
-        ValueError: `tau` is not in (0, 1].
     """
 
     default_loss_weights: ClassVar = {"heterogeneous_balance": 0.01}
@@ -176,7 +161,6 @@ class MoEPlusPlus(Gate):
         )
 
     def is_zero(self, ids_TK: Tensor) -> Tensor:
-        """Which choices are of the kind that returns 0: the last ones."""
         return ids_TK >= self.num_experts + self.zero_experts.total - self.zero_experts.zero
 
     def eta(self, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """RL-R (Clark et al., "Unified Scaling Laws for Routed Language Models", 2022).
 
-Routing as a policy: the gate samples an expert, and what comes of it later, the loss of the token,
-rewards the choice (REINFORCE, Williams 1992). Shape suffixes: T tokens, D model width, E experts.
+The gate samples an expert, and the loss of the token later rewards the choice (REINFORCE, Williams
+1992). Shape suffixes: T tokens, D model width, E experts.
 """
 
 from __future__ import annotations
@@ -21,21 +21,17 @@ from moe_runtime.routing.value import Policy, Routing
 class Reinforce(Gate):
     """Samples one expert from `softmax(logits)`, cut to its nucleus; its output is not weighted.
 
-    So the training loss gives the gate no gradient. `policy_loss` does, once the rewards are
-    known; a linear baseline of the token's value lowers its variance. In evaluation the best
-    expert is taken. The losses `load_balance` and `entropy` keep the policy from collapsing.
+    `policy_loss` gives the gate its gradient, once the rewards are known; a linear baseline of the
+    token's value lowers its variance. Evaluation takes the best expert. The losses `load_balance`
+    and `entropy` keep the policy from collapsing.
 
     Args:
-        top_k: Must be 1.
         top_p: Experts are sampled from the fewest that hold this share of the probability.
         policy_weight: Coefficient of `policy_loss` in a model that adds it.
 
     Attributes:
         value_weight: `[D]`, of the baseline.
         value_bias: A scalar.
-
-    Raises:
-        ValueError: `top_k` is not 1, or `top_p` or `policy_weight` is out of range.
     """
 
     default_loss_weights: ClassVar = {"load_balance": 0.01, "entropy": 0.001}
@@ -116,10 +112,7 @@ class Reinforce(Gate):
 
         Args:
             policy: `aux.routing.policy` of the call.
-            rewards_T: `[T]`, the more the better: for a language model minus the token's loss.
-
-        Raises:
-            ValueError: There is not one reward for each token.
+            rewards_T: `[T]`: for a language model minus the token's loss.
         """
         if rewards_T.shape != policy.log_probs_T.shape:
             raise ValueError(
@@ -134,8 +127,6 @@ class Reinforce(Gate):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SampledChoice(Choice):
-    """A choice with the logarithm of its probability, and the baseline of its reward."""
-
     log_probs_T: Tensor | None = None
     values_T: Tensor | None = None
 

@@ -1,9 +1,9 @@
 """Gates that take the k best experts of each token, by their scores or within groups.
 
 Sources: top-k softmax, Shazeer et al. 2017 and Mixtral (softmax over the chosen scores, which
-equals renormalising), Qwen-MoE and OLMoE (softmax before, with or without renormalising); sigmoid
-scores, selection bias and expert groups, DeepSeek-V3. Shape suffixes: T tokens, E experts, K
-choices of a token, G groups, M experts of a group.
+equals renormalising), Qwen-MoE and OLMoE (softmax before); sigmoid scores, selection bias and
+expert groups, DeepSeek-V3. Shape suffixes: T tokens, E experts, K choices of a token, G groups, M
+experts of a group.
 """
 
 from __future__ import annotations
@@ -125,14 +125,11 @@ class TopK(Gate):
 
     @torch.no_grad()
     def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
-        """Moves the selection bias against the load seen since the last call: `bias += rate *
+        """Moves the selection bias against the load since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
-        Activation checkpointing, of some calls or of all, counts a load once.
-
-        Args:
-            group: As of `Gate`; the loads of these processes are added up.
-            skipped: As of `Gate`.
+        The loads of the processes of `group` are added up. Activation checkpointing counts a load
+        once.
         """
         super().after_step(group, skipped=skipped)
         if self.expert_bias is None or self.load_E is None:
@@ -303,21 +300,17 @@ class RoundRobinTopK(SoftmaxTopK):
 class CosineTopK(SoftmaxTopK):
     """`logits = cos(P x, m_e) * exp(min(t, log 100))`, then top-k softmax.
 
-    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token. That keeps
-    representations from collapsing onto the experts' directions.
+    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token, which
+    keeps representations from collapsing onto the experts' directions.
 
     Args:
         projection_size: Width that tokens are projected to.
         temperature: The scores start with the factor `1 / temperature`.
-        options: As `Gate`.
 
     Attributes:
         projector: `[P, D]`.
         centers: `[E, P]`, a direction for each expert.
         log_scale: Scalar, `t`.
-
-    Raises:
-        ValueError: `projection_size` or `temperature` is not positive.
     """
 
     is_linear: ClassVar = False
@@ -367,12 +360,9 @@ class CosineTopK(SoftmaxTopK):
 class NoisyTopK(Gate):
     """`H = x W + N(0, 1) * (softplus(x W_noise) + 1e-2)`; weights: softmax over the top-k of H.
 
-    Shazeer et al. 2017. For one choice the weight is its probability among all experts: alone it
-    would always be 1.
-
-    Noise is added in training only. Losses: `importance`, and `load`, the squared coefficient of
-    variation of the expected number of tokens of each expert, which is differentiable in scores
-    and noise: an expert is used if its noisy score exceeds the k-th best of the others.
+    Shazeer et al. 2017. For one choice the weight is its probability among all experts. Noise is
+    added in training only. Losses: `importance`, and `load`, the squared coefficient of variation
+    of the expected number of tokens of each expert, which is differentiable in scores and noise.
 
     Attributes:
         noise_weight: `[E, D]`, zero at the start.
@@ -410,7 +400,6 @@ class NoisyTopK(Gate):
         return self._choose(clean_TE, clean_TE + noise_TE * sigma_TE, sigma_TE)
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
-        """Without noise, as in evaluation."""
         return self._choose(logits_TE, logits_TE, None)
 
     def _choose(self, clean_TE: Tensor, noisy_TE: Tensor, sigma_TE: Tensor | None) -> Choice:
@@ -449,14 +438,7 @@ class Switch(Gate):
     """Top-1: `p = softmax(logits)`, `e = argmax p`, weight `p[e]` (not renormalised).
 
     Switch Transformer, Fedus et al. 2021. In training the gate's input is multiplied by noise from
-    `U(1 - jitter, 1 + jitter)`.
-
-    Args:
-        top_k: Must be 1.
-        jitter: 0.01 in the paper.
-
-    Raises:
-        ValueError: `top_k` is not 1, or the jitter is not in [0, 1).
+    `U(1 - jitter, 1 + jitter)`; the paper's jitter is 0.01.
     """
 
     def __init__(
@@ -491,17 +473,9 @@ class Switch(Gate):
 class GShard(Gate):
     """Top-2 of the softmax, normalised; the second expert is used with probability `2 * g2`.
 
-    Lepikhin et al. 2020. A second expert of normalised weight 0.5 is always used, one of 0.1 in a
-    fifth of the cases. That is so in training; in evaluation the second expert is always used. With
-    capacity, second choices take places after all first choices of their group (policy `choice`),
-    and a choice that is not used takes none. The weight of a lost choice is lost.
-
-    Args:
-        top_k: Must be 2.
-        random_second: Whether the second expert is random in training.
-
-    Raises:
-        ValueError: `top_k` is not 2.
+    Lepikhin et al. 2020. In evaluation, or without `random_second`, the second expert is always
+    used. With capacity, second choices take places after all first choices of their group (policy
+    `choice`); a choice that is not used takes none, and its weight is lost.
     """
 
     default_loss_weights: ClassVar = {"first_choice_balance": 0.01}
@@ -537,18 +511,14 @@ class GShard(Gate):
 class Prototype(Gate):
     """Experts form `k` equal runs; each run's softmax gives a token its best expert there.
 
-    k-top-1 prototyping (M6-T, Yang et al. 2021): k routers, each over its own experts. The weight
-    is the probability within the run, so a token's weights do not add up to 1.
-    With `top_k=1` this is Switch without jitter. M6-T found that a balance loss does not help, so
-    none is on by default.
+    k-top-1 prototyping (M6-T, Yang et al. 2021). The weight is the probability within the run, so a
+    token's weights do not add up to 1. With `top_k=1` this is Switch without jitter. M6-T found
+    that a balance loss does not help, so none is on by default.
 
     Args:
         top_k: Prototypes, and experts of a token.
-        slots: `k`: an expert's capacity grows with k as usual; `1`: it is that of top-1 routing,
-            so that the work does not grow with k.
-
-    Raises:
-        ValueError: `top_k` does not divide `num_experts`, or `slots` is unknown.
+        slots: `k`: an expert's capacity grows with k as usual; `1`: it is that of top-1 routing, so
+            that the work does not grow with k.
     """
 
     default_loss_weights: ClassVar = {}
@@ -587,18 +557,14 @@ class Sam(Gate):
     """All k experts of a token lie in one group (one device), chosen by the group's score.
 
     SAM, switch and mixture (HetuMoE, Nie et al. 2022). `p = softmax(logits)`; a group's score is
-    the sum (or the maximum) of its experts' p; the best group's k best experts are used, with
-    weights p divided by their sum if `renormalize` (by default where k is 2 or more). The loss
-    `alignment` is the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e outside
-    the group, `p_k` being the weakest chosen: what the token loses by staying in its group. (The
-    form of that loss is our reading: the paper gives none.)
+    the sum (or the maximum) of its experts' p. The best group's k best experts have weights p,
+    divided by their sum if `renormalize` (by default where k is 2 or more). The loss `alignment` is
+    the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e outside the group,
+    `p_k` being the weakest chosen. (The form of that loss is our reading: the paper gives none.)
 
     Args:
-        num_expert_groups: Groups of experts, consecutive ones.
+        num_expert_groups: Groups of consecutive experts.
         group_score: `sum` or `max`.
-
-    Raises:
-        ValueError: Groups that do not divide, or that hold fewer than `top_k` experts.
     """
 
     default_loss_weights: ClassVar = {"load_balance": 0.01, "alignment": 0.01}
@@ -653,11 +619,7 @@ _CONSTANT_WEIGHT = (
 
 
 def renormalizes(asked: bool | None, top_k: int) -> bool:
-    """Whether the weights of a token are divided by their sum: they are, unless there is only one.
-
-    Raises:
-        ValueError: It was asked for a single choice, whose weight would always be 1.
-    """
+    """Whether the weights of a token are divided by their sum: by default for k above 1."""
     if asked and top_k == 1:
         raise ValueError(_CONSTANT_WEIGHT.format("renormalize=True"))
     return top_k > 1 if asked is None else asked
