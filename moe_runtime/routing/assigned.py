@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
 from moe_runtime.routing.capacity import Capacity
-from moe_runtime.routing.topk import require_top_k
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,15 +86,7 @@ class Base(AssignmentGate):
     batch; `Sinkhorn` is the fast approximation.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int = 1,
-        **options: Unpack[GateOptions],
-    ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 1)
+    fixed_top_k: ClassVar = 1
 
     def assign(self, logits_SE: Tensor) -> Tensor:
         return best_assignment(logits_SE)[:, None]
@@ -293,9 +284,9 @@ class ExpertChoice(Gate):
         )
         return Choice(ids_TK, weights_TK, logits_TE, probs_TE)
 
-    def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
-        slots_TK, _ = super().places(choice, num_experts)
-        return slots_TK, choice.ids_TK < num_experts  # no expert took too many
+    def places(self, choice: Choice, capacity: Capacity) -> tuple[Tensor, Tensor]:
+        slots_TK, _ = super().places(choice, capacity)
+        return slots_TK, choice.ids_TK < self.num_experts  # no expert took too many
 
 
 class DenseToSparse(Gate):

@@ -111,6 +111,7 @@ class Gate(nn.Module, ABC):
     default_loss_weights: ClassVar[Mapping[str, float]] = {"load_balance": 0.01}
     own_loss_names: ClassVar[tuple[str, ...]] = ()
     is_linear: ClassVar[bool] = True
+    fixed_top_k: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -128,6 +129,10 @@ class Gate(nn.Module, ABC):
     ) -> None:
         super().__init__()
         _check_sizes(hidden_size, num_experts, top_k, num_groups)
+        if self.fixed_top_k not in (None, top_k):
+            raise ValueError(
+                f"{type(self).__name__} routes with top_k={self.fixed_top_k}, got {top_k}"
+            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -224,7 +229,7 @@ class Gate(nn.Module, ABC):
             return Routing(
                 choice.ids_TK, choice.weights_TK, num_experts, losses, logits_TE=choice.logits_TE
             )
-        slots_TK, is_kept_TK = self.places(choice, num_experts)
+        slots_TK, is_kept_TK = self.places(choice, self.capacity)
         return Routing(
             choice.ids_TK.masked_fill(~is_kept_TK, num_experts),
             choice.weights_TK.masked_fill(~is_kept_TK, 0.0),
@@ -269,25 +274,24 @@ class Gate(nn.Module, ABC):
             self.step_counts_E += counts_E
         return self.step_counts_E.clone()
 
-    def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
+    def places(self, choice: Choice, capacity: Capacity) -> tuple[Tensor, Tensor]:
         """Place of each choice among those of its expert, and whether it is kept."""
-        assert self.capacity is not None, "places are needed with capacity only"
+        ids_TK, num_experts = choice.ids_TK, choice.probs_TE.shape[1]
         slots_TK = expert_slots(
-            choice.ids_TK,
+            ids_TK,
             choice.weights_TK,
             num_experts,
-            policy=self.capacity.policy,
+            policy=capacity.policy,
             num_groups=self.num_groups,
         )
-        limit = self.slot_limit(choice.ids_TK.shape[0] // self.num_groups)
+        limit = self.slot_limit(capacity, len(ids_TK) // self.num_groups)
         if isinstance(limit, Tensor):  # one limit for each expert; sentinels take none
-            limit = F.pad(limit, (0, 1))[choice.ids_TK]
-        return slots_TK, (slots_TK < limit) & (choice.ids_TK < num_experts)
+            limit = F.pad(limit, (0, 1))[ids_TK]
+        return slots_TK, (slots_TK < limit) & (ids_TK < num_experts)
 
-    def slot_limit(self, group_size: int) -> int | Tensor:
+    def slot_limit(self, capacity: Capacity, group_size: int) -> int | Tensor:
         """Choices that an expert takes from a group: one number, or one for each expert."""
-        assert self.capacity is not None, "without capacity there is no limit"
-        return self.capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
+        return capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
 
     def check_batch(self, x_TD: Tensor, context: RoutingContext) -> None:
         if x_TD.ndim != 2 or x_TD.shape[1] != self.hidden_size:
@@ -335,11 +339,8 @@ class Gate(nn.Module, ABC):
             )
 
     def extra_repr(self) -> str:
-        parts = [f"hidden_size={self.hidden_size}", f"num_experts={self.num_experts}"]
-        parts.append(f"top_k={self.top_k}")
-        if self.capacity is not None:
-            parts.append(f"capacity={self.capacity}")
-        return ", ".join(parts)
+        names = ("hidden_size", "num_experts", "top_k", "capacity")
+        return ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
 
 
 _NUMBERS: Mapping[type, type] = MappingProxyType({int: Integral, float: Real})
@@ -363,6 +364,11 @@ def is_made_again() -> bool:
     return node is not None and node.name() != "CheckpointFunctionBackward"
 
 
+def place_of(options: GateOptions) -> dict[str, Any]:
+    """Device and dtype among the options of a gate."""
+    return {"device": options.get("device"), "dtype": options.get("dtype")}
+
+
 def score_dtype(x: Tensor) -> torch.dtype:
     """The precision of scores: fp64 for fp64, fp32 for all else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -370,8 +376,10 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
     """Refuses options whose values have another type than the gate's signature says."""
+    hints: dict[str, Any] = {}
     try:
-        hints = get_type_hints(kind.__init__)
+        for base in reversed(kind.__mro__[: kind.__mro__.index(Gate)]):
+            hints |= get_type_hints(base.__init__) if "__init__" in vars(base) else {}
     except NameError:  # a gate from outside may name types that exist for checkers alone
         return
     for option, value in options.items():

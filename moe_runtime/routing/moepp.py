@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_runtime.config import nearest
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, place_of
+from moe_runtime.routing.capacity import Capacity
 from moe_runtime.routing.topk import normalize
 from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
 
@@ -95,10 +96,7 @@ class MoEPlusPlus(Gate):
         self.tau = tau
         self.residual: nn.Parameter | None = None
         if gating_residual:
-            device, dtype = options.get("device"), options.get("dtype")
-            self.residual = nn.Parameter(
-                torch.zeros(num_scores, num_scores, device=device, dtype=dtype)
-            )
+            self.residual = nn.Parameter(torch.zeros(num_scores, num_scores, **place_of(options)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -124,7 +122,9 @@ class MoEPlusPlus(Gate):
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         probs_TN = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = probs_TN.topk(self.top_k, dim=-1)
-        weights_TK = weights_TK.masked_fill(self.is_zero(ids_TK), 0.0)
+        # the kind that returns 0 comes last
+        first_zero = probs_TN.shape[1] - self.zero_experts.zero
+        weights_TK = weights_TK.masked_fill(ids_TK >= first_zero, 0.0)
         if self.top_k > 1:  # a single weight divided by itself would always be 1
             weights_TK = normalize(weights_TK)
 
@@ -132,7 +132,9 @@ class MoEPlusPlus(Gate):
             counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)
             num_tokens = max(1, len(ids_TK))
             means_N = probs_TN.sum(dim=0) / num_tokens
-            return (self.eta(probs_TN) * counts_N / num_tokens * means_N).sum()
+            eta_N = torch.full_like(means_N, self.tau)
+            eta_N[: self.num_experts] = 1.0
+            return (eta_N * counts_N / num_tokens * means_N).sum()
 
         own = {"heterogeneous_balance": balance_loss}
         return Choice(ids_TK, weights_TK, logits_TE, probs_TN, own)
@@ -160,19 +162,9 @@ class MoEPlusPlus(Gate):
             zero=zero,
         )
 
-    def is_zero(self, ids_TK: Tensor) -> Tensor:
-        return ids_TK >= self.num_experts + self.zero_experts.total - self.zero_experts.zero
-
-    def eta(self, like: Tensor) -> Tensor:
-        """`[N]`: 1 for experts with weights, `tau` for those without."""
-        return torch.cat(
-            [like.new_ones(self.num_experts), like.new_full((self.zero_experts.total,), self.tau)]
-        )
-
-    def slot_limit(self, group_size: int) -> int | Tensor:
-        assert self.capacity is not None, "without capacity there is no limit"
+    def slot_limit(self, capacity: Capacity, group_size: int) -> int | Tensor:
         num_zero = self.zero_experts.total
-        share = self.capacity.factor * group_size * self.top_k
+        share = capacity.factor * group_size * self.top_k
         share /= self.tau * self.num_experts + num_zero
         plain, special = (math.ceil(round(share * eta, 9)) for eta in (self.tau, 1.0))
         device = self.weight.device if self.weight is not None else None

@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
-from moe_runtime.routing.topk import require_top_k
+from moe_runtime.routing.base import (
+    Choice,
+    Gate,
+    GateOptions,
+    RoutingContext,
+    place_of,
+    score_dtype,
+)
 from moe_runtime.routing.value import Policy, Routing
 
 
@@ -36,6 +42,7 @@ class Reinforce(Gate):
 
     default_loss_weights: ClassVar = {"load_balance": 0.01, "entropy": 0.001}
     own_loss_names: ClassVar = ("entropy",)
+    fixed_top_k: ClassVar = 1
 
     def __init__(
         self,
@@ -48,16 +55,14 @@ class Reinforce(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 1)
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
         if not policy_weight >= 0:
             raise ValueError(f"policy_weight must be at least 0, got {policy_weight}")
         self.top_p = top_p
         self.policy_weight = policy_weight
-        place = {"device": options.get("device"), "dtype": options.get("dtype")}
-        self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place))
-        self.value_bias = nn.Parameter(torch.zeros((), **place))
+        self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place_of(options)))
+        self.value_bias = nn.Parameter(torch.zeros((), **place_of(options)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -84,12 +89,13 @@ class Reinforce(Gate):
         losses = {"entropy": lambda: _negative_entropy(probs_TE, log_probs_TE)}
         if not self.training:
             ids_T1 = probs_TE.argmax(dim=-1, keepdim=True)
-            return Choice(ids_T1, _ones(ids_T1, probs_TE), logits_TE, probs_TE, losses)
+            ones_T1 = torch.ones_like(ids_T1, dtype=probs_TE.dtype)
+            return Choice(ids_T1, ones_T1, logits_TE, probs_TE, losses)
         policy_TE = nucleus(log_probs_TE, self.top_p)
         ids_T1 = _sample(policy_TE.detach().exp(), context.generator)
         return _SampledChoice(
             ids_T1,
-            _ones(ids_T1, probs_TE),
+            torch.ones_like(ids_T1, dtype=probs_TE.dtype),
             logits_TE,
             probs_TE,
             losses,
@@ -158,7 +164,3 @@ def _sample(probs_TE: Tensor, generator: torch.Generator | None) -> Tensor:
 def _negative_entropy(probs_TE: Tensor, log_probs_TE: Tensor) -> Tensor:
     """Mean of `sum_e p log p` over the tokens: least where the policy is undecided."""
     return (probs_TE * log_probs_TE).sum() / max(1, len(probs_TE))
-
-
-def _ones(ids_T1: Tensor, like: Tensor) -> Tensor:
-    return torch.ones(ids_T1.shape, dtype=like.dtype, device=like.device)
