@@ -17,7 +17,6 @@ class LayerAux:
     """Losses and load statistics of one call. Tensors stay on the device: nothing waits for it.
 
     Attributes:
-        routing: The decisions themselves.
         losses: Auxiliary losses by name, without coefficients.
         loss: Their sum with the gate's coefficients, a scalar to add to the training loss.
     """
@@ -57,10 +56,11 @@ class LayerAux:
 
 
 class AttachLoss(torch.autograd.Function):
-    """Passes `out` through; in the backward pass the loss gets the gradient `scale`.
+    """Passes `out` through; in the backward pass the loss gets the gradient `scale`
+    (Megatron-Core).
 
-    So an auxiliary loss needs no way of its own to the training loss (Megatron-Core), also where
-    pipelines or reentrant checkpoints cut that way off.
+    It works where pipelines or reentrant checkpoints cut the way from an auxiliary loss to the
+    training loss.
     """
 
     @staticmethod

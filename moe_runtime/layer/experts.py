@@ -21,14 +21,7 @@ from moe_runtime.routing import ZeroExpertCounts, ZeroRouting
 
 
 class ExpertNetworks(nn.Module):
-    """What the routed experts of a layer share, however their parameters lie.
-
-    Args:
-        shapes: Of the parameters, by their names.
-        activation: A name of `ACTIVATIONS`.
-        impl: Implementation of `kernels.expert_mlp`.
-        recompute: The backward pass computes the pre-activations again instead of keeping them.
-    """
+    """What the routed experts of a layer share, however their parameters lie."""
 
     def __init__(
         self,
@@ -75,9 +68,6 @@ class Experts(ExpertNetworks):
     """`E` feed-forward networks in stacked parameters, laid out as in transformers 5.
 
     Args:
-        num_experts: `E`.
-        hidden_size: `D`.
-        intermediate_size: `F`.
         activation: A name of `ACTIVATIONS`.
         bias: With biases of both products.
         impl: Implementation of `kernels.expert_mlp`.
@@ -158,16 +148,9 @@ class Experts(ExpertNetworks):
 class HeterogeneousExperts(ExpertNetworks):
     """Feed-forward networks of one model width and different intermediate widths.
 
-    What `MoELayer` makes of `intermediate_size=[512, 1024, 2048]`; the parameters lie as in
-    MegaBlocks, one expert's rows under the other's.
-
-    Args:
-        hidden_size: `D`.
-        intermediate_sizes: Width of each expert; any numbers, multiples of 128 run fastest on GPUs.
-        activation: A name of `ACTIVATIONS`.
-        bias: With biases of both products.
-        impl: Implementation of `kernels.expert_mlp`.
-        recompute: The backward pass computes the pre-activations again instead of keeping them.
+    `MoELayer` makes them of `intermediate_size=[512, 1024, 2048]`; the parameters lie as in
+    MegaBlocks, one expert's rows under the other's. Widths are any numbers; multiples of 128 run
+    fastest on GPUs. Other arguments as of `Experts`.
 
     Attributes:
         gate_proj: `[N, D]`, absent without a gate.
@@ -253,10 +236,7 @@ class SharedExperts(nn.Module):
     """Experts that every token visits: one feed-forward network as wide as all of them.
 
     Args:
-        hidden_size: `D`.
         intermediate_size: Width of all shared experts together.
-        activation: As in `Experts`.
-        bias: As in `Experts`.
         gated: The output is multiplied by `sigmoid(w x)` (Qwen2-MoE).
 
     Attributes:

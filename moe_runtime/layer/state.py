@@ -39,8 +39,6 @@ SHARED_GATE = "shared.output_gate.weight"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a converter must know of the layer."""
-
     num_experts: int
     hidden_size: int
     intermediate_size: int
@@ -49,11 +47,7 @@ class LayerShape:
 
 
 class Source:
-    """Tensors to read, which remembers what was read and what was wrong.
-
-    Attributes:
-        problems: One text for each tensor that is missing or has another shape.
-    """
+    """Tensors to read, which remembers what was read and what was wrong."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -92,8 +86,6 @@ class PerExpert:
 
     Attributes:
         gate, up, down: Names of an expert's matrices.
-        score_bias: Name of the selection bias.
-        shared: Prefix of the shared experts, whose matrices have the names `gate_proj` and so on.
     """
 
     gate: str = "gate_proj"
@@ -164,7 +156,6 @@ def read_megablocks(source: Source, shape: LayerShape) -> dict[str, Tensor]:
 
 
 def write_megablocks(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """As `read_megablocks`."""
     names = ["w1", "v1"] if shape.has_gate else ["w1"]
     parts = ours.pop(GATE_UP if shape.has_gate else UP).chunk(len(names), dim=1)
     theirs = {"router.layer.weight": ours.pop(GATE)}
@@ -190,7 +181,6 @@ def read_scattermoe(source: Source, shape: LayerShape) -> dict[str, Tensor]:
 
 
 def write_scattermoe(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """As `read_scattermoe`."""
     first = ours.pop(GATE_UP if shape.has_gate else UP)
     if shape.has_gate:
         first = first.roll(shape.intermediate_size, dims=1)
@@ -204,8 +194,7 @@ def write_scattermoe(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Te
 def read_torchtitan(source: Source, shape: LayerShape) -> dict[str, Tensor]:
     """`w1` gate, `w3` up, both `[E, F, D]`, and `w2` down `[E, D, F]`.
 
-    Reads the present names (`routed_experts.inner_experts.w1_EFD`) and the earlier ones
-    (`experts.w1_EFD`, `experts.w1`).
+    Also reads the earlier names (`experts.w1_EFD`, `experts.w1`).
     """
     experts, width, depth = shape.num_experts, shape.hidden_size, shape.intermediate_size
     candidates = ("experts.{}", "experts.{}_{}", "routed_experts.inner_experts.{}_{}")
@@ -266,14 +255,14 @@ def export_state(layer: MoELayer, layout: str, prefix: str = "") -> dict[str, Te
     """The layer's weights as another library names and lays them out.
 
     Args:
-        layer: The layer; nothing in it is changed, and tensors may share its memory.
+        layer: It is not changed, and tensors may share its memory.
         layout: `hugging_face` (per expert: `gate_proj`, `up_proj`, `down_proj`), `mixtral` (per
             expert: `w1`, `w3`, `w2`), `megablocks`, `scattermoe` or `torchtitan`.
         prefix: Put before every name, for example `model.layers.3.mlp.`.
 
     Raises:
-        ValueError: The layout is unknown, or has no place for some of the layer's tensors (they
-            are named) or for experts of different widths.
+        ValueError: The layout is unknown, or has no place for some of the layer's tensors (they are
+            named) or for experts of different widths.
     """
     ours = dict(layer.state_dict())
     theirs = _converter(layout).write(ours, _shape(layer))
@@ -289,14 +278,13 @@ def import_state(
     """Copies another library's weights into the layer, in the layer's dtype and on its device.
 
     Args:
-        layer: The layer, already of the right sizes.
+        layer: Already of the right sizes.
         tensors: Weights by name. Names that do not begin with `prefix` are passed over.
         layout: As in `export_state`.
-        prefix: As in `export_state`.
 
     Raises:
-        CheckpointError: Tensors are missing, have another shape, or are unknown to the layout or
-            to the layer; all of them are named, and the layer is unchanged.
+        CheckpointError: Tensors are missing, have another shape, or are unknown to the layout or to
+            the layer; all of them are named, and the layer is unchanged.
         ValueError: The layout is unknown, or the layer's experts differ in width.
     """
     found = {
