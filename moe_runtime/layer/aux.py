@@ -79,9 +79,8 @@ def weighted_loss(
     losses: Mapping[str, Tensor], weights: Mapping[str, float], like: Tensor
 ) -> Tensor:
     """The sum of the losses with their coefficients, a scalar of fp32 or more."""
-    total = torch.zeros(
-        (), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-    )
+    wide = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=like.device)
     for name, loss in losses.items():
         total = total + weights[name] * loss
     return total

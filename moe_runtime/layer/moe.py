@@ -138,6 +138,7 @@ class MoELayer(nn.Module):
         self.aux: LayerAux | None = None
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kind: dict[str, Any] = {"activation": activation, "bias": bias, **place}
+        ways: dict[str, Any] = {"impl": impl, "recompute": recompute}
         if isinstance(gate, Gate):
             own = {
                 "gate_options": gate_options,
@@ -152,13 +153,16 @@ class MoELayer(nn.Module):
                         f"{option} belongs to the gate that was given: make the gate with it"
                     )
             self.gate = gate
-            self._check_gate(num_experts, top_k)
+            expected = (hidden_size, num_experts, top_k)
+            if (got := (gate.hidden_size, gate.num_experts, gate.top_k)) != expected:
+                raise ValueError(
+                    f"{name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
+                    f"the layer for {expected}"
+                )
         else:
-            capacity = (
-                Capacity(capacity_factor, drop_policy) if capacity_factor is not None else None
-            )
+            is_dropless = capacity_factor is None
             options: dict[str, Any] = {
-                "capacity": capacity,
+                "capacity": None if is_dropless else Capacity(capacity_factor, drop_policy),
                 "num_groups": num_groups,
                 "loss_weights": loss_weights,
                 "name": f"the gate of {name}",
@@ -187,18 +191,13 @@ class MoELayer(nn.Module):
                 activation=formula.spec,
                 has_gate=formula.has_gate,
                 bias=bias,
-                impl=impl,
-                recompute=recompute,
+                **ways,
                 **place,
             )
         elif isinstance(intermediate_size, int):
-            self.experts = Experts(
-                num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
-            )
+            self.experts = Experts(num_experts, hidden_size, intermediate_size, **ways, **kind)
         else:
-            self.experts = HeterogeneousExperts(
-                hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
-            )
+            self.experts = HeterogeneousExperts(hidden_size, intermediate_size, **ways, **kind)
         self.zero: ZeroExperts | None = None
         if isinstance(self.gate, MoEPlusPlus):
             self.zero = ZeroExperts(self.gate.zero_experts, hidden_size, **place)
@@ -355,15 +354,6 @@ class MoELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the last call behind: its tensors belong to a graph."""
         return {**self.__dict__, "aux": None}
-
-    def _check_gate(self, num_experts: int, top_k: int) -> None:
-        expected = (self.hidden_size, num_experts, top_k)
-        got = (self.gate.hidden_size, self.gate.num_experts, self.gate.top_k)
-        if expected != got:
-            raise ValueError(
-                f"{self.name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
-                f"the layer for {expected}"
-            )
 
 
 def _check_widths(widths: int | Sequence[int], num_experts: int) -> None:
