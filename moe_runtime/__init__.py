@@ -1,10 +1,7 @@
 """Run Mixture-of-Experts models whose experts do not fit in memory.
 
-`load` returns an ordinary `transformers` model whose routed experts are read from the
-checkpoint on demand and kept in a cache of bounded size.
-
-Importing this package is cheap: public names are resolved on first use, so neither torch nor
-transformers is imported before it is needed.
+`load` returns an ordinary `transformers` model whose routed experts are read from the checkpoint on
+demand and kept in a cache of bounded size. Public names are imported on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator, for the whole process; no effect where it is not glibc."""
+"""Settings of glibc's allocator for the whole process; no effect elsewhere."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def return_freed_blocks() -> None:
-    """Has large blocks given back to the system as soon as they are freed.
+    """Returns large blocks to the system as soon as they are freed.
 
-    glibc raises the size from which it does so whenever such a block is freed, up to 32 MiB, and
-    keeps the others in a heap full of holes: activations of changing sizes then take about twice
-    the memory that is in use.
+    glibc raises the size from which it does so, up to 32 MiB, whenever such a block is freed:
+    activations of changing sizes then take about twice the memory that is in use.
     """
     _set({_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, _TRIM_THRESHOLD: LARGE_BLOCK_BYTES})
 
 
 def use_one_heap() -> None:
-    """Has all threads allocate in one heap, before they begin.
+    """Makes all threads allocate in one heap, before they start.
 
-    Each thread gets a heap of its own otherwise, up to eight a core, and what one of them frees
-    no other can use: a server's threads, which hand blocks to each other, keep several times what
-    is in use.
+    Otherwise each thread gets a heap of its own, and what it frees no other can use: a server's
+    threads, which pass blocks to each other, keep several times what is in use.
     """
     _set({_ARENA_MAX: 1})
 
 
 def give_back_free_pages() -> None:
-    """Gives the pages that are free between blocks of the heap back to the system.
+    """Returns free pages between blocks of the heap to the system, in a few milliseconds.
 
-    The heap itself shrinks from its end alone: a block that lives long keeps everything below it,
-    and a server whose requests have all sizes fills it with holes. Takes a few milliseconds.
+    The heap itself shrinks from its end alone.
     """
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:

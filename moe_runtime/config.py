@@ -36,13 +36,10 @@ MemorySize = int | float | str
 
 
 def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
-    """Reads a size such as ``"7GiB"``, ``"800MB"`` or ``"123456"`` as a number of bytes.
+    """Reads a size such as "7GiB", "800MB" or "123456" as a number of bytes.
 
-    ``k``, ``m``, ``g`` and ``t`` alone are binary, as memory is commonly given.
-
-    Args:
-        text: what was given.
-        needs_unit: refuses a number below 2**20 without a unit: 2 would mean 2GiB.
+    `k`, `m`, `g` and `t` alone are binary. `needs_unit` refuses a number below 2**20 without a
+    unit: 2 would mean 2GiB.
 
     Raises:
         ValueError: the text is not a number followed by a known unit, or 8 EiB and more, or no
@@ -61,9 +58,9 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
 
 def format_bytes(num_bytes: float, *, up: bool = False) -> str:
-    """Writes a number of bytes for people, in binary units with four significant digits.
+    """A number of bytes in binary units with four significant digits.
 
-    Rounded up, it is a budget to type: what `parse_bytes` reads from it is no less.
+    Rounded up, it is a budget to type: `parse_bytes` reads no less from it.
     """
     power = min(4, max(0, int(abs(num_bytes)).bit_length() - 1) // 10)
     if not power:
@@ -77,32 +74,24 @@ def format_bytes(num_bytes: float, *, up: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much memory a tier may use: exactly one of the two is set, or neither for ``auto``.
-
-    Attributes:
-        num_bytes: an absolute number of bytes.
-        share: a share of the memory that is free for us, more than 0 and at most 1.
-    """
+    """How much memory a tier may use: bytes, a share of what is free in (0, 1], or neither for
+    `auto`."""
 
     num_bytes: int | None = None
     share: float | None = None
 
     def resolve(self, available_bytes: int, *, auto_share: float) -> int:
-        """Turns the budget into bytes, given what the machine or control group has left."""
+        """The budget in bytes, given what the machine or control group has left."""
         if self.num_bytes is not None:
             return self.num_bytes
         return int(available_bytes * (auto_share if self.share is None else self.share))
 
 
 def parse_budget(value: MemorySize, *, name: str) -> Budget:
-    """Reads a memory budget: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"``.
-
-    Args:
-        value: what the caller gave.
-        name: the option's name, for the error message.
+    """Reads a memory budget: bytes, "7GiB", a share such as `0.25`, or "auto".
 
     Raises:
-        ValueError: the value is none of these, or not positive.
+        ValueError: the value is none of these, or not positive; names the option.
         TypeError: the value is neither a number nor a text.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -154,12 +143,7 @@ def type_in_words(kind: type) -> str:
 
 
 def is_number(value: Any, kind: type = Real) -> bool:
-    """Whether a value is a finite number; True and False are none.
-
-    Args:
-        value: Whatever was given.
-        kind: `numbers.Real`, or `numbers.Integral` for whole numbers.
-    """
+    """Whether a value is a finite `numbers.Real` (or `Integral`); True and False are none."""
     if isinstance(value, bool) or not isinstance(value, kind):
         return False
     return isinstance(value, Integral) or math.isfinite(value)
@@ -167,10 +151,6 @@ def is_number(value: Any, kind: type = Real) -> bool:
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
     """Refuses options of types that they cannot have; True and False are no numbers.
-
-    Args:
-        kinds: the types of each option.
-        given: a value for each of them at least.
 
     Raises:
         TypeError: names the option, what was expected and what came.
@@ -193,7 +173,7 @@ MISSES = ("device", "cpu", "auto")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Says which known names there are, first one that begins so or is similar; for typos."""
+    """The known names, first one that begins so or is similar; for typos."""
     names = sorted(known)
     close = [one for one in names if name and one.startswith(name.lower())]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -202,17 +182,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def require_known(what: str, name: str, known: Iterable[str]) -> None:
-    """Refuses a name that nothing has.
-
-    Raises:
-        ValueError: it is not known; the message suggests the nearest one.
-    """
+    """Refuses a name that nothing has."""
     if name not in (names := tuple(known)):
         raise ValueError(f"unknown {what} {name!r}: {nearest(name, names)}")
 
 
 class PrefetchMode(StrEnum):
-    """How far guesses go."""
+    """How far prefetching goes."""
 
     OFF = "off"
     OBSERVE = "observe"
@@ -221,10 +197,5 @@ class PrefetchMode(StrEnum):
 
 
 def parse_mode(name: str) -> PrefetchMode:
-    """The mode of this name.
-
-    Raises:
-        ValueError: there is none; the message suggests the nearest one.
-    """
     require_known("prefetch mode", name, (mode.value for mode in PrefetchMode))
     return PrefetchMode(name)

@@ -1,11 +1,7 @@
-"""Digests of stored state: what is read is what was written, or its file is named and refused.
+"""Digests (CRC-32) of stored state: a file that is not what was written is named and refused.
 
-A digest is a CRC-32. It finds every change within 32 neighbouring bits, and misses one in 2**32 of
-all others. Zip archives (``.pt``, ``.npz``) hold one of each member, so it costs nothing to write
-them, and reading one takes a quarter of `torch.load` longer; blake2b would take more than the
-reading itself. It is for faults and mistakes: it does not protect from forgery.
-
-A folder of several files has them in ``digests.json``, one file for each process that wrote.
+They find faults and mistakes and do not protect from forgery. Zip archives (`.pt`, `.npz`) have one
+of each member; a folder has `digests.json`, one file for each process that wrote.
 """
 
 import json
@@ -40,12 +36,7 @@ _READ_BYTES = 1 << 20
 
 
 def digest(content: bytes | memoryview, before: str = "") -> str:
-    """The digest of some bytes: eight hexadecimal digits.
-
-    Args:
-        content: the bytes.
-        before: digest of what comes before them, if anything does.
-    """
+    """Eight hexadecimal digits; `before` is the digest of the bytes that come before, if any."""
     return f"{zlib.crc32(content, int(before or '0', 16)):08x}"
 
 
@@ -65,28 +56,15 @@ def check_zip(file: BinaryIO) -> None:
 
 
 def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> None:
-    """Writes the digests of files of a folder into it.
-
-    Args:
-        folder: with the files.
-        names: of the files.
-        writer: number of this process, where several write to the folder.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Writes the digests of files of a folder into it; `writer` numbers processes that do so."""
     found = {name: _digest_of_file(folder / name) for name in sorted(names)}
     name = f"digests-{writer}.json" if writer else "digests.json"
     write_text(folder / name, json.dumps(found, indent=1) + "\n")
 
 
 def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Compares the files of a folder with the digests in it; none are checked where it has none.
-
-    Args:
-        folder: as it was written.
-        part: of the files, which this process checks.
-        num_parts: number of processes that check a part each.
+    """Compares a folder's files with the digests in it, if any; several processes check a part
+    each.
 
     Raises:
         CheckpointError: a file is not what was written, or missing; names it.

@@ -1,8 +1,7 @@
 """The errors of the runtime: one class for each way the world can fail to be as expected.
 
-Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a caller's hands
-(files, memory, models that are not supported, other processes) raises one of the classes
-below, so that a command line can turn every one of them into a single line and an exit code.
+Mistakes of the caller are `ValueError` or `TypeError`. What lies outside a caller's hands (files,
+memory, unsupported models, other processes) raises one of these.
 """
 
 import contextlib
@@ -35,11 +34,7 @@ class UnsupportedUseError(MoERuntimeError):
 
 
 class CapacityError(MoERuntimeError):
-    """Memory does not suffice.
-
-    Attributes:
-        smallest_bytes: the smallest budget in bytes that would work, where it is known.
-    """
+    """Memory does not suffice; `smallest_bytes` is the smallest budget that works, if known."""
 
     def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -47,11 +42,7 @@ class CapacityError(MoERuntimeError):
 
 
 class RankFailureError(MoERuntimeError):
-    """Another process of the group died, stalled, or runs something else.
-
-    Attributes:
-        ranks: the ranks (of the group) at fault, as far as they are known.
-    """
+    """Another process of the group (`ranks`, if known) died, stalled, or runs something else."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -63,18 +54,14 @@ class MoERuntimeWarning(UserWarning):
 
 
 class blamed_on:
-    """Within the block, what a library raises over the contents of a file is the file's fault.
+    """Turns what a library raises over the contents of a file into an error that names the file.
 
-    Libraries raise whatever their code runs into over a damaged file, a plain ``Exception``
-    included. The block must hold calls of the library alone.
+    Libraries raise anything over a damaged file, a plain `Exception` included. The block must hold
+    calls of the library alone.
 
     Args:
         what: the beginning of the message: the file, and what cannot be done with it.
         kind: class of the error that is raised instead.
-
-    Raises:
-        CheckpointError, or ``kind``: the library raised anything but an error of ours or a lack of
-            memory.
     """
 
     def __init__(self, what: str, kind: type[Exception] = CheckpointError) -> None:
@@ -101,10 +88,7 @@ class blamed_on:
 
 @contextlib.contextmanager
 def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Gives an ``OSError`` of the block the name of the file, where it has none.
-
-    Errors of what is open already, such as a full disk, come without one.
-    """
+    """Gives an `OSError` of the block, such as of a full disk, the name of the file."""
     try:
         yield
     except OSError as error:
@@ -115,11 +99,7 @@ def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_failure(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Turns an ``OSError`` of the block into one line with the file and what it was to be.
-
-    Raises:
-        CheckpointError: instead of the ``OSError``.
-    """
+    """Turns an `OSError` of the block into a `CheckpointError` with file and kind of output."""
     try:
         yield
     except OSError as error:

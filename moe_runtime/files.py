@@ -1,10 +1,9 @@
 """Files and folders that people name: read within bounds, written whole or not at all.
 
-A new version of a file or folder lies beside it, as ``NAME.<8 hex digits>.partial``, until it is
-whole; it is flushed to the disk and renamed. An output that grows over minutes lies at
-``NAME.part``, where it can be read. Links are followed and stay links; devices and pipes are
-refused. A process locks what it writes (``flock``). The lock ends with the process, so the next
-writer can tell what a killed process left from what a living one is writing.
+A new version lies beside the old one, as `NAME.<8 hex digits>.partial`, until it is whole; it is
+flushed to the disk and renamed. An output that grows over minutes lies at `NAME.part`, where it can
+be read. Links are followed and stay links; devices and pipes are refused. A process locks what it
+writes (`flock`), so that the next writer can tell what a killed process left.
 """
 
 import contextlib
@@ -40,11 +39,7 @@ _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading; a link is followed.
-
-    Raises:
-        OSError: it cannot be opened, or is a folder, pipe, socket or device.
-    """
+    """Opens a regular file for reading; `OSError` for a folder, pipe, socket or device."""
     # Without O_NONBLOCK the open call would wait for a pipe's writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -58,21 +53,13 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_bounded(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
-    """Reads a regular file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``max_bytes``.
-    """
+    """Reads a regular file; `OSError` if it has more than `max_bytes`."""
     with open_regular(path) as file:
         return read_stream(file, str(path), max_bytes=max_bytes)
 
 
 def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
-    """Reads a stream to its end.
-
-    Raises:
-        OSError: it cannot be read, or has more than ``max_bytes``; the error has the name.
-    """
+    """Reads a stream to its end; an `OSError`, also for more than `max_bytes`, has the name."""
     with named_file(name):
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -82,11 +69,7 @@ def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
 
 
 def decode_text(raw: bytes, encoding: str = "utf-8") -> str:
-    """The text of a file's bytes with line feeds as line ends, as `Path.read_text` gives it.
-
-    Raises:
-        UnicodeDecodeError: the bytes are no text of this encoding.
-    """
+    """The text of a file's bytes with line feeds as line ends, as `Path.read_text` gives it."""
     return raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -107,9 +90,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def at_home(name: str) -> str:
-    """A name with ``~`` or ``~user`` at its beginning replaced by that home folder.
+    """A name with `~` or `~user` at its beginning replaced by that home folder.
 
-    Shells do so with words, but not with ``--output=~/x`` nor in files. ``./~`` stays.
+    Shells do so with words, but not with `--output=~/x` nor in files. `./~` stays.
 
     Raises:
         ValueError: there is no such user, or no home folder.
@@ -190,15 +173,7 @@ def _is_folder(path: str | os.PathLike[str]) -> IsADirectoryError:
 
 
 def require_file_name(name: str | os.PathLike[str], what: str) -> None:
-    """Refuses a text that cannot name an output file.
-
-    Args:
-        name: as it was given.
-        what: the option or key, for the message.
-
-    Raises:
-        ValueError: it is empty, a folder's name, or ``-``.
-    """
+    """Refuses an empty text, a folder's name or `-` as the name of an output file."""
     if not os.fspath(name):
         raise ValueError(f"{what}: is empty, expected the name of a file")
     if os.fspath(name) == "-":
@@ -217,13 +192,10 @@ def require_not_read(
 ) -> None:
     """Refuses an output that would replace one of the files that the same work reads.
 
-    Args:
-        output: the file to write; None, an absent file or a device passes.
-        what: the output's name in messages.
-        inputs: files that are read, links followed; None and absent files are skipped.
+    None, an absent file or a device passes, and so do absent inputs.
 
     Raises:
-        ValueError: the output is one of them.
+        ValueError: the output is one of them, links followed.
     """
     if output is None or not os.path.isfile(output):
         return
@@ -237,11 +209,7 @@ def require_not_read(
 def require_apart(
     first: str | os.PathLike[str], second: str | os.PathLike[str], names: tuple[str, str]
 ) -> None:
-    """Refuses two outputs of the same work that share a file or a draft.
-
-    Raises:
-        ValueError: they do; the message has their ``names``.
-    """
+    """Refuses two outputs of the same work that share a file or a draft (`ValueError`)."""
     places = [{draft_of(path), Path(os.path.realpath(path))} for path in (first, second)]
     if places[0] & places[1]:
         raise ValueError(
@@ -251,11 +219,7 @@ def require_apart(
 
 
 def require_replaceable(place: Path) -> None:
-    """Refuses a file or folder, links followed, that a new one could not replace.
-
-    Raises:
-        OSError: something is mounted there, or only its owner may replace it.
-    """
+    """Refuses a mount point, or what only its owner may replace (`OSError`)."""
     if not os.path.lexists(place):
         return
     if place in mount_points():
@@ -315,24 +279,14 @@ def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
 
 
 def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a place where no output could grow, and renames what a killed process left of one.
-
-    Warns with its new name (``MoERuntimeWarning``).
-
-    Raises:
-        CheckpointError: as `check_output_path`, or another process is writing it.
-    """
+    """As `check_output_path`; renames what a killed process left, with a warning."""
     check_output_path(path, what)
     with named_failure(path, what):
         keep_interrupted(path)
 
 
 def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses an output that a living process is writing.
-
-    Raises:
-        CheckpointError: one does.
-    """
+    """Refuses an output that a living process is writing (`CheckpointError`)."""
     with (
         named_failure(path, what),
         contextlib.suppress(FileNotFoundError),
@@ -345,11 +299,9 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file for writing that takes its name only once all of it is on the disk.
 
-    When the ``with`` block fails, the partial file is removed and an older file of the name stays.
-    A new file gets the older one's permissions, and its owner where that is allowed.
-
-    Args:
-        path: the file; its folder must exist (`make_folders`).
+    When the `with` block fails, the partial file is removed and an older file of the name stays. A
+    new file gets the older one's permissions, and its owner where that is allowed. Its folder must
+    exist.
 
     Raises:
         OSError: writing fails, a full disk included.
@@ -364,11 +316,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text as UTF-8, atomically.
-
-    Raises:
-        OSError: as `write_atomically`.
-    """
+    """Writes a text as UTF-8, atomically."""
     with write_atomically(path) as file:
         file.write(text.encode())
 
@@ -376,13 +324,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 class OutputFile:
     """A new version of a file, which takes its place when it is whole.
 
-    Args:
-        path: the output; its folder must exist.
-        is_draft: names the file ``NAME.part``, for an output that grows while it can already be
-            read, and that is kept if the process is killed.
-
-    Attributes:
-        file: to write to.
+    With `is_draft` it lies at `NAME.part`: it grows while it can be read, and is kept if the
+    process is killed.
 
     Raises:
         BlockingIOError: another process writes this draft.
@@ -409,9 +352,6 @@ class OutputFile:
     def finish(self) -> None:
         """Flushes the content to the disk and puts the file in its place.
 
-        Warns (``MoERuntimeWarning``) where the file is in its place, but a power cut could still
-        bring the older one back.
-
         Raises:
             OSError: that fails; the older file is as it was.
         """
@@ -425,11 +365,7 @@ class OutputFile:
         self.file.close()
 
     def write_at(self, offset: int, data: bytes) -> int:
-        """Writes data where the good content ends, over what a failed call left there.
-
-        Returns:
-            Where the content ends now. The operating system has it.
-        """
+        """Writes data where the good content ends, over what a failed call left; the new end."""
         descriptor = self.file.fileno()
         if os.fstat(descriptor).st_size != offset:
             os.ftruncate(descriptor, offset)
@@ -451,9 +387,7 @@ class OutputFile:
 
 
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
-    """Renames what a killed process left of an output, so that nothing replaces it.
-
-    Warns with the new name (``MoERuntimeWarning``).
+    """Renames what a killed process left of an output, with a warning, so that nothing replaces it.
 
     Raises:
         BlockingIOError: a living process writes it.
@@ -478,11 +412,7 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
 
 
 def _new_held(path: Path) -> BinaryIO:
-    """Makes a file that this process holds.
-
-    Raises:
-        FileExistsError: there is one of this name.
-    """
+    """Makes a file that this process holds."""
     while True:
         with contextlib.ExitStack() as stack:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -519,8 +449,7 @@ def held(
     """Locks a file or folder that a process left; within the block no other one takes it.
 
     Args:
-        path: what was left.
-        kind: with ``LOCK_SH`` several processes may hold it at the same time.
+        kind: with `LOCK_SH` several processes may hold it at the same time.
         advice: what to do if no process holds it, for the message.
         without_locks: whether a filesystem without locks passes.
 
@@ -548,10 +477,8 @@ def held(
 def locked(path: Path) -> Iterator[None]:
     """Holds a lock file, which is removed at the end; a process that dies releases it.
 
-    Filesystems without locks hold nothing.
-
     Raises:
-        BlockingIOError: a living process holds it.
+        BlockingIOError: a living process holds it. Filesystems without locks hold nothing.
         OSError: it cannot be made.
     """
     while True:
@@ -569,10 +496,7 @@ def locked(path: Path) -> Iterator[None]:
 def remove_abandoned(folder: Path) -> None:
     """Removes partial files and folders of this package that no living process holds.
 
-    Those of earlier versions have a process number before ``.partial``, or are ``model.partial``.
-
-    Args:
-        folder: where they lie; may be missing.
+    Those of earlier versions have a process number before `.partial`, or are `model.partial`.
     """
     for left in folder.glob(f"*{PARTIAL_SUFFIX}"):
         if _OURS.fullmatch(left.name):
@@ -589,13 +513,7 @@ def remove_unless_held(path: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int, *, without_locks: bool = False) -> bool:
-    """Takes a lock unless another process holds it; whether it did.
-
-    Args:
-        descriptor: of the file.
-        kind: of lock.
-        without_locks: the answer for a filesystem without locks.
-    """
+    """Takes a lock unless another process holds it; `without_locks` if the filesystem has none."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -604,10 +522,7 @@ def _lock(descriptor: int, kind: int, *, without_locks: bool = False) -> bool:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and flushes their names to the disk.
-
-    A link stays, and what it leads to is made.
-    """
+    """Makes a folder and those above it, links followed, and flushes their names to the disk."""
     if folder.is_dir():
         return
     place = Path(os.path.realpath(folder))
@@ -617,10 +532,7 @@ def make_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the folder's entries to the disk, so that a rename survives a power cut.
-
-    Warns (``MoERuntimeWarning``) if that fails: the output is in its place and whole.
-    """
+    """Flushes a folder's entries to the disk, so that a rename survives a power cut, or warns."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,9 +1,8 @@
 """Folders that are replaced as a whole: a kill at any point leaves the old one or the new one.
 
 The new folder lies beside the old one until it is whole. Then both change places in one step
-(Linux' ``renameat2``), and the old one is removed. Where the filesystem cannot exchange, the old
-folder is first renamed, or copied, to ``NAME.<8 hex digits>.old``; after a kill in between the next
-writer puts it back.
+(Linux' `renameat2`). Where the filesystem cannot exchange, the old folder is first renamed, or
+copied, to `NAME.<8 hex digits>.old`; after a kill in between the next writer puts it back.
 """
 
 import contextlib
@@ -47,8 +46,8 @@ def replace_folder(
 ) -> Iterator[Path]:
     """Gives an empty folder, which replaces another one once it is whole.
 
-    When the ``with`` block fails, the new folder is removed and the old one stays. What cannot be
-    removed of the old one stays beside it with a ``MoERuntimeWarning``.
+    When the `with` block fails, the new folder is removed and the old one stays. What cannot be
+    removed of the old one stays beside it, with a warning.
 
     Args:
         folder: to be made or replaced; links to it stay.
@@ -56,9 +55,6 @@ def replace_folder(
             has none of the name; none when omitted.
         token: eight hexadecimal digits in the new folder's name (`partial_name`), where other
             processes write to it too. Random when omitted.
-
-    Yields:
-        The folder to write to.
 
     Raises:
         NotADirectoryError: something else has the name.
@@ -109,12 +105,7 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def remove_or_warn(path: Path, why: str) -> None:
-    """Removes a file or folder; warns (``MoERuntimeWarning``) of what cannot be removed.
-
-    Args:
-        path: what to remove; may be missing.
-        why: why it is not needed, for the warning.
-    """
+    """Removes a file or folder that may be missing; warns with `why` if it cannot."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -126,18 +117,7 @@ def remove_or_warn(path: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
-    """Makes a folder that this process holds, where its filesystem has locks.
-
-    Args:
-        new: its name.
-        folder: the folder beside it, for the message.
-
-    Yields:
-        A descriptor of it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes and locks a folder beside another, where its filesystem has locks; its descriptor."""
     with contextlib.ExitStack() as stack:
         while True:
             try:

@@ -5,13 +5,8 @@ from typing import NamedTuple
 
 
 class ExpertKey(NamedTuple):
-    """The name of one routed expert.
-
-    Attributes:
-        layer: index of the Mixture-of-Experts layer, counted over such layers only (0 is the first
-            layer that has experts, whatever its place in the model).
-        expert: index of the expert within its layer.
-    """
+    """The name of one routed expert: its layer, counted over layers with experts only, and its
+    index."""
 
     layer: int
     expert: int
@@ -21,12 +16,7 @@ class ExpertKey(NamedTuple):
 class ModelSignature:
     """What must agree before a trace, a map or a predictor of one model is used with another.
 
-    Attributes:
-        model_type: the ``model_type`` of the checkpoint's configuration.
-        num_layers: number of Mixture-of-Experts layers.
-        num_experts: number of routed experts in the widest layer.
-        top_k: experts that a token visits in a layer.
-        vocab_size: number of token ids.
+    `num_layers` counts layers with experts, `num_experts` the routed experts of the widest one.
     """
 
     model_type: str
@@ -38,27 +28,20 @@ class ModelSignature:
 
 @dataclass(kw_only=True, slots=True)
 class ExpertCounters:
-    """What became of the experts that layers asked for, and of those that were prefetched.
-
-    Every request for an expert is exactly one of hit, late hit or miss.
+    """What became of requested and prefetched experts; each request is a hit, a late hit or a miss.
 
     Attributes:
-        hits: experts that lay in the fastest tier when a layer asked for them.
-        late_hits: experts that were on their way when a layer asked for them.
+        hits: experts in the fastest tier when a layer asked for them.
+        late_hits: experts on their way when a layer asked for them.
         misses: experts that a layer had to demand from a slower tier.
-        computed_misses: the misses that the CPU computed where they lay, for a model on a device;
-            the others were copied there.
-        planned_s: predicted seconds of the misses that were planned (``load(misses="auto")``).
+        computed_misses: the misses that the CPU computed where they lay, for a model on a device.
+        planned_s: predicted seconds of the misses that were planned (`load(misses="auto")`).
         spent_s: seconds that these took, until the CPU had done its part and the last copy ended.
         stall_s: seconds that computation waited for experts.
         readahead_bytes: the part of the bytes read that was read before it was asked for.
-        expert_slots: experts that fit into the fastest tier at once.
-        slot_bytes: size of one slot.
-        guesses: experts whose prefetch was started and not taken back; each is at last useful,
-            late or wasted, unless it still waits for its layer.
-        useful_guesses: prefetched experts that lay ready when a layer asked for them.
-        late_guesses: prefetched experts that were on their way when a layer asked for them.
-        wasted_guesses: prefetched experts that gave up their slot without having been asked for.
+        expert_slots: experts that fit into the fastest tier at once, of `slot_bytes` each.
+        guesses: experts whose prefetch was started and not taken back; each becomes useful (ready
+            when asked for), late (on its way) or wasted (evicted without a request).
     """
 
     hits: int = 0
@@ -79,11 +62,10 @@ class ExpertCounters:
 
 @dataclass(kw_only=True, slots=True)
 class StoreStats(ExpertCounters):
-    """Counters of one tier since it was opened or last reset; the tier counts in one of these.
+    """Counters of one tier since it was opened or last reset.
 
     Attributes:
         demand_bytes: bytes read that a waiting layer had asked for.
-        evictions: experts that gave their slot to another one.
         cancelled_guesses: prefetches that were taken back before their read began.
     """
 
@@ -98,26 +80,23 @@ class StoreStats(ExpertCounters):
 
     @property
     def judged_guesses(self) -> int:
-        """Guesses of which it is known what became of them."""
+        """Guesses with a known outcome."""
         return self.useful_guesses + self.late_guesses + self.wasted_guesses
 
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeStats(ExpertCounters):
-    """What a loaded model did so far; the value of ``model.moe.stats()``.
+    """What a loaded model did so far; the value of `model.moe.stats()`.
 
     Attributes:
         bytes_read: bytes read from the checkpoint's files for experts, alignment included.
         copied_bytes: bytes of experts copied from the host, for a model on a device.
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
-        expert_bytes: bytes of all routed experts of the checkpoint.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
-        load_s: seconds that loading took.
         prefetch: whether experts are prefetched now, and why.
-        predict_s: seconds spent on guessing.
-        policy: the eviction policy.
+        predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.
         policy_reason: why this policy, where it was not named; empty where it was.
     """

@@ -210,8 +210,7 @@ def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSi
 
 def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:
     from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
-    from moe_runtime.checkpoints.model_files import found_headers
-    from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+    from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 
     with found_headers(model) as folder:
         checkpoint = open_checkpoint(folder, dtype)

@@ -265,8 +265,7 @@ def bench_kernels(
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    from moe_runtime.kernels.grouped_gemm.table import table_path, write_table
-    from moe_runtime.kernels.grouped_gemm.tiles import describe_device
+    from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import (
         candidate_tiles,
         layer_problems,

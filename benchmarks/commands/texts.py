@@ -410,7 +410,7 @@ def prompt_ids(
 ) -> "Ids":
     """Token ids of prompts, or of built-in ones."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
-    from moe_runtime.checkpoints.model_files import read_config
+    from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.cli.commands.run import load_tokenizer
     from moe_runtime.inference.generation import check_length, encode_prompt
 

@@ -13,23 +13,24 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.parameter_gradients import (
-    EVERY_GRADIENT,
-    ParameterGradients,
-)
-from moe_runtime.kernels.expert_mlp.projection import (
+from moe_runtime.kernels.expert_mlp.operators import (
     RowFunction,
+    call,
+    call_with_gradients,
     composed_expert_mlp,
     composed_grouped_expert_mlp,
+    wants_gradient,
 )
-from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
-from moe_runtime.kernels.expert_mlp.quantized.quantized_op import quantized_expert_mlp
+from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts, quantized_expert_mlp
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
 )
-from moe_runtime.kernels.expert_mlp.rows import RoutedBatch
-from moe_runtime.kernels.expert_mlp.torch_op import call, call_with_gradients, wants_gradient
+from moe_runtime.kernels.expert_mlp.rows import (
+    EVERY_GRADIENT,
+    ParameterGradients,
+    RoutedBatch,
+)
 from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
 from moe_runtime.kernels.operands.activation import (
     Activation,

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
-from moe_runtime.kernels.expert_mlp.implementations.paths import path_of
-from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
-from moe_runtime.kernels.expert_mlp.implementations.torch_path import Call, TorchPath
+from moe_runtime.kernels.expert_mlp.operators import path_of
 from moe_runtime.kernels.expert_mlp.rows import Group, Needs, SortedRows, sort_rows
+from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import (
     ActivationSpec,

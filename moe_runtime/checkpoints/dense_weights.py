@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
-from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
@@ -157,8 +157,6 @@ def load_dense(
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        from moe_runtime.checkpoints.misfits import refuse_dense
-
         refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")

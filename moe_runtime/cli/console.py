@@ -1,7 +1,4 @@
-"""What all commands share on the terminal: the session, the loading bar, tables.
-
-Results go to stdout, everything else to stderr.
-"""
+"""What all commands share on the terminal. Results go to stdout, everything else to stderr."""
 
 import contextlib
 import json
@@ -39,10 +36,7 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """What the entry point must know about the running command.
 
-    Attributes:
-        debug: errors show a traceback.
-        as_json: stdout carries exactly one JSON object.
-        say: says what went wrong, with its line, where several processes run the command.
+    `say` reports an error, with its line, where several processes run the command.
     """
 
     debug: bool = False
@@ -62,7 +56,6 @@ class Session:
             warnings.showwarning = _show_warning
 
     def fail(self, error: Exception, message: str) -> None:
-        """Shows the one line that an error gets."""
         sys.stdout.flush()
         if self.say is not None:
             self.say(error, message)
@@ -76,17 +69,13 @@ class Session:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning of ours, as one line."""
     say_line(f"warning: {message}")
 
 
 def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:
-    """Refuses a limit on address space (``ulimit -v``) that libraries cannot be imported under.
+    """Refuses a limit on address space (`ulimit -v`) that libraries cannot be imported under.
 
     OpenBLAS tries for ever to get its buffers, and torch ends the process.
-
-    Raises:
-        CapacityError: the limit is below that many bytes.
     """
     import resource
 
@@ -106,12 +95,12 @@ def launched_rank() -> int | None:
 
 
 def say_line(text: str) -> None:
-    """A line of the program on stderr: progress, or what it has to say beside its result."""
+    """Prints a line of the program on stderr."""
     print(f"moe-runtime: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks and without what a terminal would obey, cut where it is long."""
+    """The text without line breaks and terminal escapes, cut where it is long."""
     words = " ".join(text.split())
     if len(words) > _LONGEST_LINE:
         half = _LONGEST_LINE // 2
@@ -120,7 +109,7 @@ def one_line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with escapes in the place of what a terminal would obey; line breaks stay."""
+    """The text with escapes in place of what a terminal would obey; line breaks stay."""
     return "".join(
         char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
     )
@@ -147,12 +136,7 @@ def quiet_transformers(session: Session) -> None:
 
 
 def terminal_bar(*columns: Any, **options: Any) -> "Bar":
-    """A bar on the terminal that stderr is.
-
-    Args:
-        columns: of rich's `Progress`; a text is a template such as ``{task.description}``.
-        options: likewise.
-    """
+    """A bar on the terminal that stderr is; arguments as of rich's `Progress`."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -161,9 +145,9 @@ def terminal_bar(*columns: Any, **options: Any) -> "Bar":
 
 @contextlib.contextmanager
 def loading_bar() -> Iterator[Progress]:
-    """Shows a bar on stderr while the ``with`` block loads.
+    """Shows a bar on stderr while the `with` block loads.
 
-    Where stderr is no terminal, lines tell of downloads, and nothing of what is quick.
+    Without a terminal, only downloads show lines.
     """
     if not sys.stderr.isatty():
         lines = _DownloadLines()
@@ -209,7 +193,6 @@ class _DownloadLines:
             say_line(f"downloaded {format_bytes(done)} of {format_bytes(total)}")
 
     def end(self) -> None:
-        """Tells that a download is whole, if one has begun."""
         if self._total:
             taken_s = time.monotonic() - self._begun_s
             say_line(f"downloaded {format_bytes(self._total)} in {taken_s:.0f} s")
@@ -218,14 +201,13 @@ class _DownloadLines:
 
 def fetch_model(model: str, *, weights: bool = True) -> "Path":
     """Finds a checkpoint as ``find_checkpoint`` does, under a bar while it is downloaded."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint
+    from moe_runtime.checkpoints.opening import find_checkpoint
 
     with loading_bar() as progress:
         return find_checkpoint(model, weights=weights, progress=progress)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:
-    """Prints a table of two columns: what, and its value."""
     print_table(title, [("", "left"), ("", "left")], rows, to_stderr=to_stderr)
 
 
@@ -236,16 +218,10 @@ def print_table(
     *,
     to_stderr: bool = False,
 ) -> None:
-    """Prints a table, without what a terminal would obey: names may come from anywhere.
+    """Prints a table; `columns` are header and alignment ("left" or "right") of each.
 
-    On a terminal too narrow for it each row is a list: the cells that come first and are aligned
-    left, and a line for each of the others. Numbers stay on one line.
-
-    Args:
-        title: a line above it.
-        columns: header and alignment (``"left"`` or ``"right"``) of each column.
-        rows: the cells, as many in each row as there are columns.
-        to_stderr: for tables that are not the result of the command.
+    On a terminal too narrow for it each row is a list: the first cells, aligned left, and a line
+    for each of the others. Numbers stay on one line.
     """
     from rich import box
     from rich.cells import cell_len

@@ -19,14 +19,10 @@ _MIN_READS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskSpeed:
-    """Bandwidth of random reads.
+    """Bandwidth of random reads of `path`.
 
-    Attributes:
-        path: the file that was read.
-        read_bytes: size of one read.
-        in_flight: reads under way at once.
-        direct_bytes_per_s: past the page cache; None where the file system does not allow it.
-        buffered_bytes_per_s: through the page cache, with nothing of the file in it.
+    `direct_bytes_per_s` is past the page cache, None where the file system does not allow it;
+    `buffered_bytes_per_s` is through the page cache, with nothing of the file in it.
     """
 
     path: Path
@@ -39,16 +35,10 @@ class DiskSpeed:
 def measure_disk(
     path: Path, *, read_bytes: int, seconds: float = 0.8, in_flight: int = 4
 ) -> DiskSpeed:
-    """Measures random reads from a file, or from the disk that a folder lies on.
+    """Measures random reads from a file, or from the disk of a folder.
 
-    A folder's largest file is read; where there is none large enough, a scratch file of 128 MiB is
-    written into the folder and removed again.
-
-    Args:
-        path: file or folder.
-        read_bytes: size of one read, rounded up to whole pages.
-        seconds: time for each of the two measurements.
-        in_flight: reads under way at once.
+    A folder's largest file is read; where none is large enough, a scratch file of 128 MiB is
+    written into the folder and removed again. `read_bytes` is rounded up to whole pages.
 
     Raises:
         OSError: the path cannot be read, or the scratch file cannot be written.

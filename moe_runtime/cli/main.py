@@ -79,11 +79,7 @@ _VERSIONS_SHOWN = ("python", "torch", "transformers", "triton")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns the exit code.
-
-    Args:
-        args: the words after the program's name; those of the process when omitted.
-    """
+    """Runs one command line (of the process when omitted) and returns the exit code."""
     with terminable() as request:
         code = _run_words(args, request)
     return request.exit_code if code == _INTERRUPTED and request.is_set else code
@@ -188,10 +184,7 @@ def _first_screen(
 
 
 def _show_version(*, as_json: bool) -> None:
-    """Prints the version with its commit, the native library and the libraries below.
-
-    The first line comes at once: the others are known once torch is imported.
-    """
+    """Prints the version with its commit at once, then what is known once torch is imported."""
     from moe_runtime.lab.this_machine import package_commit, versions
 
     version, commit = moe_runtime.__version__, package_commit()
@@ -241,12 +234,7 @@ def _report(error: Exception, session: Session) -> int:
 
 
 def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
-    """Turns an error into an exit code and one line of text.
-
-    Args:
-        error: what was raised.
-        broken: names of the standard streams that cannot be written.
-    """
+    """An error as exit code and one line of text; `broken` names streams that cannot be written."""
     if isinstance(error, typer.TyperException):
         return 2, one_line(error.format_message())
     is_ours = isinstance(error, MoERuntimeError | ValueError)

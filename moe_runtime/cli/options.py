@@ -25,12 +25,7 @@ from moe_runtime.files import at_home
 
 
 def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:
-    """Refuses other names while the command line is read, before a model's library is imported.
-
-    Args:
-        what: the kind of thing that has such names.
-        known: gives all of them.
-    """
+    """Refuses names other than `known()` while the command line is read, before slow imports."""
 
     def check(name: str | None) -> str | None:
         # bytes that are no text are refused with the option's name
@@ -41,11 +36,14 @@ def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]
     return check
 
 
-def _policies() -> tuple[str, ...]:
+def _policy(name: str) -> str:
     require_address_space()  # for numpy
-    from moe_runtime.policies.eviction import LIVE_POLICIES
+    from moe_runtime.policies.eviction import require_live
 
-    return ("auto", *LIVE_POLICIES)
+    name = at_home(name)
+    if name.isprintable():
+        require_live(name)
+    return name
 
 
 def _shaped(expected: str, pattern: str) -> Callable[..., str]:
@@ -87,16 +85,7 @@ def _budget(param: typer.CallbackParam, text: str) -> str:
 
 
 def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
-    """Reads the value of an option as a number of bytes, at least one.
-
-    Args:
-        text: the value.
-        option: its name.
-        needs_unit: whether a small number must have a unit, as in `parse_bytes`.
-
-    Raises:
-        ValueError: it is none; the message names the option.
-    """
+    """The value of an option as a number of bytes, at least one; errors name the option."""
     try:
         num_bytes = parse_bytes(text, needs_unit=needs_unit)
     except ValueError as error:
@@ -160,8 +149,8 @@ DeviceMemory = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        callback=named("policy", _policies),
-        help="Cache eviction policy. auto picks the best one for this model's recent use.",
+        callback=_policy,
+        help="Cache eviction policy: a name, your FILE.py, or auto (the best for recent use).",
     ),
 ]
 Shares = Annotated[
@@ -207,7 +196,7 @@ Predictor = Annotated[
     str,
     typer.Option(
         callback=_predictor,
-        help="Predictor that chooses which experts to prefetch: a name, an .npz file, or auto.",
+        help="What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
     ),
 ]
 Device = Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")]
@@ -239,11 +228,7 @@ class Loading:
     dtype: Dtype = "auto"
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses a predictor that nothing asks.
-
-        Raises:
-            ValueError: one was given.
-        """
+        """Refuses a predictor that nothing asks."""
         if self.prefetch != "off":
             return
         why = "has no effect: give --prefetch"
@@ -256,7 +241,6 @@ class Loading:
             refuse_given(ctx, {"predictor"}, why)
 
     def settings(self) -> dict[str, Any]:
-        """The values by name."""
         return dataclasses.asdict(self)
 
 

@@ -1,7 +1,6 @@
 """A command that several processes run together, as `torchrun` starts them.
 
-One of them speaks: the first one prints the results, and whatever goes wrong is one line on the
-terminal, however many processes notice it.
+The first one prints results; whatever goes wrong is one line on the terminal.
 """
 
 import contextlib
@@ -41,8 +40,7 @@ _SEEN_S = 0.5
 def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     """The group of the processes that `torchrun` started; None where it did not.
 
-    Within the block only the first process has a stdout and stderr. When a process dies, those that
-    `torchrun` ends with it say so before they go.
+    Within the block only the first process has a stdout and stderr.
 
     Raises:
         RankFailureError: a process of the group ended, so that `torchrun` ended this one.
@@ -86,13 +84,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
 
 
 class Speaker:
-    """Says what went wrong, once for all processes.
-
-    Args:
-        store: key-value store of the processes.
-        rank: number of this process.
-        terminal: where the line goes.
-    """
+    """Says what went wrong, once for all processes, on the terminal of this one."""
 
     def __init__(self, store: "Store", rank: int, terminal: TextIO) -> None:
         self._store = store
@@ -102,10 +94,7 @@ class Speaker:
     def say(self, error: Exception, line: str) -> None:
         """Prints a line unless another process has said it.
 
-        Args:
-            error: what it is about. That another process failed is said only where nothing else
-                was: the process itself knows better why.
-            line: its text.
+        That another process failed is said only where nothing else was: that process knows why.
         """
         try:
             is_ours = self._may_speak(error, line)
@@ -160,7 +149,6 @@ def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
 
 
 def _watched(watch: "CollectiveMonitor") -> Iterator[None]:
-    """Turns an error of torch's into one that names the process that has ended, if one has."""
     try:
         yield
     except typer.Exit:
@@ -176,7 +164,6 @@ def _watched(watch: "CollectiveMonitor") -> Iterator[None]:
 
 
 def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:
-    """The error that says which processes have ended."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     verb = "has" if len(ranks) == 1 else "have"
     names = ", ".join(map(str, ranks))
@@ -184,13 +171,7 @@ def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:
 
 
 def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], ValueT]) -> ValueT:
-    """A value of JSON that the first process makes and all get.
-
-    Args:
-        group: the processes; None for this one alone.
-        name: of the value; another one for each.
-        make: called in the first process only.
-    """
+    """A JSON value that the first process makes and all get; `name` is another for each value."""
     if group is None:
         return make()
     store, key = group.get_group_store(), f"moe/shared/{name}"
@@ -205,13 +186,7 @@ def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], Value
 
 
 def at_first(group: "ProcessGroup | None", name: str, text: str) -> list[str]:
-    """The texts of all processes, in the first one; the others get an empty list.
-
-    Args:
-        group: the processes; None for this one alone.
-        name: of the text; another one for each.
-        text: of this process.
-    """
+    """The texts of all processes, in the first one; an empty list in the others."""
     if group is None:
         return [text]
     store = group.get_group_store()

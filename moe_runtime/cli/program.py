@@ -1,7 +1,6 @@
-"""The program ``moe-runtime``: its streams, and Ctrl-C from the first import to the last line.
+"""The program `moe-runtime`: its streams, and Ctrl-C from the first import to the last line.
 
-Nothing is imported here but what Python has loaded anyway, so that an interrupted start is as quiet
-as an interrupted command.
+Imports only what Python has loaded anyway: an interrupted start is quiet.
 """
 
 import atexit
@@ -16,7 +15,6 @@ _INTERRUPTED = 130
 
 
 def program() -> int:
-    """Runs the command line of this process and returns the exit code."""
     if sys.getfilesystemencoding() != "utf-8":
         # Another locale would read prompts and file names in another encoding. Only a new process
         # changes how Python has read them.
@@ -46,9 +44,8 @@ def program() -> int:
 def _end_quietly() -> None:
     """From now on Ctrl-C ends the process at once, with the exit code that it has elsewhere.
 
-    Results are whole and written by then; what is left is Python's own end. In the last part of it,
-    when all threads and exit handlers have ended, no handler in Python is heard any more, and a
-    signal would end the process by itself: there Ctrl-C is ignored.
+    In the last part of Python's own end no handler runs and a signal would kill the process: there
+    Ctrl-C is ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))

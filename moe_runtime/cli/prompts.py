@@ -14,13 +14,10 @@ _MAX_BYTES = 64 << 20
 def read_prompts(
     prompts: Sequence[str] | None, prompt_file: Path | None, prompts_file: Path | None
 ) -> list[str]:
-    """The texts of one of the three.
+    """Prompts from one of the three: texts, a file that is one prompt, or a file with one a line.
 
-    Args:
-        prompts: texts themselves.
-        prompt_file: a file that is one prompt.
-        prompts_file: a file with a prompt in every line that is not blank: text, or in a ``.jsonl``
-            file a JSON string or an object with a text ``prompt``.
+    A line that is not blank is text, or in a `.jsonl` file a JSON string or an object with a
+    `prompt`.
 
     Raises:
         ValueError: none or several are given, a file is not UTF-8, or a line is no prompt.
@@ -39,12 +36,7 @@ def read_prompts(
 
 
 def read_text(file: Path) -> str:
-    """The text of a file; ``-`` is standard input.
-
-    Raises:
-        ValueError: it is not UTF-8.
-        OSError: the file cannot be read, or is larger than 64 MiB.
-    """
+    """The text of a UTF-8 file of at most 64 MiB; `-` is standard input."""
     is_stdin = str(file) == "-"
     # A pipe is as good as a file here: it is waited for.
     with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else file.open("rb") as opened:

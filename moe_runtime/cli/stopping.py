@@ -1,7 +1,4 @@
-"""Signals that let running work finish, or end it in good order.
-
-Only modules that Python has loaded anyway are imported here: the program begins with this one.
-"""
+"""Signals that let running work finish. Imports only what Python has loaded anyway."""
 
 import _thread
 import contextlib
@@ -22,12 +19,7 @@ _ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written
 
 
 class StopRequest:
-    """Whether a signal asked the command to stop, and which one.
-
-    Attributes:
-        signal_number: the last signal that came; None while none has.
-        num_signals: that came and interrupted nothing.
-    """
+    """Whether a signal asked the command to stop; counts those that interrupted nothing."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -35,15 +27,11 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Whether a signal came."""
         return self.signal_number is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects after this signal: 128 and its number.
-
-        As after Ctrl-C where the signal came to another process that works on the same.
-        """
+        """128 and the signal's number; of Ctrl-C where the signal came to another process."""
         return 128 + (self.signal_number or signal.SIGINT)
 
 
@@ -53,7 +41,7 @@ def stop_on_signals(
 ) -> Iterator[StopRequest]:
     """Within the block the first signals only set the request; the next one acts at once.
 
-    The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under ``nohup``, stays so.
+    The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under `nohup`, stays so.
 
     Args:
         messages: shown on stderr when the first ones come, one for each.
@@ -89,10 +77,9 @@ def stop_on_signals(
 def terminable() -> Iterator[StopRequest]:
     """Within the block SIGTERM and SIGHUP end the work as Ctrl-C does: outputs are finished.
 
-    Once one came, more of them change nothing: what ends already shall not be cut off. Nor does the
-    next Ctrl-C, which says what goes on; those after it raise ``KeyboardInterrupt`` again. A signal
-    that is ignored, or has another handler, is left alone. What Python drops, since the signal
-    came within a callback, is raised after it.
+    More of them change nothing. The next Ctrl-C says what goes on; those after it raise
+    `KeyboardInterrupt` again. A signal that is ignored, or has another handler, is left alone. What
+    Python drops, since the signal came within a callback, is raised after it.
     """
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}
@@ -139,7 +126,7 @@ def terminable() -> Iterator[StopRequest]:
 
 
 def send_later(number: int, thread: int) -> None:
-    """Sends a signal to the thread of that identity, when its callback has ended by all odds."""
+    """Sends a signal to a thread when its callback has most likely ended."""
 
     def wait_and_send() -> None:
         time.sleep(_LATER_S)
@@ -149,11 +136,7 @@ def send_later(number: int, thread: int) -> None:
 
 
 def resend_lost_interrupts(note: Callable[[], int] = lambda: signal.SIGINT) -> None:
-    """From now on a signal comes again to the calling thread for each interrupt that Python drops.
-
-    Args:
-        note: called when one was dropped; returns the number of the signal to send.
-    """
+    """Sends the signal `note()` again for each interrupt that Python drops."""
     before, thread = sys.unraisablehook, _thread.get_ident()
 
     def take_unraisable(lost: Any) -> None:
@@ -166,9 +149,9 @@ def resend_lost_interrupts(note: Callable[[], int] = lambda: signal.SIGINT) -> N
 
 
 def is_lost_from(frame: FrameType | None) -> bool:
-    """Whether what is raised in this frame is printed and dropped, going by the functions' names.
+    """Whether what is raised in this frame is printed and dropped, by the functions' names.
 
-    Of the callbacks these two have names that tell; the others are found out by the hook.
+    The hook finds callbacks with other names.
     """
     while frame is not None and frame.f_code.co_name not in ("__del__", "take_unraisable"):
         frame = frame.f_back

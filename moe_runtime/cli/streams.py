@@ -13,12 +13,9 @@ _NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code
 
 
 def open_closed_streams() -> list[str]:
-    """Opens the null device in the place of standard streams that the process began without.
+    """Opens the null device in place of standard streams that are closed; returns their names.
 
-    Otherwise the next file that is opened takes the number, and what is printed ends up in it.
-
-    Returns:
-        The names of the streams that were closed.
+    Otherwise the next file that is opened takes the number, and gets what is printed.
     """
     closed = []
     for number, name in enumerate(_NAMES):
@@ -44,11 +41,7 @@ class _Messages(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Has the command go on where stderr takes no messages: its disk is full, or its reader left.
-
-    What a command is for goes to stdout and files; it is whole without messages, as it is where
-    stderr is closed.
-    """
+    """Drops messages that stderr cannot take: its disk is full, or its reader left."""
     old, raw = sys.stderr, _Messages(2, "w", closefd=False)
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, line_buffering=True
@@ -56,8 +49,7 @@ def outlive_stderr() -> None:
 
 
 def say_at_once(line: str) -> None:
-    """Writes a line to stderr past its buffers: for signal handlers, which must not write by a
-    stream whose write they may have interrupted. Where it cannot be written, it is dropped."""
+    """Writes a line to stderr past its buffers, for signal handlers; dropped where it cannot."""
     try:
         number = sys.stderr.fileno()
     except (OSError, ValueError):  # no file: the text is collected
@@ -68,12 +60,9 @@ def say_at_once(line: str) -> None:
 
 
 def release_broken_streams() -> list[str]:
-    """Writes out what was printed; a stream that cannot take it leads to the null device from now.
+    """Flushes the streams; one that fails leads to the null device from now. Returns their names.
 
-    Python would complain about such a stream again at its end, in lines of its own.
-
-    Returns:
-        The names of the streams that could not take it.
+    Python would complain about such a stream again at its end.
     """
     broken = []
     for name in _NAMES[1:]:
@@ -92,11 +81,7 @@ def release_broken_streams() -> list[str]:
 
 
 def _is_broken(stream: TextIO) -> bool:
-    """Whether a stream without a buffer (``python -u``), of which no flush says so, is broken.
-
-    Raises:
-        OSError: it is.
-    """
+    """Whether a stream without a buffer (`python -u`) is broken; a write may raise `OSError`."""
     try:
         number = stream.fileno()
     except io.UnsupportedOperation:  # it leads to no file
@@ -127,6 +112,5 @@ class TextOutput:
         sys.stdout.flush()
 
     def end_line(self) -> None:
-        """Ends the text, if there is any."""
         if self._used:
             self.write("\n")

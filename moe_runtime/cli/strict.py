@@ -40,7 +40,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors
 def expanded(function: Callable[..., None]) -> Callable[..., None]:
     """A command with an option for each field of its parameters that are dataclasses.
 
-    ``--debug`` is added to all. A group that has a method ``check`` is called with the context.
+    `--debug` is added to all. A group that has a method `check` is called with the context.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {
@@ -80,13 +80,9 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Makes the values of ``--config FILE.toml`` the defaults of the command's options.
+    """Makes the values of `--config FILE.toml` the defaults of the command's options.
 
-    Keys are written as the options are, with ``-`` or ``_``. The command line wins.
-
-    Raises:
-        ValueError: the file is not TOML, or has a key that is no option.
-        OSError: the file cannot be read.
+    Keys are written as the options are, with `-` or `_`. The command line wins.
     """
     if path is None:
         return None
@@ -107,11 +103,7 @@ def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _as_given(option: Any, value: object, name: str) -> bool | str | list[str]:
-    """A value of the file as the words of a command line would give it.
-
-    Raises:
-        ValueError: it is none that the option can have.
-    """
+    """A value of the file as the words of a command line would give it."""
     if getattr(option, "is_flag", False):
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -126,16 +118,7 @@ def _as_given(option: Any, value: object, name: str) -> bool | str | list[str]:
 
 
 def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
-    """Refuses options that would have no effect.
-
-    Args:
-        ctx: of the command.
-        names: the command's parameters.
-        why: the message after the option's name.
-
-    Raises:
-        ValueError: one was given, on the command line or in a configuration file.
-    """
+    """Refuses options without effect that were given, on the command line or in a file."""
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")
         is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
@@ -146,7 +129,7 @@ def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
 class StrictCommand(TyperCommand):
     """A command that refuses what would be dropped silently, and outputs that replace inputs.
 
-    Its help is wrapped at the terminal's width only, not at the lines of the docstring.
+    Its help is wrapped at the terminal's width only.
     """
 
     def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
@@ -155,12 +138,6 @@ class StrictCommand(TyperCommand):
         super().__init__(*args, help=joined, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command.
-
-        Raises:
-            ValueError: `torchrun` started several processes of a command that works in one, or
-                ``--verbose`` has no table to go into.
-        """
         several = launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if several and self.name not in _WITH_OTHERS:
             raise ValueError(
@@ -176,15 +153,7 @@ class StrictCommand(TyperCommand):
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the words of the command line.
-
-        Raises:
-            typer.BadParameter: an option that takes one value has two, a number is infinite or
-                NaN, or a text is not UTF-8.
-            ValueError: a name cannot be that of a file or output, or an output would replace an
-                input or another output.
-            CheckpointError: an output cannot be written.
-        """
+        """Reads the words of the command line."""
         words, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
             takes_many = getattr(option, "multiple", True) or getattr(option, "is_flag", False)
@@ -264,10 +233,7 @@ def _shown(param: Any) -> str:
 
 
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
-    """The files that the values of a parameter name, if they name any.
-
-    A folder is a checkpoint, whose files are inputs.
-    """
+    """The files that a parameter's values name; those in a folder, which is a checkpoint."""
     value = ctx.params.get(param.name)
     is_text = param.param_type_name == "option" and param.multiple
     if OUTPUTS.intersection(param.opts) or is_text:
@@ -276,7 +242,7 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
         if isinstance(one, str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
             if os.path.isdir(path):
-                from moe_runtime.checkpoints.model_files import files_of
+                from moe_runtime.checkpoints.opening import files_of
 
                 yield from files_of(path)
             else:

@@ -1,4 +1,4 @@
-"""What the machine has, and how a budget is divided."""
+"""What the machine has free, and how a budget is divided."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 AUTO_SHARE = 0.9
-"""Share of the free memory that an ``auto`` budget takes; the rest is left to the system."""
+"""Share of the free memory that an ``auto`` budget takes."""
 
 STREAM_BYTES = 64 * 2**20
-"""Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
+"""Of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
 
 FIXED_RESERVE_BYTES = 9 * 2**20
-"""Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator,
-records, and pages of libraries' code; 7 MiB were used in the runs that it was measured in."""
+"""For buffers of the tokenizer, generation and allocator, records, and code of libraries; 7 MiB
+measured."""
 
 ENTRY_BYTES = 8 * 2**10
-"""Set aside for each expert: where it lies in the files, its views and its entries in the store."""
+"""For each expert: its layout, views and entries in the store."""
 
 BUFFER_SHARE = 1 / 8
-"""Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
-of their size; half of it was used in the runs that it was measured in."""
+"""Of the dense weights, for buffers of libraries; half of it was used when measured."""
 
 MIN_SLOTS = 2
 """Fewest slots that work: one expert computes while the next one is read."""
@@ -46,10 +45,8 @@ class MemoryPlan:
     """How a tier's budget is divided.
 
     Attributes:
-        budget_bytes: what the tier may use in all.
         dense_bytes: weights that are always resident.
         reserve_bytes: KV cache, activations and what the allocator keeps.
-        slot_bytes: one slot.
         num_slots: experts that fit at once.
     """
 
@@ -81,10 +78,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
-    Args:
-        num_experts: routed experts in all; more slots than that are never made.
-        max_tokens: tokens that the reserve is for; None for training, which has no KV cache.
-        option: that gave the budget, where an error shall say it.
+    ``max_tokens`` and ``option`` are named in the error.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -124,15 +118,13 @@ def reserve_for(
     written_values: int = 0,
     scratch_bytes: int = 0,
 ) -> int:
-    """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
+    """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens of a batch.
 
-    These are the tokens of all sequences of a batch together: a cache has ``room_for`` no more of
-    them than for one sequence of as many. The KV cache is counted with its room, and twice for one
-    layer, because growing it copies. Activations are those of prompts of as many tokens: a few
-    copies of the hidden states, and the routed rows. What policies and predictors remember counts
-    as that of the largest of them, whichever is taken. ``written_values`` is the size of the
-    largest quantised matrix, whose values are written out for products with many rows;
-    ``scratch_bytes`` are copied aside while one is put in order that was read.
+    The KV cache is counted with ``room_for`` it, and twice for one layer, because growing it
+    copies. Activations are a few copies of the hidden states, and the routed rows. Policies and
+    predictors count as the largest of them. ``written_values`` is the size of the largest quantised
+    matrix, whose values are written out for many rows; ``scratch_bytes`` are copied while one is
+    put in order.
     """
     kv_token = kv_bytes_per_token(config, dtype)
     activations = activation_bytes_per_token(config, dtype, signature.top_k)
@@ -147,7 +139,7 @@ def reserve_for(
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
-    """Those of the weights of attention and experts."""
+    """Shapes of the weights of attention and experts."""
     text = config.get_text_config()
     hidden, heads, head_dim = text.hidden_size, text.num_attention_heads, widest_head(config)
     inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")
@@ -164,7 +156,7 @@ def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) 
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Of the KV cache, and of one layer more."""
+    """Bytes of the KV cache, and of one layer more."""
     text = config.get_text_config()
     heads = largest_of(text, "num_key_value_heads") or text.num_attention_heads
     kv_layer = 2 * heads * widest_head(config) * dtype.itemsize
@@ -172,7 +164,7 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def activation_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
-    """Of hidden states, and of the rows that a token has at its experts."""
+    """Bytes of hidden states, and of a token's rows at its experts."""
     return config.get_text_config().hidden_size * (12 * 4 + top_k * dtype.itemsize)
 
 
@@ -192,7 +184,7 @@ def largest_of(text: PreTrainedConfig, *names: str) -> int:
 
 
 def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
-    """The bytes that a budget stands for, given what a place has free.
+    """The bytes of a budget, given what a place has free.
 
     Raises:
         CapacityError: the budget exceeds what is free.
@@ -207,7 +199,6 @@ def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
 
 
 def available_device_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is free for us."""
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -219,11 +210,10 @@ def available_host_bytes() -> int:
 
 
 def control_group_free_bytes() -> int | None:
-    """What the process's control group has left, its page cache counted as free.
+    """Bytes left in the process's control group, or None where none limits memory.
 
-    Returns:
-        Bytes, or None where no group limits memory. A group's limit also binds the groups below it,
-        so the least of all levels counts.
+    The page cache counts as free. A limit also binds the groups below it: the least of all levels
+    counts.
     """
     memberships = Path("/proc/self/cgroup")
     if not memberships.is_file():
@@ -286,11 +276,10 @@ def peak_resident_bytes() -> int:
 
 
 def set_up_libraries(dtype: torch.dtype) -> None:
-    """Has the libraries make what they make at first use.
+    """Runs the operations of loading, forward passes and sampling on a few values.
 
     Torch's matrix libraries set themselves up at their first call, and every operation pages in its
-    code: some 20 MiB which no model asked for. The operations are those of loading, of forward
-    passes and of sampling, on a few values; nothing that they make outlives the call.
+    code: some 20 MiB which no model asked for.
     """
     with torch.inference_mode():
         _set_up_layers(dtype)
@@ -299,7 +288,6 @@ def set_up_libraries(dtype: torch.dtype) -> None:
 
 
 def _set_up_layers(dtype: torch.dtype) -> None:
-    """What transformers' layers and the loading of their weights consist of."""
     functional = torch.nn.functional
     ids = torch.arange(8)
     rows = functional.embedding(ids, torch.zeros(8, 64, dtype=dtype)) + 1
@@ -331,7 +319,6 @@ def _set_up_layers(dtype: torch.dtype) -> None:
 
 
 def _set_up_sampling() -> None:
-    """What transformers' generation does between forward passes."""
     scores = torch.zeros(1, 64)
     ids = torch.ones(1, 8, dtype=torch.int64)
     in_order, order = torch.sort(scores, descending=False)
@@ -349,7 +336,6 @@ def _set_up_sampling() -> None:
 
 
 def _set_up_numpy() -> None:
-    """What records, predictors and policies consist of."""
     counts = np.zeros((8, 8), np.float32)
     np.add.at(counts, (np.arange(8), np.arange(8)), 1.0)
     chance = (counts @ counts).sum(axis=1) / np.maximum(np.sqrt(counts).max(axis=1), 1.0)

@@ -1,8 +1,7 @@
 """bf16 weights in the lossless code while in memory: 1.4 times as many experts in a budget.
 
-Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is.
-An expert is read as it lies in the files into one of a few landing slots, and from there it is
-encoded into the slot that it is computed from.
+Linear layers are coded as they are loaded. An expert is read into one of a few landing slots, and
+encoded from there into the slot that it is computed from.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
 ROOM_SHARE = 16
-"""Escapes of an expert have room for one of so many weights; trained ones have half or a third of
-that."""
+"""Escapes of an expert have room for one of so many weights, two or three times what trained ones
+need."""
 LANDING_SLOTS = 2 * COPY_THREADS
-"""Experts on their way into the code at once: each thread has one."""
+"""Experts that are being encoded at once, one of each thread."""
 SPARE_SLOTS = 1
-"""Experts as they lie in the files whose bytes may be escapes that have no room in their slots."""
+"""Slots' worth of bytes for escapes that have no room in their slots."""
 
 
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
     """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
-    Those of which no matrix gets smaller lie as in the files, without such slots. Matrices whose
-    rows are not one behind the other stay as they are, as all that is not bf16.
+    Matrices that are not bf16, or not stored row by row, stay as they are.
 
     Raises:
         UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
@@ -131,7 +129,7 @@ def open_coded_stores(
 
 
 class CodingFetcher(TierFetcher):
-    """Fills slots with experts in the code from a tier that has them as they lie in the files."""
+    """Encodes experts into slots, from a tier that has them as they lie in the files."""
 
     def __init__(self, lower: ExpertStore[Tensor], experts: ExpertMap, coded: ExpertMap) -> None:
         super().__init__(lower)
@@ -152,7 +150,6 @@ class CodingFetcher(TierFetcher):
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
     def fetch(self, key: ExpertKey, slot: Tensor, read: Read) -> None:
-        """As ``TierFetcher.fetch``; the escapes of the expert that was in the slot are given up."""
         self._spare.pop(slot.data_ptr(), None)
         super().fetch(key, slot, read)
 

@@ -1,4 +1,4 @@
-"""The module that stands where a model had its experts, and computes them out of the store."""
+"""The module that takes the place of a model's experts, and computes them out of the store."""
 
 from __future__ import annotations
 
@@ -38,28 +38,25 @@ if TYPE_CHECKING:
 KernelGate = ActivationName | ActivationSpec
 
 _NEARLY_ALL = 0.9
-"""Of a layer's experts: who visits so many will visit whichever of the next layer is read ahead."""
+"""Share of a layer's experts from which on a prompt will also visit nearly all of the next
+layer."""
 
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
 
 
 class OffloadedExperts(AbsentParameters):
-    """Routed experts whose weights lie in a store, for the interface that transformers expects.
+    """Routed experts whose weights lie in a store, with the interface of transformers.
 
-    Takes over the flags, the gate and the other submodules of the module that it replaces, but none
-    of the expert parameters. Every expert is computed for its rows alone and the copies of a token
-    are summed in the order of its top-k, so the result does not depend on which experts were
-    resident or in which order the others arrived.
+    Takes over the flags, the gate and the submodules of the module that it replaces. Every expert
+    is computed for its rows alone, and the copies of a token are summed in the order of its top-k:
+    the result does not depend on residency or the order of arrivals.
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
-        """Takes a module's place.
+        """Takes the place of a module, which loses its expert parameters.
 
-        Args:
-            experts: the module to replace; it loses its expert parameters.
-            layer: its index among the layers with experts.
-            following: the experts of the layer that is computed next, none after the last one.
+        ``following`` are the experts of the next layer.
         """
         super().__init__()
         original = experts.module
@@ -112,8 +109,8 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """Computes the routed experts.
 
-        The experts are frozen; hidden values and gate weights have gradients. Under autocast
-        they compute in fp32 from the weights as they are, and round the result.
+        The experts are frozen; hidden values and gate weights have gradients. Under autocast they
+        compute in fp32 from the weights as they are, and round the result.
 
         Args:
             hidden_states: ``[T, D]``.
@@ -149,7 +146,7 @@ class OffloadedExperts(AbsentParameters):
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What ``_forward`` gives for a few tokens whose experts are all resident, else None."""
+        """As ``_forward`` for a few tokens whose experts are all resident, else None."""
         store, parameters, listeners = self.store, self._parameters, self.listeners
         assert store is not None
         if self.share is not None or listeners.routed or listeners.demanded:
@@ -198,7 +195,7 @@ class OffloadedExperts(AbsentParameters):
     def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What ``forward`` computes, without gradients."""
+        """``forward`` without gradients."""
         out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
@@ -207,7 +204,7 @@ class OffloadedExperts(AbsentParameters):
     def expert_rows(
         self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
+        """The outputs of the experts before they are summed: ``[T * K, D]``."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
         self._announce(rows, hidden_TD, top_k_index, top_k_weights)
@@ -234,8 +231,8 @@ class OffloadedExperts(AbsentParameters):
                 listener.routed(LayerRouting(self.layer, keys, *routed))
 
     def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
-        """Maps each visited expert to its routed rows: those of most rows last, and of equals the
-        one used last."""
+        """Maps each visited expert to its routed rows: those of most rows last, then of the latest
+        use."""
         groups: dict[int, list[int]] = {}
         ids_R = top_k_index.flatten().tolist()
         for row, expert in enumerate(ids_R):
@@ -248,10 +245,9 @@ class OffloadedExperts(AbsentParameters):
     def each(
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Experts one after another, as they arrive, and what computes rows of each.
+        """Experts one after another, as they arrive, and a differentiable function of rows of each.
 
-        Nobody is told of the reads. What computes is differentiable, and valid until the next one.
-        Whoever does not come to the end closes the generator, which holds the experts.
+        Listeners are not told. The generator holds the experts: close it.
         """
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
@@ -262,7 +258,7 @@ class OffloadedExperts(AbsentParameters):
                     yield key.expert, partial(self._rows, weights)
 
     def _activation_now(self) -> KernelGate | GateFunction:
-        """The module's own activation where somebody looks into it: a kernel would not call it."""
+        """The module's own activation where it is observed: a kernel would not call it."""
         module = self._modules.get("act_fn")
         if module is None or not is_kernels(self._activation):
             return self._activation
@@ -270,12 +266,11 @@ class OffloadedExperts(AbsentParameters):
         return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
 
     def end_leases(self) -> None:
-        """As ``ExpertStore.end_leases``, for what is outside of a forward pass."""
         assert self.store is not None
         self.store.end_leases()
 
     def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
-        """The short way of steps of a few tokens, if the layer is one that it knows."""
+        """The short path of steps of a few tokens, if the layer has one."""
         if self._norms_outputs or not is_kernels(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
@@ -343,8 +338,8 @@ _beside_graphs: Any = torch.compiler.disable(_call)
 
 
 def _activation(experts: Any) -> KernelGate | GateFunction:
-    """The kernels' name for what a module does between its projections, or its formula; else the
-    module's own function, called on gate and up laid out as the model expects them."""
+    """The kernels' name or formula of what a module does between its projections, or its own
+    function."""
     formula = activation_of(experts)
     own_values = any(value is not None for value in experts._parameters.values())
     if formula is None or (own_values and not has_usual_gate(experts)):
@@ -388,13 +383,12 @@ def refuse_tangents(*tensors: Tensor) -> None:
 def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """What `experts` computes, ``[T, D]``, with gradients of hidden values and gate weights.
-
-    Parameters that all experts share, of an activation or a norm, have gradients too.
+    """The experts' output ``[T, D]`` with gradients of hidden values, gate weights and shared
+    parameters.
 
     Raises:
-        UnsupportedUseError: a transform of ``torch.func`` is under way, or shared parameters would
-            be trained in several processes.
+        UnsupportedUseError: within ``torch.func``, or where shared parameters would be trained in
+            several processes.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         raise UnsupportedUseError(
@@ -456,7 +450,7 @@ def _gradients(
     """Gradients of hidden values, gate weights and parameters, for that of the output.
 
     A row is computed with the others of its expert, and sums are in the order of a token's choices,
-    or of experts: who was resident changes no bit.
+    or of experts: residency changes no bit.
     """
     num_tokens, top_k = ids_TK.shape
     dim = hidden_TD.shape[1]
@@ -502,7 +496,7 @@ _MOST_BOUND = 2048
 
 
 def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """Makes the function by which a store turns a filled slot into an expert's weights."""
+    """The function by which a store turns a filled slot into an expert's weights."""
 
     def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
         with torch.inference_mode(False):  # views are kept, and a later call may want gradients
@@ -513,11 +507,10 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
 
 
 def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """The same for slots that stay where they are for as long as the function lives.
+    """As ``bind_weights``, for slots that stay where they are; views are remembered.
 
-    Experts whose matrices lie alike in a slot share its views: making them anew for every arrival
-    takes as long as reading a small expert. A slot that goes from layer to layer keeps the views of
-    each, up to ``_MOST_BOUND`` in all.
+    Making views anew takes as long as reading a small expert. Experts whose matrices lie alike in a
+    slot share them.
     """
     bind = bind_weights(experts)
     forms: dict[object, int] = {}

@@ -1,10 +1,8 @@
 """A model's experts divided among processes that all run the same forward passes.
 
-Every process holds the dense part and computes the same tokens, but reads, keeps and computes its
-own experts only; the rows of the others arrive by one exchange a layer. A row is computed by the
-same kernel from the same inputs as in a single process, and rows are summed by every process in the
-order of a token's choices, so neither the number of processes nor the placement of the experts
-changes a bit of the output.
+Every process computes the dense part for all tokens, but only its own experts; rows of the others
+arrive by one exchange a layer. A row is computed by the same kernel from the same inputs as in a
+single process, and summed in the order of a token's choices: the placement changes no bit.
 
 Shape suffixes: R routed rows, D model.
 """
@@ -43,11 +41,7 @@ _SLOWEST = ("stall_s", "load_s", "predict_s")
 
 
 class ExpertPartition:
-    """Which experts this process computes, and how it gets the rows of the others.
-
-    Attributes:
-        transport: the processes.
-    """
+    """Which experts this process computes, and how it gets the rows of the others."""
 
     def __init__(
         self,
@@ -55,8 +49,8 @@ class ExpertPartition:
         experts_of_layer: Sequence[int],
         placement: PlacementMap | None = None,
     ) -> None:
-        """Divides the experts as a map says, or the experts of every layer into runs of equal
-        length, up to one.
+        """Divides the experts as a map says, or those of every layer into runs of about equal
+        length.
 
         Raises:
             ValueError: there are more processes than experts, or the map leaves one without any.
@@ -87,11 +81,9 @@ class ExpertPartition:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What all processes must agree on."""
         return {"the placement of the experts": str(self._holders)}
 
     def owns(self, key: ExpertKey) -> bool:
-        """Whether this process holds an expert."""
         return self.transport.rank in self._holders[key.layer][key.expert]
 
     def own_guesses(self, predictor: Predictor) -> Predictor:
@@ -104,8 +96,8 @@ class ExpertPartition:
         return {e: rows[e] for e in rows if computed_by[e] == self.transport.rank}
 
     def _computed_by(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, int]:
-        """The process that computes each visited expert: of those that hold it, the one with the
-        fewest rows so far, the largest experts first.
+        """The process that computes each visited expert: the holder with the fewest rows so far,
+        largest experts first.
 
         All rows of an expert stay together, since a product of fewer rows may round differently.
         """
@@ -130,11 +122,8 @@ class ExpertPartition:
     def require_same_model(
         self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
     ) -> None:
-        """Makes sure that all processes compute the same model in the same way; a collective call.
-
-        Raises:
-            RankFailureError: one of them does not.
-        """
+        """RankFailureError unless all processes compute the same model in the same way;
+        collective."""
         import transformers
 
         config = checkpoint.config.to_dict()
@@ -161,9 +150,8 @@ class ExpertPartition:
         """Completes a layer's rows with those that other processes computed; a collective call.
 
         Args:
-            layer: number of the layer.
             rows: rows of each visited expert, the same in all processes.
-            out_RD: ``[R, D]`` where this process's own rows are in their places.
+            out_RD: ``[R, D]`` with this process's own rows in their places.
 
         Raises:
             RankFailureError: another process died or stalled.
@@ -189,8 +177,7 @@ def divide_experts(
     signature: ModelSignature,
     placement: str | Path | None,
 ) -> ExpertPartition | None:
-    """This process's share of a model's experts, to which `experts` is narrowed; None for one
-    process alone.
+    """Narrows ``experts`` to this process's share, and returns it; None for one process alone.
 
     Raises:
         CheckpointError: the map cannot be read, or is of another model or number of processes.
@@ -231,21 +218,18 @@ class _OwnGuesses:
         self._share = share
 
     def observe(self, event: Event) -> None:
-        """See ``Predictor.observe``: routing is known to all processes."""
         self._predictor.observe(event)
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
-        """See ``Predictor.predict``."""
         made = self._predictor.predict(now, horizon)
         return [guess for guess in made if self._share.owns(guess[0])]
 
     def finish(self, sequence: int) -> None:
-        """See ``Predictor.finish``."""
         self._predictor.finish(sequence)
 
 
 def add_up(parts: Sequence[RuntimeStats]) -> RuntimeStats:
-    """What all processes of a model did together: sums, and the longest of the times."""
+    """The statistics of all processes of a model: sums, and the longest of the times."""
     changes = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
     times = {name: max(getattr(part, name) for part in parts) for name in _SLOWEST}
     return replace(parts[0], **changes, **times)

@@ -1,4 +1,4 @@
-"""The handle of a loaded model: what its experts do, and how to let go of them."""
+"""The handle of a loaded model: statistics, self-check, resizing and closing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ class LoadedFacts:
 
     Attributes:
         signature: what traces and predictors of this model agree on.
-        host_plan: how the host's memory was divided.
-        device_plan: how the device's memory was divided, for a model on a device.
-        dense_bytes: bytes of everything but the routed experts.
-        expert_bytes: bytes of all routed experts.
+        device_plan: None for a model on the CPU.
+        dense_bytes: of everything but the routed experts.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         load_s: seconds that loading took.
-        choice: the eviction policy, and why it was taken where it was not named.
+        choice: the eviction policy, and why ``auto`` took it.
     """
 
     signature: ModelSignature
@@ -92,7 +90,7 @@ class RuntimeHandle:
             stack.pop_all()
 
     def stats(self) -> RuntimeStats:
-        """What the model did since it was loaded or its counters were reset."""
+        """Counters since the model was loaded or they were reset."""
         facts = self.facts
         fastest, slowest = self._store.stats(), (self._host_store or self._store).stats()
         counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
@@ -136,7 +134,7 @@ class RuntimeHandle:
     def close(self) -> None:
         """Ends reads under way, gives up the experts' memory and finishes trace and timeline.
 
-        In a process that was forked from the one that loaded the model there is nothing to end.
+        Does nothing in a fork of the process that loaded the model.
         """
         if self._closed or self._store.is_forked:
             return
@@ -167,17 +165,15 @@ class RuntimeHandle:
 
 
 def is_resizable(handle: RuntimeHandle) -> bool:
-    """Whether a model's experts lie in host memory as they do in the files: not in a code, and not
-    below those of a device."""
+    """Whether experts lie in host memory as in the files: not in a code, nor below a device."""
     return handle._host_store is None
 
 
 def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     """Has a model that ``is_resizable`` keep so many experts in memory, ``MIN_SLOTS`` at least.
 
-    Returns:
-        How many it keeps now: more than asked for while experts are in use or being read, fewer
-        where memory cannot be had.
+    Returns how many it keeps now: more while experts are in use or being read, fewer where memory
+    cannot be had.
     """
     store, facts = handle._store, handle.facts
     plan = replace(facts.host_plan, num_slots=num_slots)

@@ -35,12 +35,7 @@ class IncrementalText:
 
     @classmethod
     def of(cls, tokenizer: Any, shown: Collection[int] = ()) -> IncrementalText:
-        """Decodes as a tokenizer of transformers does, spaces as they are.
-
-        Args:
-            tokenizer: of the model.
-            shown: special tokens that have their text all the same.
-        """
+        """Decodes as a tokenizer of transformers does; ``shown`` special tokens have their text."""
 
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -48,14 +43,11 @@ class IncrementalText:
         return cls(decode, frozenset(tokenizer.all_special_ids).difference(shown))
 
     def follow(self, ids: Sequence[int], *, is_whole: bool) -> int:
-        """The text goes on where that of other tokens ends; called before the first `add`.
+        """Continues the text of other tokens; called before the first `add`.
 
-        Without it, a tokenizer that writes spaces before words drops the first one.
-
-        Args:
-            ids: the tokens before.
-            is_whole: they end with a whole character, as those of a text do. Otherwise a character
-                that they begin is part of the text that follows.
+        Without it, a tokenizer that writes spaces before words drops the first one. ``is_whole``
+        says that the tokens end with a whole character; otherwise one that they begin is part of
+        what follows.
 
         Returns:
             Tokens at their end whose text is part of what follows.

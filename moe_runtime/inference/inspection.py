@@ -12,8 +12,7 @@ import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
-from moe_runtime.checkpoints.model_files import found_headers
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 from moe_runtime.inference.budget import (
     plan_memory,
     reserve_for,
@@ -34,21 +33,18 @@ class CheckpointSummary:
     """A Mixture-of-Experts checkpoint as its headers describe it.
 
     Attributes:
-        path: the checkpoint's folder, or its name on the hub where only headers were read.
+        path: the folder, or the name on the hub where only headers were read.
         model_type: family, as the configuration names it.
         architecture: class of the model in transformers.
         num_layers: layers with routed experts.
         num_experts: routed experts in the widest layer.
-        total_experts: routed experts of all layers.
-        top_k: experts that a token visits in a layer.
+        total_experts: of all layers.
         expert_dtype: in what type the experts lie in the files.
-        bits_per_weight: of a number of an expert in the files, scales included.
+        bits_per_weight: of an expert in the files, scales included.
         dense_bytes: everything but the routed experts, as it lies in memory on a CPU.
-        expert_bytes: all routed experts.
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.
         reserve_bytes: KV cache and activations of ``max_tokens`` tokens, and buffers.
-        max_tokens: tokens that the reserve is for.
         token_bytes: what the reserve is smaller by, at least, for each token less.
         signature: what traces and predictors of this model agree on.
     """
@@ -82,7 +78,7 @@ class CheckpointSummary:
         return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
-        """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
+        """The eviction policy that ``policy="auto"`` takes for so many slots, and why."""
         return resolve_policy(
             AUTO, AUTO, self.signature, self.path, num_slots, expert_bytes=self.slot_bytes
         )
@@ -115,14 +111,12 @@ def inspect_checkpoint(
 ) -> CheckpointSummary:
     """Reads what ``load`` would need to know, without loading any weight.
 
+    Options are those of ``load``. Of a model on the hub only headers and small files are read.
+
     Args:
-        path_or_id: the folder of a checkpoint, or the name of a model on the hub, of which
-            headers and small files are read; ``verify`` downloads it.
-        dtype: the type to compute in, as for ``load``.
-        max_tokens: tokens to reckon with, as for ``load``.
-        cache_code: how bf16 weights lie in memory, as for ``load``.
-        verify: also read every weight of the model, and refuse those that are NaN or infinite.
-        progress: called meanwhile with what is being done, the bytes done and the bytes in all.
+        verify: also read every weight, and refuse those that are NaN or infinite; downloads the
+            model.
+        progress: called with what is being done, the bytes done and the bytes in all.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.

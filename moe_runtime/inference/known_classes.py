@@ -1,8 +1,8 @@
 """transformers' classes that have fast paths, by name, and what each of them computes.
 
-A class that is not here computes as transformers has it, and so does one whose code a program has
-replaced. ``tests/inference/test_known_classes.py`` proves each row with numbers, for all families
-and under both ends of the supported versions.
+Other classes, and those whose code a program has replaced, compute as transformers has them.
+``tests/inference/test_known_classes.py`` proves each row with numbers, for all families and both
+ends of the supported versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ROTARY_ATTENTION = _names(
     "Qwen3OmniMoeThinkerText Qwen3VLMoeText SolarOpen UnlimitedOcrText",
     "Attention",
 )
-"""Layers of attention that project, norm heads, turn them by angles, attend and project again."""
+"""Attention that projects, norms heads, turns them by angles, attends and projects again."""
 PAIRS_SHARE = _names("GptOssAttention")
 """Those in which the two values of a pair share an angle."""
 
@@ -70,8 +70,8 @@ LATENT_ATTENTION = _names(
     "AXK1Attention BailingHybridAttention DeepseekV2Attention DeepseekV3Attention "
     "Glm4MoeLiteAttention KimiLinearAttention LongcatFlashMLA Mistral4Attention"
 )
-"""Layers that expand latents by one product, whose rows of a head are first those of keys without
-positions, then those of values."""
+"""Layers that expand latents by one product, whose rows of a head are keys without positions, then
+values."""
 
 RECURRENT_LAYERS = _names(
     "BailingHybridDeltaAttention Glm5NextTextLinearAttention GraniteMoeHybridMambaLayer "
@@ -85,9 +85,7 @@ RECURRENT_LAYERS = _names(
 class ResidualForm(NamedTuple):
     """The names of a decoder layer's norm, attention, second norm and feed-forward.
 
-    Attributes:
-        parts: in this order.
-        is_pair: whether the feed-forward returns what is added and something else.
+    ``is_pair`` says that the feed-forward returns what is added and something else.
     """
 
     parts: tuple[str, str, str, str]
@@ -114,8 +112,8 @@ RESIDUAL_LAYERS = {
         ("input_layernorm", "self_attn", "pre_ff_layernorm", "feed_forward")
     ),
 }
-"""Decoder layers that add attention and feed-forward of normed values, and do nothing else. What is
-passed to them is passed to their attention."""
+"""Decoder layers that add attention and feed-forward of normed values, and pass their arguments to
+attention."""
 
 
 class RouterForm(NamedTuple):
@@ -124,7 +122,6 @@ class RouterForm(NamedTuple):
     Attributes:
         product: logits in the type of the model (``narrow``), ``widened`` to fp32, or products in
             fp32 (``wide``).
-        choice: of experts, by the logits.
         num_choices: of each row.
         keeps_dtype: whether weights have the type of the rows; else they are fp32.
         takes_batches: whether rows may come as ``[B, Q, D]`` too.
@@ -215,7 +212,7 @@ _SOFTCAPPED_GATES = _names("Inkling2 Inkling2Loop", "Experts._apply_gate")
 
 @functools.cache
 def version() -> tuple[int, ...]:
-    """The two first numbers of the installed transformers."""
+    """The first two numbers of the installed transformers."""
     import transformers
 
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -227,7 +224,7 @@ def is_tested() -> bool:
 
 
 def is_theirs(function: Any) -> bool:
-    """Whether a function is of transformers, and so is all that is wrapped around it."""
+    """Whether a function, and all that it wraps, is of transformers."""
     while _is_of_transformers(function):
         if not hasattr(function, "__wrapped__"):
             return True
@@ -240,7 +237,7 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's class; empty where it is none of transformers' as they are tested."""
+    """The name of a module's class; empty where it is none of the tested transformers'."""
     kind = type(module)
     if not kind.__module__.startswith("transformers.") or not is_theirs(kind.forward):
         return ""
@@ -263,7 +260,7 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
 
 
 def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
-    """The settings by which a layer of ``ROTARY_ATTENTION`` may be another one."""
+    """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
     own = vars(layer)
     return (
         own.get("sliding_window"),
@@ -275,8 +272,8 @@ def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
 
 
 def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
-    """Whether a layer of ``ROTARY_ATTENTION`` with these settings clips nothing, chooses no keys,
-    and neither leaves out its norms nor its angles."""
+    """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
+    angles."""
     window, is_sliding, norms_heads, clip, indexer = settings
     turns = is_sliding is None or is_sliding or window is None
     has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
@@ -303,8 +300,8 @@ def router_form(module: Any) -> RouterForm | None:
 
 
 def activation_of(experts: Any) -> ActivationSpec | None:
-    """The formula of what an experts module does between its projections, or None: then its own
-    function has to be called."""
+    """The formula of what an experts module does between its projections; None for its own
+    function."""
     function: Any = getattr(experts, "act_fn", None)
     plain = None
     if function is torch.nn.functional.silu:

@@ -1,7 +1,6 @@
-"""transformers' cache of keys and values, with room to grow: a token is written, not the whole.
+"""transformers' dynamic cache of keys and values, with room to grow in place.
 
-``DynamicCache`` concatenates its tensors with each token's, which reads and writes all of a context
-for every token of it.
+``DynamicCache`` concatenates, which copies the whole context for every token.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ ROOM_SHARE = 16
 def room_for(num_tokens: int, num_sequences: int = 1) -> int:
     """Tokens of a sequence that memory is set aside for when a cache has to grow.
 
-    Args:
-        num_tokens: of a sequence, that the cache must hold.
-        num_sequences: in the cache. Together they never take more room than a single one with the
-            tokens of all.
+    Sequences together never take more room than a single one with the tokens of all.
     """
     return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
@@ -54,9 +50,8 @@ def take_place(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Makes a layer's keys and values one token longer, without writing the token.
 
-    Returns:
-        Keys ``[B, G, S, D]`` and values ``[B, G, S, V]`` whose last token the caller writes, or
-        None where the cache is of another kind or dtype, or has no room.
+    Returns keys ``[B, G, S, D]`` and values ``[B, G, S, V]``, or None where the cache is of another
+    kind or dtype, or has no room.
     """
     layers = getattr(cache, "layers", ())
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
@@ -86,14 +81,14 @@ def give_room(cache: Any) -> None:
 
 @functools.cache
 def _growing_layers() -> dict[type, type]:
-    """The classes of layers that grow, made when transformers is there to derive them from."""
+    """The classes of layers that grow, made once transformers is imported."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
         """Keys and values as views of tensors with room behind them.
 
-        Whatever replaces the views (cropping, reordering, a copy) is taken as it is, and moves into
-        tensors with room of their own with the next token.
+        Replaced views (cropped, reordered, copied) move into tensors of their own with the next
+        token.
         """
 
         record_past = False  # of windows, where tokens are kept for what may be taken back
@@ -117,7 +112,7 @@ def _growing_layers() -> dict[type, type]:
             return keys, values
 
         def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-            """Appends a token that nobody has written yet, if there is room for it."""
+            """Appends a token that is not written yet, if there is room for it."""
             keys = None if self.record_past else self.growing_keys.take_place(self.keys)
             values = None if keys is None else self.growing_values.take_place(self.values)
             if keys is None or values is None:
@@ -126,11 +121,10 @@ def _growing_layers() -> dict[type, type]:
             return keys, values
 
         def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
-            """Makes these, of which the last tokens are new, the layer's."""
             self.keys, self.values = keys, values
 
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
-        """The last tokens of tensors with room behind them: what a window leaves for the next."""
+        """The last tokens of tensors with room behind them."""
 
         def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
             self.cumulative_length += num_new
@@ -143,7 +137,7 @@ def _growing_layers() -> dict[type, type]:
 class _Growing:
     """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
 
-    Only ``view``, returned last, can grow in place: no tensor that somebody holds is written to.
+    Only ``view``, returned last, can grow in place: no tensor that a caller holds is written to.
     """
 
     def __init__(self) -> None:
@@ -188,7 +182,7 @@ class _Growing:
         return self.view
 
     def keep_last(self, num_tokens: int) -> torch.Tensor:
-        """The last tokens of what was appended to, which alone grows from now on."""
+        """The last tokens, which alone grow from now on."""
         view = cast(torch.Tensor, self.view)
         dropped = max(view.shape[-2] - num_tokens, 0)
         if dropped:

@@ -1,4 +1,4 @@
-"""What policies and predictors learn from requests and routing, and what is kept of it."""
+"""What policies and predictors learn from requests and routing, kept between processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from moe_runtime.types import ModelSignature
 
 
 class PolicyListener(Listener):
-    """Tells eviction policies that ask for it of steps and of the routing of layers.
+    """Passes steps and routing to eviction policies that watch them.
 
-    Policies that decide after the use are told when the layer's demands are already under way, so
-    that their thinking costs no time while there is something to wait for.
+    Policies that decide after the use are called while the layer's demands are under way.
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
@@ -29,7 +28,6 @@ class PolicyListener(Listener):
         self.hears_routing = not decide_later
 
     def begin(self, step: Step) -> None:
-        """Tells of a step, and of the requests that ended before it."""
         for store in self._stores:
             for request in step.ended:
                 store.finish(request)
@@ -37,12 +35,10 @@ class PolicyListener(Listener):
             store.observe(StepBegins(sequences=step.requests, token_ids=step.token_ids))
 
     def routed(self, routing: LayerRouting) -> None:
-        """Tells of a layer, if any token goes to one of its experts."""
         if routing.keys:
             self.demanded(routing)
 
     def demanded(self, routing: LayerRouting) -> None:
-        """Tells of a layer."""
         event = LayerRouted(
             layer=routing.layer,
             expert_ids=routing.ids_TK.cpu().numpy(),
@@ -60,12 +56,10 @@ class KeptLearning(Listener):
     """The learners of a loaded model: each begins with what earlier processes learned.
 
     Args:
-        signature: the model; one that has not come to the end of a step keeps nothing.
         checkpoint: its folder or file.
         predictor: name of the predictor, or the file of a trained one, which says what it begins
             with.
-        writes: whether this process writes what is learned, as one of a group does.
-        clock: seconds.
+        writes: whether this process writes what is learned.
     """
 
     def __init__(
@@ -88,12 +82,9 @@ class KeptLearning(Listener):
         self._learners: dict[Path, Learner] = {}
 
     def keep(self, *watchers: object) -> list[str]:
-        """Restores those of the watchers that learn from requests, and keeps them from now on.
+        """Restores the watchers that learn from requests, and keeps them from now on.
 
-        Of several of one name the first one is kept.
-
-        Returns:
-            Names of those that begin empty.
+        Of several of one name the first one is kept. Returns names of those that begin empty.
         """
         from moe_runtime.lab.traces.learned import learned_path, restore_learned
 
@@ -110,7 +101,6 @@ class KeptLearning(Listener):
         return empty
 
     def begin(self, step: Step) -> None:
-        """Requests began or ended; those who listen later have not heard of it."""
         self._running.update(step.begun)
         self._running.difference_update(step.ended)
         self._has_ended = self._has_ended or bool(step.ended)

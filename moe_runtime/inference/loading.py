@@ -15,8 +15,12 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
-from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import (
+    build_on_meta,
+    files_of,
+    open_checkpoint,
+    read_generation_config,
+)
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
     ACTIVATIONS,
@@ -66,7 +70,7 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
-from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
@@ -108,51 +112,46 @@ def load(
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
     The result is the model that ``transformers`` would give: ``forward``, ``generate``, pipelines
-    and chat templates work. Its experts are read from the original safetensors files when they are
-    routed to, and kept in memory as far as the budget goes. Neither the budget nor the policy nor
-    the number of threads changes a bit of what it computes.
+    and chat templates work. Its experts are read from the original files when they are routed to,
+    and kept in memory within the budget. Budget, policy and threads change no bit of what it
+    computes.
 
     Args:
         path_or_id: the folder of a checkpoint, a GGUF file, or the name of a repository on the hub.
-        device: where to compute: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
-        host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache
-            and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
-            most of what the machine or the process's control group has free. What a call returns
-            is the caller's: logits of all tokens where ``logits_to_keep`` does not say fewer, and
-            what a backward pass needs, activations and gradients.
-        device_memory: the same for the memory of a GPU; only there.
-        policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
-            routing, if anything was, takes the policy that misses least, and keeps the latest
-            routing of this run for the next one.
-        prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
-            guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
-            link is idle; ``"auto"`` does so as long as it is faster than not doing it.
-        predictor: who guesses: the name of a predictor, the file of a trained one, or ``"auto"``
-            for the model's own gates where they are found.
+        host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache and
+            activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
+            most of what the machine or the control group has free. Returned tensors, and what a
+            backward pass needs, come on top.
+        device_memory: the same for the memory of a GPU.
+        policy: the eviction policy, by name; ``"auto"`` takes the one that misses least on the
+            model's latest routing, and keeps the routing of this run for the next one.
+        prefetch: ``"off"``; ``"observe"`` guesses and counts, but reads nothing; ``"enforce"``
+            reads what is likely while the link is idle; ``"auto"`` does so as long as it is faster.
+        predictor: the name of a predictor, the file of a trained one, or ``"auto"`` for the model's
+            own gates where they are found.
         shares: how a tier's slots are divided over the layers: ``"even"``, ``"adaptive"`` (they
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts and linear layers lie in memory: ``"none"``, as in the files,
-            or ``"planes"``, in a code that loses nothing, so that a budget holds 1.4 times as many
-            experts and a step reads fewer bytes; only on a CPU.
+            or ``"planes"``, in a lossless code that holds 1.4 times as many experts; only on a CPU.
         activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
-        misses: who computes experts that a GPU lacks: ``"device"``, once they are copied;
-            ``"cpu"``, where they lie in the host's memory, for steps of up to 16 tokens; or
-            ``"auto"``, whichever measured speeds say. Except for ``"device"`` the last bits of a
-            result depend on which experts were there.
+        misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
+            for steps of up to 16 tokens; or ``"auto"``, by measured speeds. Except for ``"device"``
+            the last bits of a result depend on residency.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
-        max_tokens: tokens to set memory aside for, prompts and answers of all sequences of a batch
-            together; beams are sequences. What needs more is refused with a ``CapacityError``
-            before it computes. The length that the model knows when omitted, 4096 at most.
+        max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
+            of a batch together; more are refused with a ``CapacityError`` before computing. By
+            default the length that the model knows, 4096 at most.
         io_threads: reads in flight at once.
         warm_up: reads experts as far as there are slots and compiles kernels before it returns.
         progress: called with what is being done, the bytes done and the bytes in all.
-        group: processes that divide the experts between them, each within budgets of its own. All
-            load the same model with the same options and then make the same calls; the output has
-            the bits of a single process. Shares of memory and ``"auto"`` are of what is free when
-            the processes of one machine have divided it equally.
+        group: processes that divide the experts, each within budgets of its own. All load the same
+            model with the same options and make the same calls; the output has the bits of a single
+            process. Shares of memory and ``"auto"`` divide what is free equally among the processes
+            of a machine.
         placement: the file that says which process has which experts; equal runs when omitted.
 
     Returns:
@@ -329,7 +328,7 @@ def replace_experts(
     experts: ExpertMap,
     make: Callable[[ExpertsModule, int], ExpertsT],
 ) -> list[ExpertsT]:
-    """Puts a module made of each experts module and its layer in that module's place."""
+    """Replaces each experts module by one made of it and its layer."""
     replaced = []
     for layer, module in enumerate(experts.modules):
         parent, _, name = module.name.rpartition(".")
@@ -410,7 +409,8 @@ def _open_stores(
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device or a code, the one below it.
 
-    ``experts`` is where they lie in the files, ``cached`` where in slots.
+    ``experts`` is where they lie in the files, ``cached`` where in slots. = (GATES, COUNTS):
+    Predictors that ``auto`` stands for: the model's own gates, or counts where these are not found.
     """
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
@@ -463,12 +463,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Guessers:
-    """Who guesses what will be routed to.
+    """The estimators of a model.
 
     Attributes:
         reader: for reads ahead of demand; None where there are none.
-        policy_estimator: for the policy ``predicted``, if the named predictor guesses from
-            routing alone. An object of its own: each learns from what it is shown.
+        policy_estimator: for the policy ``predicted``, if the named predictor guesses from routing
+            alone. An object of its own: each learns from what it is shown.
         table_bytes: memory that their tables take.
     """
 
@@ -502,11 +502,7 @@ def resolve_guessers(
 
 
 def check_types(given: Mapping[str, object]) -> None:
-    """Refuses options of `load` that have a wrong type.
-
-    Raises:
-        TypeError: one has; memory sizes and the group are looked at where they are read.
-    """
+    """TypeError for options of `load` of a wrong type, memory sizes and the group excepted."""
     require_types(_TYPES, given)
 
 
@@ -517,13 +513,13 @@ def check_names(
     cache_code: str,
     activations: str = "exact",
 ) -> None:
-    """Refuses names that nothing has, before anything is loaded.
+    """Refuses unknown names, before anything is loaded.
 
     Raises:
         CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor, code, kind of shares or of activations has it.
+        ValueError: no policy, predictor, code, kind of shares or of activations has the name.
     """
-    require_known("policy", policy, (AUTO, *LIVE_POLICIES))
+    require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
@@ -548,13 +544,10 @@ def resolve_policy(
     """The policy and shares that were named, or for ``auto`` the ones that replay best.
 
     Args:
-        policy: a name, or ``auto``.
         shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
-        signature: the model.
         checkpoint: its folder or file.
         num_slots: experts that fit where they are computed from.
-        trained: a predictor of routing that was given, for the policy ``predicted``.
-        expert_bytes: bytes of an expert.
+        trained: a given predictor of routing, for the policy ``predicted``.
     """
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
@@ -574,7 +567,7 @@ def resolve_policy(
 def _routing_estimator(
     policy: str, predictor: str | Path, signature: ModelSignature
 ) -> Estimator | None:
-    """The named predictor, if it guesses from routing alone and the policy may ask one."""
+    """The named predictor, if it guesses from routing alone and the policy may use one."""
     if predictor == AUTO or policy not in (AUTO, "predicted"):
         return None
     estimator = make_live_estimator(predictor, signature)
@@ -621,7 +614,8 @@ def _resolve_predictor(
     block_names: Sequence[str],
     signature: ModelSignature,
 ) -> str | Path:
-    """For ``auto`` the model's own gates, which tell most; counts where they are not found."""
+    """For ``auto`` the model's own gates, or counts where they are not found. = (PROMPT_TOKENS,
+    NEW_TOKENS): A prompt that kernels for many tokens compute, and steps of one token."""
     if predictor != AUTO:
         return predictor
     try:
@@ -641,10 +635,9 @@ MOST_PROMPT_TOKENS = 8192
 def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
-    """Reads experts as far as every layer has slots, on a device and in the host's memory below it,
-    then computes a few tokens.
+    """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens.
 
-    Nobody who records or learns hears of it, and counters begin at zero behind it.
+    Listeners are not told, and counters begin at zero behind it.
     """
     is_done = False
     try:
@@ -663,7 +656,7 @@ def warm(
 
 @contextmanager
 def _unheard(model: Any) -> Iterator[None]:
-    """Nobody hears of passes and reads within a ``with`` block."""
+    """Listeners hear of no pass and no read within a ``with`` block."""
     stores = model._steps._stores
     listeners = [store.listener for store in stores]
     try:
@@ -707,14 +700,13 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
 
 
 def _own_experts(module: OffloadedExperts) -> list[int]:
-    """Those of a layer that this process holds."""
     share, every = module.share, range(module.num_experts)
     return [e for e in every if share is None or share.owns(ExpertKey(module.layer, e))]
 
 
 @torch.inference_mode()
 def _compute(model: Any, max_tokens: int) -> None:
-    """A prompt and some steps behind it, with the cache that `generate` takes."""
+    """Computes a prompt and some steps, with the cache that `generate` takes."""
     length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
     if length < 1:
         return
@@ -733,7 +725,7 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Prompts of other lengths, for which a device has kernels of their own.
+    """Computes prompts of other lengths, for which a device has kernels of their own.
 
     Memory is set aside for the logits of one token alone.
     """
@@ -749,10 +741,9 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
 
 
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
-    """Tokens of the shortest prompts for which products take their second tile, their third one,
-    and so on, as far as prompts may be so long.
-    """
-    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT
+    """Tokens of the shortest prompts for which products take their second tile, their third, and so
+    on."""
+    from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT
 
     limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]
     lengths = [rows * num_experts // top_k + 1 for rows in limits]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoutingRecord(Listener):
-    """Everything that records a model's routing: a trace, what later runs choose by, or both."""
+    """Records a model's routing: in a trace, for choices of later runs, or both."""
 
     def __init__(
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
@@ -35,7 +35,7 @@ class RoutingRecord(Listener):
         self._latest = 0  # first request of those that began last: recorders count from there
 
     def begin(self, step: Step) -> None:
-        """A forward pass begins; its layers are listened to only if somebody records it."""
+        """Listens to the layers of the pass only if a recorder wants it."""
         if step.begun:
             self._latest = step.begun[0]
             for recorder in self.recorders:
@@ -51,32 +51,23 @@ class RoutingRecord(Listener):
             )
 
     def end(self) -> None:
-        """The pass came to its end."""
         self._has_step = True
 
     def routed(self, routing: LayerRouting) -> None:
-        """A layer sent the tokens of the step to experts."""
         ids_TK = routing.ids_TK.cpu().numpy()
         ids_TK = np.where(ids_TK < self._num_experts, ids_TK, -1)
         for recorder in self._open:
             recorder.routing(routing.layer, ids_TK, routing.weights_TK.float().cpu().numpy())
 
     def hold(self) -> None:
-        """Begins the trace, if one is wanted, so that no other process can.
-
-        Raises:
-            CheckpointError: another process has begun it.
-        """
+        """Begins the trace; CheckpointError where another process has begun it."""
         for recorder in self.recorders:
             recorder.hold()
 
     def close(self) -> None:
-        """Writes what is not written yet, each of them even if another one cannot.
+        """Writes what is not written yet; CheckpointError where the trace cannot be written.
 
         A model that failed before the end of its first step leaves everything as it was.
-
-        Raises:
-            CheckpointError: the trace cannot be written.
         """
         with contextlib.ExitStack() as stack:
             for recorder in self.recorders:
@@ -111,7 +102,7 @@ def open_record(
     expert_bytes: int,
     keeps_recent: bool,
 ) -> RoutingRecord:
-    """Records a model's forward passes from now on, into a trace and for the choices of later runs.
+    """Records a model's forward passes from now on, into a trace and for choices of later runs.
 
     Raises:
         CheckpointError: the trace cannot be written there.

@@ -1,4 +1,4 @@
-"""Writes what a model does to a timeline: steps, layers, waits, and reads of every tier."""
+"""Writes a timeline of a model: steps, layers, waits, and reads of every tier."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _TIERS = ("reads", "reads below")
 
 
 class StepTimes(Listener):
-    """Notes every step; what lies between two of its layers is dense computation.
-
-    Attributes:
-        timeline: where events go.
-    """
+    """Notes every step; what lies between two of its layers is dense computation."""
 
     follows_requests = False
 
@@ -29,18 +25,16 @@ class StepTimes(Listener):
         self._dense_since_s: float | None = None
 
     def of_tier(self, tier: int) -> StoreTimes:
-        """Notes what a store does: 0 for the one that layers compute from, 1 for that below."""
+        """The listener of a store: 0 for the one that layers compute from, 1 for that below."""
         return StoreTimes(self, tier)
 
     def begin(self, step: Step) -> None:
-        """A step begins."""
         # now: the cache has other tokens when the step ends
         num_tokens = step.num_sequences * step.num_new
         self._begun[:] = [(time.perf_counter(), step.phase, num_tokens)]
         self.begin_dense()
 
     def end(self) -> None:
-        """The step came to its end."""
         now_s = time.perf_counter()
         self.end_dense(now_s)
         for begin_s, phase, num_tokens in self._begun:
@@ -49,11 +43,9 @@ class StepTimes(Listener):
         self.timeline.flush()
 
     def begin_dense(self) -> None:
-        """Dense computation begins."""
         self._dense_since_s = time.perf_counter()
 
     def end_dense(self, now_s: float) -> None:
-        """Dense computation ended, if any was under way."""
         if self._dense_since_s is not None:
             self.timeline.slice("dense", self._dense_since_s, now_s)
         self._dense_since_s = None
@@ -63,7 +55,6 @@ class StoreTimes:
     """Notes every read of a store with its expert, and the layers that compute from it."""
 
     def __init__(self, steps: StepTimes, tier: int) -> None:
-        """Joins a store with a timeline."""
         self._steps = steps
         self._timeline = steps.timeline
         self._tier = tier
@@ -71,22 +62,19 @@ class StoreTimes:
         self._begun: dict[ExpertKey, tuple[float, int, str]] = {}
 
     def read_began(self, key: ExpertKey, priority: Priority) -> None:
-        """Notes when, in a row of the timeline that no other read is in."""
+        """Notes the time, in a row of the timeline that no other read is in."""
         taken = {lane for _, lane, _ in self._begun.values()}
         lane = next(number for number in range(len(taken) + 1) if number not in taken)
         self._begun[key] = (time.perf_counter(), lane, _KINDS[priority])
 
     def read_ended(self, key: ExpertKey, read: Read) -> None:
-        """Writes the read."""
         outcome = "failed" if read.error else _KINDS[read.priority]
         self._write(key, outcome, read.num_bytes, read.ended_s)
 
     def dropped(self, key: ExpertKey) -> None:
-        """Writes a read that was taken back, if one was."""
         self._write(key, "taken back", 0, time.perf_counter())
 
     def was_reset(self, arriving: Collection[ExpertKey]) -> None:
-        """Forgets reads that are under way no more."""
         self._begun = {key: self._begun[key] for key in self._begun.keys() & set(arriving)}
 
     def lease(self) -> LayerTimes | None:
@@ -110,8 +98,7 @@ class StoreTimes:
 
 
 class LayerTimes:
-    """Notes a layer: in turn the computation of the experts that are there and the waits for those
-    that are not."""
+    """Notes a layer: computation of experts that are there, and waits for the others."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
@@ -125,27 +112,23 @@ class LayerTimes:
     def entered(
         self, hits: Sequence[ExpertKey], late: Sequence[ExpertKey], misses: Sequence[ExpertKey]
     ) -> None:
-        """Notes what the layer asked for."""
         named = {"hits": hits, "late": late, "misses": misses}
         self._layers = {key.layer for keys in named.values() for key in keys}
         self._outcome = {name: [*map(expert_name, keys)] for name, keys in named.items()}
 
     def asked(self, done: Sequence[ExpertKey]) -> None:
-        """Writes the computation of a group."""
         self._asked_s = time.perf_counter()
         if self._computing_since_s is not None:
             experts = [*map(expert_name, done)]
             self._timeline.slice("experts", self._computing_since_s, self._asked_s, experts=experts)
 
     def given(self, group: Sequence[ExpertKey], *, waited: bool) -> None:
-        """Writes the wait for a group, if there was one."""
         now_s = time.perf_counter()
         if waited:
             self._timeline.slice("wait", self._asked_s, now_s, then=[*map(expert_name, group)])
         self._computing_since_s = now_s if group else None
 
     def left(self) -> None:
-        """Writes the layer."""
         name = f"layer {next(iter(self._layers))}" if len(self._layers) == 1 else "layer"
         outcome = self._outcome
         self._timeline.slice(

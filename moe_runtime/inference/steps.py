@@ -1,4 +1,4 @@
-"""Forward passes of a loaded model: read once, heard by all who listen, and whole in the end.
+"""Forward passes of a loaded model, and their listeners.
 
 Shape suffixes: T tokens, K top-k, D model width.
 """
@@ -25,21 +25,16 @@ class Step:
     """The tokens of one forward pass, T in all, sequence by sequence.
 
     Attributes:
-        num_sequences: sequences of the batch.
         num_new: tokens of a sequence that the pass computes.
-        cache: of keys and values, if there is one.
-        first_request: number of the first sequence's request; they are counted as they begin.
-        begun: the requests that begin with this step.
-        ended: those that have ended with it.
+        cache: of keys and values, or None.
+        first_request: number of the first sequence's request.
+        begun: requests that begin with this step.
+        ended: requests that have ended with it.
     """
 
     def __init__(self, inputs: Mapping[str, Any], shape: tuple[int, int]) -> None:
-        """Reads what a causal language model's ``forward`` was called with, by name.
-
-        Args:
-            inputs: the arguments; they must stay as they are until the step has begun.
-            shape: sequences, and tokens of each.
-        """
+        """Reads the arguments of a causal language model's ``forward``; ``shape`` is sequences and
+        tokens of each."""
         self.num_sequences, self.num_new = shape
         # that of continuous batching does not say how long it is
         self.cache = cache if hasattr(cache := cache_of(inputs), "get_seq_length") else None
@@ -90,9 +85,9 @@ class LayerRouting(NamedTuple):
 
     Attributes:
         layer: its index among the layers with experts.
-        keys: the experts that this process computes, those wanted by most tokens last.
+        keys: the experts that this process computes, most wanted last.
         hidden_TD: what the gate was given.
-        ids_TK: experts of each token; ids outside of the layer's experts are choices of none.
+        ids_TK: experts of each token; ids outside the layer's experts mark no choice.
         weights_TK: their gate weights.
     """
 
@@ -107,8 +102,8 @@ class Listener:
     """Hears of a model's forward passes, as far as it overrides what follows.
 
     Attributes:
-        hears_routing: whether ``routed`` is called; a layer to which nobody listens is quicker.
-        hears_demands: whether ``demanded`` is. Both are asked once a pass has begun.
+        hears_routing: whether ``routed`` is called; looked at once a pass has begun.
+        hears_demands: whether ``demanded`` is.
         follows_requests: whether it has to know which requests a step belongs to.
     """
 
@@ -131,32 +126,26 @@ class Listener:
         """The pass came to its end."""
 
     def forget(self) -> None:
-        """The pass failed: what was noted for it counts no more. May be called twice."""
+        """The pass failed: notes on it are dropped. May be called twice."""
 
 
 class Listeners:
-    """All who listen to a model, in the order in which they are told.
-
-    Attributes:
-        routed: those who hear of a layer's routing before its experts are asked for.
-        demanded: those who hear of it afterwards.
-    """
+    """All listeners of a model, in order; ``routed`` and ``demanded`` are those that hear of it."""
 
     def __init__(self) -> None:
         self._requests = RequestNumbers()
         self._set(())
 
     def add(self, listener: Listener) -> None:
-        """Tells somebody of all passes that begin from now on."""
         self._set((*self._all, listener))
 
     def remove(self, listener: Listener) -> None:
-        """Tells somebody no more; nothing happens if nobody told it."""
+        """Removes a listener, if it is there."""
         self._set(tuple(one for one in self._all if one is not listener))
 
     @contextmanager
     def also(self, listener: Listener) -> Iterator[None]:
-        """Tells somebody of the passes within a ``with`` block."""
+        """Adds a listener within a ``with`` block."""
         self.add(listener)
         try:
             yield
@@ -165,7 +154,7 @@ class Listeners:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Tells nobody of the passes within a ``with`` block."""
+        """No listener hears of passes within a ``with`` block."""
         everyone = self._all
         self._set(())
         try:
@@ -174,7 +163,7 @@ class Listeners:
             self._set(everyone)
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Reads a pass that is asked for, and tells all of it.
+        """Reads a pass that is asked for, and passes it on.
 
         Raises:
             MoERuntimeError: one of the listeners refuses it.
@@ -195,12 +184,10 @@ class Listeners:
         self._set(self._all)
 
     def end(self) -> None:
-        """The pass came to its end."""
         for listener in self._all:
             listener.end()
 
     def forget(self) -> None:
-        """The pass did not come to its end."""
         for listener in self._all:
             listener.forget()
 
@@ -212,18 +199,14 @@ class Listeners:
 
 
 class Steps:
-    """One forward pass after another, none of which leaves anything behind.
+    """One forward pass after another.
 
-    Who records, guesses or notes times has a state for the running pass, so that calls of several
-    threads take turns; a pass may call the model again. However a pass ends, Ctrl-C included, other
-    threads may go on, torch has its threads, and no lease is left open.
-
-    Attributes:
-        listeners: who hears of the passes.
+    Listeners have a state for the running pass, so calls of several threads take turns; a pass may
+    call the model again. However a pass ends, Ctrl-C included, other threads may go on, torch has
+    its threads, and no lease is left open.
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
-        """Makes passes of a model safe."""
         self.listeners = Listeners()
         self._names = tuple(names)
         self._stores = list(stores)
@@ -233,7 +216,8 @@ class Steps:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Nobody hears of this thread's passes within a ``with`` block; other threads wait."""
+        """Listeners hear of none of this thread's passes within a ``with`` block; other threads
+        wait."""
         with self._turn, self.listeners.muted():
             yield
 
@@ -266,10 +250,10 @@ class Steps:
                     self.listeners.forget()
 
     def _num_threads(self) -> int:
-        """How many threads torch is to have in this one, whose turn it is.
+        """How many threads torch is to have in this thread.
 
         A thread keeps what torch had for the process when it first used torch. If that was within
-        another thread's pass, it has only one: then it gets what a thread that begins now has.
+        another thread's pass, it has only one: then it gets what a new thread has.
         """
         found = torch.get_num_threads()
         if not hasattr(self._known, "is_known"):

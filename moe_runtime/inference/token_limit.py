@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig
 
 DEFAULT_TOKENS = 4096
-"""Tokens that memory is set aside for where nothing was said, if the model knows as many."""
+"""Tokens that memory is set aside for by default, if the model knows as many."""
 
 
 def known_positions(config: PreTrainedConfig) -> int | None:
@@ -26,12 +26,7 @@ def known_positions(config: PreTrainedConfig) -> int | None:
 
 
 def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
-    """What ``max_tokens`` stands for.
-
-    Args:
-        config: of the model.
-        max_tokens: tokens of all sequences together; None for a single sequence as long as the
-            model knows positions, of 4096 at most.
+    """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
 
     Raises:
         ValueError: fewer than one.
@@ -45,21 +40,16 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
 
 
 class TokenLimit(Listener):
-    """Refuses what needs room for more tokens than memory was set aside for, before it computes.
+    """Refuses passes that need room for more tokens than memory was set aside for.
 
-    Cached and new tokens of all sequences of a pass count, of a static cache all the places that it
-    has.
+    Cached and new tokens of all sequences count, of a static cache all its places.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self.follows_requests = max_tokens, False
 
     def allow(self, step: Step) -> None:
-        """Refuses a pass that needs more room.
-
-        Raises:
-            CapacityError: it does.
-        """
+        """CapacityError where a pass needs more room."""
         places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
         length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
         if step.num_sequences * length > self._max_tokens:
@@ -74,16 +64,10 @@ def limit_batching(
 ) -> ContinuousBatchingConfig:
     """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
 
-    What was not said is set: transformers would take most of the machine's memory. A step has at
-    most half the tokens, so that the activations of the others leave room for what only such steps
-    have: keys and values gathered from the cache for all heads, the mask, and a row of logits with
-    a copy for each request.
-
-    Args:
-        config: of the model.
-        given: the caller's settings, which are left as they are; None for all defaults.
-        longest: tokens of the longest request, its answer included; 0 where not known.
-        max_tokens: tokens that memory was set aside for.
+    Unset ones are set: transformers would take most of the machine's memory. A step has at most
+    half the tokens: the activations of the others leave room for gathered keys and values, the
+    mask, and two rows of logits for each request. ``longest`` are the tokens of the longest
+    request, its answer included; 0 where not known.
 
     Raises:
         CapacityError: a setting that was given, or a request, needs room for more.
@@ -132,7 +116,7 @@ def limit_batching(
 def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
     """Tokens that a paged cache has memory for.
 
-    Transformers divides it into sectors that pages of every kind of attention fit in, and adds two
+    transformers divides it into sectors that pages of every kind of attention fit in, and adds two
     that no request gets.
     """
     layers = text.num_hidden_layers
@@ -143,11 +127,7 @@ def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -
 
 
 def limit_generation(inputs: Any, config: Any, options: dict[str, Any], max_tokens: int) -> None:
-    """Refuses a call of ``generate`` that says it may need room for more tokens.
-
-    Raises:
-        CapacityError: it does.
-    """
+    """CapacityError for a call of ``generate`` that says it may need room for more tokens."""
     num_sequences, length = _longest_text(inputs, config, options)
     if num_sequences * length > max_tokens:
         raise _too_long(num_sequences, length, max_tokens)

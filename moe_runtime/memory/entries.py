@@ -1,4 +1,4 @@
-"""What an expert store works with: its entries, what fills it, and the link to what lies below."""
+"""What an expert store consists of: its entries, what fills them, and the meter of its link."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 FORGET = 0.98
-"""What a finished transfer leaves of the weight of those before it: the last fifty or so count."""
+"""What a transfer leaves of the weight of those before it: about the last fifty count."""
 
 
 class Fetcher(Protocol):
-    """Where a tier gets its experts from: the files of a checkpoint, or the tier below.
+    """Fills the slots of a tier, from files or from the tier below.
 
-    Attributes:
-        changed: guards the entries of the tier that is filled; all that is below is called with it
-            held, ``close`` excepted.
+    All but ``close`` is called with ``changed`` held, which guards the entries of that tier.
     """
 
     changed: Monitor
@@ -33,7 +31,7 @@ class Fetcher(Protocol):
         ...
 
     def promote(self, key: ExpertKey, read: Read) -> None:
-        """Serves what is left of a read-ahead as a demand."""
+        """Serves the rest of a read-ahead as a demand."""
         ...
 
     def cancel(self, read: Read) -> bool:
@@ -50,7 +48,7 @@ class Fetcher(Protocol):
 
 
 class LeaseListener(Protocol):
-    """Hears what becomes of one lease."""
+    """Hears of one lease."""
 
     def entered(
         self, hits: Sequence[ExpertKey], late: Sequence[ExpertKey], misses: Sequence[ExpertKey]
@@ -59,24 +57,20 @@ class LeaseListener(Protocol):
         ...
 
     def asked(self, done: Sequence[ExpertKey]) -> None:
-        """The next group is asked for; those of the last one were computed."""
+        """The next group is asked for; the last one was computed."""
         ...
 
     def given(self, group: Sequence[ExpertKey], *, waited: bool) -> None:
         """The next group is there; an empty one is the end."""
         ...
 
-    def left(self) -> None:
-        """The lease ended."""
-        ...
+    def left(self) -> None: ...
 
 
 class StoreListener(Protocol):
-    """Hears what a store does; called with its lock held, ``lease`` excepted."""
+    """Hears of a store's reads; called with its lock held, ``lease`` excepted."""
 
-    def read_began(self, key: ExpertKey, priority: Priority) -> None:
-        """An expert is being read into a slot."""
-        ...
+    def read_began(self, key: ExpertKey, priority: Priority) -> None: ...
 
     def read_ended(self, key: ExpertKey, read: Read) -> None:
         """The read ended, with data or an error."""
@@ -87,7 +81,7 @@ class StoreListener(Protocol):
         ...
 
     def was_reset(self, arriving: Collection[ExpertKey]) -> None:
-        """The store was emptied; these are still being read, and no others."""
+        """The store was emptied; only these are still being read."""
         ...
 
     def lease(self) -> LeaseListener | None:
@@ -96,15 +90,13 @@ class StoreListener(Protocol):
 
 
 class LinkState(NamedTuple):
-    """A look at the link between a tier and the one below.
+    """The state of the link between a tier and the one below.
 
     Attributes:
-        transfer_s: seconds that one expert takes on an idle link, as a running mean; 0 before
-            anything arrived.
-        stall_s: seconds that computation waited since the counters were reset.
-        demand_s: seconds in which a demand was under way, since the store was opened.
-        num_missing: experts that were not there when they were asked for, since the counters were
-            reset.
+        transfer_s: of one expert on an idle link, as a running mean; 0 before the first.
+        stall_s: for which computation waited, since the counters were reset.
+        demand_s: in which a demand was under way, since the store was opened.
+        num_missing: misses and late hits, since the counters were reset.
         came_true: guesses that were asked for, since the counters were reset.
     """
 
@@ -116,11 +108,11 @@ class LinkState(NamedTuple):
 
 
 class LinkMeter:
-    """Running mean of the throughput over the time in which transfers were under way.
+    """Running mean of throughput, over the time in which transfers were under way.
 
     Attributes:
-        under_way: transfers that were asked for and have not ended.
-        beside: those of them that take another way.
+        under_way: transfers that have not ended.
+        beside: those of them that use another link.
     """
 
     def __init__(self) -> None:
@@ -133,17 +125,16 @@ class LinkMeter:
         self._demand_s = 0.0
 
     def seconds_for(self, num_bytes: int) -> float:
-        """What so many bytes take on an idle link; 0 before the first transfer ended."""
+        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
         return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
 
     @property
     def demand_s(self) -> float:
-        """Seconds so far in which at least one demand was under way."""
+        """Seconds so far in which a demand was under way."""
         running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
         return self._demand_s + running_s
 
     def begin(self, *, is_demand: bool) -> None:
-        """A transfer was asked for."""
         if self.under_way == self.beside:
             self._since_s = time.perf_counter()
         self.under_way += 1
@@ -153,13 +144,13 @@ class LinkMeter:
             self._demands += 1
 
     def begin_demand(self) -> None:
-        """A transfer that is under way is waited for from now on."""
+        """A read-ahead that is under way becomes a demand."""
         if self._demands == 0:
             self._demands_since_s = time.perf_counter()
         self._demands += 1
 
     def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
-        """A transfer ended at some time, or was taken back (with 0 bytes)."""
+        """A transfer ended, or was cancelled (0 bytes)."""
         self.under_way -= 1
         if is_demand:
             self._demands -= 1
@@ -171,7 +162,7 @@ class LinkMeter:
             self._since_s = now_s
 
     def recount(self, under_way: int, demands: int) -> None:
-        """So many transfers are under way, and so many of them demands, whatever was counted."""
+        """Sets the transfers and demands that are under way."""
         now_s = time.perf_counter()
         self._demand_s = self.demand_s
         self.under_way, self._demands = under_way, demands
@@ -183,11 +174,8 @@ class Entry(Generic[W]):
     """One occupied slot.
 
     Attributes:
-        slot: its number.
-        read: what fills it.
         expected: read ahead, and its layer has not come yet.
-        guessed: prefetched and not used since; it stays when its layer did not want it, as the
-            first to give up its slot.
+        guessed: prefetched and not used since.
         pins: leases that hold it.
         arrived: whether the read has ended.
         weights: what the slot was bound to, once it was used.

@@ -1,9 +1,8 @@
 """Where the bytes of one expert lie: in the checkpoint's files, and in a slot of memory.
 
-An expert is read as a few extents (contiguous ranges of a file, grown to whole blocks so that
-direct I/O can take them) which are laid one after the other into a slot. Its tensors are views into
-the slot at the places where the extents put them. No byte is moved after it was read, but those of
-quantised weights whose numbers lie in files in an order that no product reads.
+An expert is read as a few extents, ranges of a file grown to whole blocks for direct I/O, which lie
+one after the other in a slot. Its tensors are views into the slot. No byte is moved after the read,
+except quantised numbers whose order no product reads.
 """
 
 import math
@@ -23,7 +22,7 @@ BLOCK_BYTES = 4096
 """Alignment of file offsets, lengths and addresses that direct I/O accepts everywhere."""
 
 MERGE_GAP_BYTES = 64 * 1024
-"""Ranges of a file closer than this are read as one: the gap costs less than a second read."""
+"""Ranges of a file closer than this are read as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,10 @@ class TensorRange:
     """One tensor of an expert, as a strided view over bytes of a checkpoint file.
 
     Attributes:
-        file: the safetensors file.
         offset: absolute byte offset of the view's first element.
         span_bytes: bytes from the first element to the end of the last one.
-        dtype: element type.
-        shape: sizes of the view.
-        stride: strides of the view, in elements.
-        order: how the numbers lie in the file, if not as the view has them: whole and in a row.
+        stride: in elements.
+        order: how the numbers lie in the file, if not as the view has them.
     """
 
     file: Path
@@ -50,13 +46,13 @@ class TensorRange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers in the file, without ends of rows that mean nothing."""
+        """Bytes of its numbers in the file, without padding of rows."""
         if self.order is not None and self.order.moves:
             return self.span_bytes
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, stored: torch.Tensor) -> torch.Tensor:
-        """The numbers, given the bytes of the range (``uint8`` at a multiple of words)."""
+        """The numbers, given the bytes of the range (``uint8``)."""
         if self.order is not None:
             from moe_runtime.kernels.quantized.storage_order import put_in_order
 
@@ -73,18 +69,10 @@ class TensorRange:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> "TensorRange":
-        """A view of elements of a file, as its attributes say.
-
-        Args:
-            file: see above, and so the others.
-            name: of the tensor that the view is of, for the message.
-            offset: see above.
-            dtype: see above.
-            shape: see above.
-            stride: see above.
+        """A view of elements of a file; ``name`` is that of the tensor, for the message.
 
         Raises:
-            CheckpointError: elements lie at no multiple of their size.
+            CheckpointError: the offset is no multiple of the elements' size.
         """
         if offset % dtype.itemsize:
             raise CheckpointError(
@@ -100,11 +88,9 @@ class Extent:
     """A range of whole blocks of a file and its place in the slot.
 
     Attributes:
-        file: the file to read.
-        offset: byte offset in the file, a multiple of the block size.
-        num_bytes: bytes to read, a multiple of the block size; the file may end before that.
-        needed_bytes: bytes from ``offset`` to the end of the last tensor; all of them must arrive.
-        slot_offset: byte offset in the slot.
+        offset: in the file, a multiple of the block size.
+        num_bytes: a multiple of the block size; the file may end before that.
+        needed_bytes: from ``offset`` to the end of the last tensor; all of them must arrive.
     """
 
     file: Path
@@ -116,14 +102,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What to read for one expert, and where its tensors are found afterwards.
+    """What to read for one expert, and where its tensors are afterwards.
 
     Attributes:
         extents: the reads that fill a slot, in slot order.
-        tensors: the expert's tensors as the checkpoint has them.
         slot_offsets: byte offset in the slot of each of ``tensors``.
-        read_offsets: where each was read to, before those are put in order that are not so.
-        more_bytes: of the slot behind the extents, for tensors that get longer meanwhile.
+        read_offsets: where each was read to, before some are put in order.
+        more_bytes: of the slot behind the extents, for tensors that are put in order.
     """
 
     extents: tuple[Extent, ...]
@@ -140,18 +125,18 @@ class ExpertLayout:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the expert itself in the files, without alignment."""
+        """Bytes of the expert in the files, without alignment."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def steps(self) -> list[tuple["StorageOrder", int, int]]:
-        """What is put in order once it has been read: from where in the slot to where."""
+        """What is put in order after the read: order, from where, and to where in the slot."""
         places = zip(self.tensors, self.read_offsets, self.slot_offsets, strict=True)
         return [(t.order, source, place) for t, source, place in places if t.order is not None]
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What ``views`` depends on beside the slot: experts of one form have the same views."""
+        """Experts of one form have the same views of a slot."""
         return self.slot_offsets, tuple((t.dtype, t.shape, t.stride) for t in self.tensors)
 
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
@@ -169,11 +154,7 @@ class ExpertLayout:
 
 
 def lay_out(tensors: Sequence[TensorRange]) -> ExpertLayout:
-    """Plans the reads of one expert: neighbours share a read, and each read takes whole blocks.
-
-    Args:
-        tensors: the expert's tensors; each must start at a multiple of its item size.
-    """
+    """Plans the reads of one expert: neighbours share a read, and each read takes whole blocks."""
     extents: list[Extent] = []
     slot_offset = 0
     for file, start, end in _merge_ranges(tensors):

@@ -1,6 +1,6 @@
-"""Live prefetch: what a predictor says, as far as the link has time for it and as long as it pays.
+"""Live prefetch: reads what a predictor guesses, as far as the link is idle and it pays.
 
-Nothing here changes what is computed: a guess only changes when an expert is read.
+A guess changes when an expert is read, never what is computed.
 """
 
 import time
@@ -22,10 +22,10 @@ W = TypeVar("W")
 
 
 class Guesses(Generic[W]):
-    """The prefetches of one store, as ``Lease`` is the demands.
+    """The prefetches of one store.
 
-    A guess never takes the slot of an expert that is leased, that is arriving, that the running
-    step has just used, or that is itself about as probable.
+    A guess never takes the slot of an expert that is leased, arriving, used by the running step, or
+    about as probable.
     """
 
     def __init__(self, store: ExpertStore[W]) -> None:
@@ -34,19 +34,15 @@ class Guesses(Generic[W]):
     def start(
         self, guesses: Sequence[Guess], chance: Mapping[ExpertKey, float], admission: Admission
     ) -> int:
-        """Starts reading experts that will perhaps be leased, behind all demands.
+        """Reads guessed experts behind all demands; returns how many reads were started.
 
-        A guess takes a free slot, that of an earlier guess which its layer did not want, or that of
-        the expert of its own layer that the policy values least. What is in the store already is
-        left alone.
+        A guess takes a free slot, that of an unwanted earlier guess, or that of the expert of its
+        layer that the policy values least.
 
         Args:
-            guesses: experts with their probabilities, the most urgent first.
-            chance: probabilities of these and of others; what is not here has none.
-            admission: the rules; the reads are paid for from its credit.
-
-        Returns:
-            How many reads were started.
+            guesses: the most urgent first.
+            chance: probabilities of these and of others; 0 for what is not here.
+            admission: the rules; the reads are paid from its credit.
         """
         store, started = self._store, 0
         with store._changed:
@@ -67,16 +63,11 @@ class Guesses(Generic[W]):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether there may be a guess whose read has not begun, as far as can be seen without
-        the lock: one that ends meanwhile is no loss."""
+        """Whether a guess may be waiting to be read, as seen without the lock."""
         return bool(self._store._streamed) and self._store._link.under_way > 0
 
     def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
-        """Takes back guesses that are not among the keys and whose read has not begun.
-
-        Returns:
-            Those that were taken back.
-        """
+        """Cancels reads of other guesses that have not begun; returns what was cancelled."""
         store, cancelled = self._store, []
         with store._changed:
             for key in [key for key in store._streamed if key not in keys]:
@@ -92,15 +83,12 @@ class Guesses(Generic[W]):
         return cancelled
 
     def absent(self, guesses: Sequence[Guess], least_probability: float = 0.0) -> list[Guess]:
-        """Those at least so likely whose expert neither lies in a slot nor is on its way to one."""
+        """Guesses at least so likely whose expert is neither resident nor under way."""
         entries = self._store._entries  # without the lock: ``start`` looks again
         return [g for g in guesses if g[1] >= least_probability and g[0] not in entries]
 
     def link(self) -> LinkState:
-        """What the link to the tier below is doing, for those who admit prefetches.
-
-        Looked at without the lock: what has ended and is not known yet is in the next look.
-        """
+        """The state of the link to the tier below, as seen without the lock."""
         link, counters = self._store._link, self._store._counters
         return LinkState(
             link.seconds_for(self._store._slab.slot_bytes),
@@ -132,19 +120,16 @@ class Guesses(Generic[W]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchStats:
-    """What prefetching did since it was attached or its counters were reset.
+    """Counters of prefetching.
 
     Attributes:
-        mode: off, observe, enforce or auto.
         is_active: whether guesses are being read now; in ``auto`` the controller decides.
         verdict: the controller's last comparison, in words.
-        recall: share of the experts visited one layer later that were among the guesses made for
-            that layer; nan before the first.
+        recall: share of the experts visited one layer later that were guessed; nan before the
+            first.
         precision: share of those guesses that were visited.
         predict_s: seconds spent observing, predicting and choosing what to read.
-        decode_s: seconds of all decode steps.
         active_steps: decode steps in which guesses were made.
-        decode_steps: all decode steps.
     """
 
     mode: str
@@ -160,7 +145,7 @@ class PrefetchStats:
 
 @dataclass(slots=True)
 class _StepStart:
-    """What the clocks and counters said when a decode step began."""
+    """Clocks and counters at the beginning of a decode step."""
 
     now_s: float
     predict_s: float
@@ -169,10 +154,8 @@ class _StepStart:
 
 @dataclass(slots=True)
 class _Look:
-    """When the link was last accounted for: a layer had queued its demands, or a step began.
-
-    Layers of earlier steps have negative numbers.
-    """
+    """The state of the link when it was last accounted for; layers of earlier steps are
+    negative."""
 
     layer: int
     now_s: float
@@ -180,18 +163,14 @@ class _Look:
 
 
 class TokenGuesses(Protocol):
-    """A predictor that is asked about a few tokens at a time, without events.
-
-    How it takes a layer's routing and hidden states is up to who calls
-    ``Prefetcher.tokens_routed``.
-    """
+    """A predictor that is asked about a few tokens at a time, without events."""
 
     def begin_step(self) -> None:
-        """A step begins: guesses that were not judged are forgotten."""
+        """A step begins: pending guesses are dropped."""
         ...
 
     def look(self, layer: int, ids_TK: Any, hidden_TD: Any, horizon: int) -> list[Guess]:
-        """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
+        """Notes a layer's routing and guesses the next layers', nearest first."""
         ...
 
     def take_counts(self) -> tuple[int, int, int]:
@@ -202,13 +181,12 @@ class TokenGuesses(Protocol):
 class Prefetcher:
     """Watches a model's steps and reads experts before their layer asks for them.
 
-    Used from the thread that computes. ``step`` is called before a forward pass, ``routed`` in each
-    layer after the demands were queued. While guesses are not wanted, neither does anything but
-    keep the time, and the history of predictors that need it.
+    ``step`` is called before a forward pass, ``routed`` in each layer once its demands are queued,
+    both in the computing thread.
 
     Attributes:
-        mode: off asks nothing, observe asks and reads nothing, enforce reads, auto reads as long
-            as it pays.
+        mode: ``off`` asks nothing, ``observe`` reads nothing, ``enforce`` reads, ``auto`` reads
+            while it pays.
     """
 
     def __init__(
@@ -222,17 +200,7 @@ class Prefetcher:
         rules: PrefetchRules | None = None,
         token_look_ahead: TokenGuesses | None = None,
     ) -> None:
-        """Joins a store's prefetches with a predictor.
-
-        Args:
-            guesses: the prefetches of the store that experts are computed from.
-            predictor: what to ask.
-            mode: see above.
-            num_layers: layers of the model.
-            top_k: experts that a token visits in a layer.
-            rules: when a guess is read.
-            token_look_ahead: a quicker predictor for steps of a few tokens.
-        """
+        """``token_look_ahead`` is a quicker predictor for steps of a few tokens."""
         self._guesses = guesses
         self._token_look_ahead = token_look_ahead
         self._predictor = predictor
@@ -250,7 +218,6 @@ class Prefetcher:
 
     @property
     def is_active(self) -> bool:
-        """Whether guesses are read at the moment."""
         return self.mode is PrefetchMode.ENFORCE or (
             self.mode is PrefetchMode.AUTO and self._controller.is_active
         )
@@ -261,7 +228,7 @@ class Prefetcher:
         return self._predicts or self._predictor.needs_history
 
     def reset_stats(self) -> None:
-        """Sets the counters to zero, as after a warm-up; what was learned stays."""
+        """Sets the counters to zero; what was learned stays."""
         self._predict_s = 0.0
         self._decode_s = 0.0
         self._active_steps, self._decode_steps = 0, 0
@@ -271,7 +238,6 @@ class Prefetcher:
         self._step_start = self._last_look = None
 
     def stats(self) -> PrefetchStats:
-        """The counters so far."""
         if self._token_look_ahead is not None:
             visited, guessed, found = self._token_look_ahead.take_counts()
             self._visited += visited
@@ -291,18 +257,16 @@ class Prefetcher:
         )
 
     def describe(self) -> str:
-        """The mode, and in ``auto`` what the controller made of it."""
+        """The mode, and in ``auto`` the controller's verdict."""
         if self.mode is PrefetchMode.AUTO:
             share = f"{self._active_steps} of {self._decode_steps} steps"
             return f"auto, {self._controller.verdict}; in use for {share}"
         return self.mode.value
 
     def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
-        """A forward pass begins: the last one is judged, and its first layers are guessed.
+        """A forward pass begins: judges the last one and guesses the first layers.
 
-        Args:
-            sequences: as of ``StepBegins``.
-            token_ids: gives those of ``StepBegins``, for which a device has to be waited.
+        ``token_ids`` is a function, since a device may have to be waited for.
         """
         start_s = time.perf_counter()
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
@@ -327,12 +291,7 @@ class Prefetcher:
             self._guess(-1, start_s)
 
     def routed(self, event: LayerRouted, keys: Collection[ExpertKey]) -> None:
-        """A layer was routed and has queued its demands; not to be told unless ``wants_layers``.
-
-        Args:
-            event: the routing.
-            keys: the experts that the layer uses, no one twice.
-        """
+        """A layer was routed and has queued its demands; only where ``wants_layers``."""
         start_s = time.perf_counter()
         expected = self._expected.pop(event.layer, None)
         if expected is not None:
@@ -347,14 +306,7 @@ class Prefetcher:
     def tokens_routed(
         self, layer: int, keys: Collection[ExpertKey], ids_TK: Any, hidden_TD: Any
     ) -> None:
-        """``routed`` for a step of a few tokens, by the quicker predictor that was given.
-
-        Args:
-            layer: which one.
-            keys: the experts that it uses.
-            ids_TK: where it sent the tokens, as the predictor takes it.
-            hidden_TD: what its gate was given.
-        """
+        """``routed`` for a step of a few tokens, by the quicker predictor."""
         start_s = time.perf_counter()
         look_ahead = self._token_look_ahead
         assert look_ahead is not None
@@ -369,7 +321,7 @@ class Prefetcher:
         self._predictor.finish(sequence)
 
     def forget(self) -> None:
-        """The running step did not come to its end: what was noted for it counts no more."""
+        """The running step failed: its notes are dropped."""
         self._step_start = self._last_look = None
         self._reads = self._predicts = False
         self._expected.clear()
@@ -391,12 +343,7 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the coming layers and acts on the answer.
-
-        Args:
-            now: the last layer that was routed.
-            now_s: when the work for this layer began.
-        """
+        """Asks for the layers behind ``now`` and acts on the answer."""
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return
@@ -417,7 +364,7 @@ class Prefetcher:
             self._guesses.start(urgent, dict(made), self._admission)
 
     def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
-        """Takes stale guesses back; returns what is worth reading now, the most useful first."""
+        """Cancels stale guesses; returns what is worth reading now, the most useful first."""
         admission, guesses = self._admission, self._guesses
         if guesses.may_be_stale:
             for stale in guesses.cancel_except([key for key, _ in admission.likely(made)]):
@@ -439,10 +386,10 @@ class Prefetcher:
         self._account(0, now_s)
 
     def _account(self, now: int, now_s: float) -> None:
-        """Credits the time that demands left of the link since it was last asked for.
+        """Credits the time that demands left of the link since the last account.
 
-        That takes longer than most of what a layer asks, so it is done as a step begins, and within
-        it when credit is short.
+        It costs more than a layer's other questions: so it runs once a step, and where credit is
+        short.
         """
         last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:

@@ -1,8 +1,7 @@
 """Reads in flight: the lock of what they fill, and the queues that serve them.
 
-A read is cut into blocks so that several threads share it and a demand overtakes a read-ahead
-between two blocks instead of waiting for a whole expert. Files are read by threads of C where there
-is the native library, and by threads of Python elsewhere.
+A read is cut into blocks: several threads share it, and a demand overtakes a read-ahead between two
+blocks. Threads of C serve files where there is the native library, threads of Python elsewhere.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from moe_runtime.errors import CLOSED, FORKED, CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
 
 PATIENCE_S = 1.0
-"""A wait returns after this time at the latest, so that what was queued in silence is found."""
+"""A wait ends after this time at the latest, so that what was queued silently is found."""
 INTERRUPT_S = 0.1
-"""A wait of the main thread looks for Ctrl-C this often."""
+"""The main thread looks for Ctrl-C this often while it waits."""
 
 _MAIN_THREAD = threading.main_thread().ident
 # signal makes enumerations of what its own functions return, which takes ten times as long
@@ -42,18 +41,17 @@ _MONITORS: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 class Monitor:
-    """The lock around state that reading and computing threads share, and a condition to wait for.
+    """The lock around state that reading and computing threads share, and its condition.
 
-    The block of a ``with`` statement is an operation. Ctrl-C is deferred to its end: the signal's
-    handler only takes note, and the exception is raised once the lock is released. Another
-    exception that leaves an operation leaves state that may contradict itself; then ``reset`` is
-    called, with the lock held, before the next operation.
+    The block of a ``with`` statement is an operation. Ctrl-C is deferred to its end. Any other
+    exception may leave contradictory state: then ``reset`` is called, with the lock held, before
+    the next operation.
 
     Attributes:
-        reset: makes the state consistent, whatever it is; set by its owner.
+        reset: makes the state consistent; set by its owner.
         events: counts what happened without the lock; an operation first delivers it.
         seen: the events that were delivered.
-        has_new: whether something was put off until the operation ends.
+        has_new: whether something is put off until the operation ends.
         is_whole: whether an exception may leave the operation now without a reset.
         is_forked: whether the state belongs to the process that this one was forked from.
     """
@@ -110,9 +108,9 @@ class Monitor:
                 before(signal.SIGINT, None)
 
     def wait(self) -> None:
-        """Releases the lock until something has changed; it may return without a reason.
+        """Releases the lock until something has changed; may return without a reason.
 
-        To be called by an operation whose state others may see, and which Ctrl-C may leave then.
+        Ctrl-C may leave the operation here, so its state must be consistent.
         """
         depth, self.is_whole = self._depth, True
         self.sleep()
@@ -125,11 +123,11 @@ class Monitor:
             self._catch_up(is_entering=False)
 
     def notify_all(self) -> None:
-        """Wakes all who wait; called with the lock held."""
+        """Wakes all waiters; called with the lock held."""
         self._condition.notify_all()
 
     def deliver(self) -> None:
-        """Takes note of what happened since ``seen``; called with the lock held."""
+        """Handles what happened since ``seen``; called with the lock held."""
         self.seen = self.events.value
 
     def start(self) -> None:
@@ -142,7 +140,7 @@ class Monitor:
         self._condition.wait(INTERRUPT_S if is_main else PATIENCE_S)
 
     def leave_to_parent(self) -> None:
-        """This process is a fork: neither its reading threads nor the holders of locks exist."""
+        """Called in a fork: reading threads and lock holders do not exist here."""
         self._make_lock()
         self.is_forked = True
 
@@ -151,7 +149,7 @@ class Monitor:
         self._condition = threading.Condition(self._lock)
 
     def _catch_up(self, *, is_entering: bool = True) -> None:
-        """Resets what an exception has torn, and delivers what happened without the lock."""
+        """Resets torn state, and delivers what happened without the lock."""
         is_done = False
         try:
             if self._is_torn:
@@ -168,8 +166,7 @@ class Monitor:
         self._is_interrupted = True
 
 
-def _nothing() -> None:
-    """For state that is consistent at any time."""
+def _nothing() -> None: ...
 
 
 def _leave_all_to_parent() -> None:
@@ -181,10 +178,10 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 Block = Callable[[], int]
-"""Moves one block and returns its number of bytes; what it raises becomes the error of its read."""
+"""Moves one block and returns its bytes; what it raises becomes the error of its read."""
 
 OnDone = Callable[["Read"], None]
-"""Called once when a read has ended: from a reading thread, or by an operation of the store."""
+"""Called once when a read has ended, by a reading thread or within an operation of the store."""
 
 
 class Priority(IntEnum):
@@ -198,12 +195,11 @@ class Read:
     """One expert on its way into a slot.
 
     Attributes:
-        priority: what the blocks that are still waiting are served as.
-        passes: the expert is wanted once (a prompt): a tier on its way need not keep it.
-        num_bytes: bytes moved so far.
-        error: why the read failed, if it did.
-        ended_s: when it ended, as ``time.perf_counter`` has it; 0 before.
-        name: a number that the queue gives it.
+        priority: of the blocks that still wait.
+        passes: the expert is wanted once: tiers on its way need not keep it.
+        num_bytes: moved so far.
+        ended_s: when it ended, by ``time.perf_counter``; 0 before.
+        name: the queue's number of it.
     """
 
     __slots__ = ("_on_done", "ended_s", "error", "name", "num_bytes", "passes", "priority")
@@ -218,12 +214,12 @@ class Read:
         self._on_done = on_done
 
     def end(self, ago_s: float = 0.0) -> None:
-        """Tells who submitted it that it has ended, some seconds ago."""
+        """Announces that it ended some seconds ago."""
         self.ended_s = time.perf_counter() - ago_s
         self._on_done(self)
 
     def refuse(self) -> None:
-        """Ends it without its data, because the threads that would have read it are gone."""
+        """Ends it without data, because the reading threads are gone."""
         self.error = self.error or MoERuntimeError(CLOSED)
         self.end()
 
@@ -241,11 +237,7 @@ class ReadQueue:
     """Threads that serve the blocks of submitted reads, demands first, in order of submission."""
 
     def __init__(self, num_threads: int, *, num_for_demands: int = 0) -> None:
-        """Starts the threads, and more of them that serve demands alone.
-
-        Raises:
-            ValueError: there would be no thread.
-        """
+        """Starts the threads, and ``num_for_demands`` more that serve demands alone."""
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
         self._works: dict[Read, _Work] = {}
@@ -262,12 +254,7 @@ class ReadQueue:
             thread.start()
 
     def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
-        """Queues a read.
-
-        Args:
-            blocks: of the read.
-            read: its end is announced by a thread.
-            wakes: whether a thread is woken; otherwise one finds it after ``wake`` or a while.
+        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while.
 
         Raises:
             MoERuntimeError: the queue was closed.
@@ -280,12 +267,12 @@ class ReadQueue:
             self._push(read, len(waiting), wakes=wakes)
 
     def wake(self) -> None:
-        """Has the threads look for what was submitted without waking them."""
+        """Wakes the threads for what was submitted silently."""
         with self._changed:
             self._changed.notify_all()
 
     def promote(self, read: Read) -> None:
-        """Serves what is left of a read-ahead as a demand from now on."""
+        """Serves the rest of a read-ahead as a demand."""
         with self._changed:
             if read.priority is not Priority.DEMAND:
                 read.priority = Priority.DEMAND
@@ -293,11 +280,8 @@ class ReadQueue:
                 self._push(read, len(work.blocks) if work else 0)
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read of which no block has been begun; its end is never announced.
-
-        Returns:
-            Whether it was taken back. A read under way is finished: its slot is being written to.
-        """
+        """Cancels a read of which no block has begun; its end is never announced. Says whether it
+        could."""
         with self._changed:
             work = self._works.get(read)
             if work is None or len(work.blocks) < work.num_blocks:
@@ -311,10 +295,7 @@ class ReadQueue:
             return read in self._works
 
     def close(self) -> None:
-        """Lets the blocks that are being moved finish, and ends the threads and what waits.
-
-        In a forked child there is nothing to end.
-        """
+        """Lets running blocks finish, and ends the threads and what waits; nothing in a fork."""
         if self._changed.is_forked:
             return
         with self._changed:
@@ -334,7 +315,7 @@ class ReadQueue:
             condition.notify(num_blocks) if is_demand else condition.notify_all()
 
     def _reset(self) -> None:
-        """A ticket for every block that waits, in the order in which the reads were submitted."""
+        """A ticket for every waiting block, in the order of submission."""
         self._tickets.clear()
         for read, work in self._works.items():
             self._push(read, len(work.blocks))
@@ -350,7 +331,7 @@ class ReadQueue:
             self._move(*found)
 
     def _take(self, last: Priority) -> tuple[Read, _Work, Block] | None:
-        """Waits for the next block to serve; None once the queue is closed."""
+        """Waits for the next block; None once the queue is closed."""
         with self._changed:
             while not self._closed:
                 while self._tickets and self._tickets[0][0] <= last:
@@ -384,7 +365,7 @@ def _move_nothing() -> int:
 
 
 class _Attempt:
-    """Keeps whatever a block raises: it is the error of a read, not the end of a thread."""
+    """Keeps what a block raises as the error of its read."""
 
     moved = 0
     error: MoERuntimeError | None = None
@@ -410,7 +391,7 @@ class _Attempt:
 
 
 class _Reported:
-    """Reports what is raised as the end of a thread would, but the thread goes on."""
+    """Reports an exception as the end of a thread would, but the thread goes on."""
 
     def __enter__(self) -> None:
         pass
@@ -433,16 +414,12 @@ _ROOM = 64
 _FILE_ENDED = -1
 
 ReadEnd = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
-"""The error of a read that has ended, or None: number of the block that failed, and why it did."""
+"""The error of an ended read, or None, given the number of the failed block and the reason."""
 
 
 def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
-    """The blocks of a read as ``reads.c`` takes them.
-
-    Args:
-        blocks: for each the file descriptor, the offset in the file, the place in the slot, the
-            bytes to read and how many of them must arrive.
-    """
+    """Blocks as ``reads.c`` takes them: descriptor, file offset, place in the slot, bytes, needed
+    bytes."""
     return b"".join(_BLOCK.pack(*block) for block in blocks)
 
 
@@ -452,21 +429,15 @@ def pack_steps(steps: Iterable[tuple[int, ...]]) -> bytes:
 
 
 class NativeReadQueue(Monitor):
-    """``ReadQueue`` for reads of files, by threads that need no interpreter, and its own monitor.
+    """``ReadQueue`` for files, by threads without an interpreter, and its own monitor.
 
-    It is the lock of whoever submits: every method is called with it held. What is submitted begins
-    when the operation ends, all of it at once, since waking a thread takes a tenth of the time of a
-    small read. What ended is delivered by the next operation of any thread: a computing thread is
-    interrupted by nothing, and one that waits is woken by the read itself.
+    Every method is called with its lock held. Submitted reads begin together when the operation
+    ends, since waking a thread takes a tenth of a small read. Ended reads are delivered by the next
+    operation of any thread; a waiting thread is woken by the read itself.
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
-        """Starts the threads.
-
-        Args:
-            library: whose threads.
-            num_threads: how many reads are served at once.
-            keeps: what must live until the threads have ended: the files that they read.
+        """Starts the threads; ``keeps`` lives until they have ended: the files they read.
 
         Raises:
             ValueError: there would be no thread.
@@ -497,12 +468,8 @@ class NativeReadQueue(Monitor):
         Args:
             blocks: made by ``pack_blocks``.
             address: of the slot, which must stay where it is until the read has ended.
-            read: it is called when it has ended.
-            judge: gives the error of the read when it has ended, if it has one.
-            steps: made by ``pack_steps``: what is done before the read ends.
-
-        Raises:
-            MoERuntimeError: the queue was closed.
+            judge: gives the error of the ended read, if it has one.
+            steps: made by ``pack_steps``.
         """
         if self._queue is None:
             raise MoERuntimeError(CLOSED)
@@ -518,38 +485,26 @@ class NativeReadQueue(Monitor):
             raise MemoryError("no memory to queue a read")
 
     def start(self) -> None:
-        """Has the threads serve what was submitted since the last call."""
         if self.has_new and self._queue is not None:
             self._library.reads_start(self._queue)
         self.has_new = False
 
     def promote(self, read: Read) -> None:
-        """Serves what is left of a read-ahead as a demand from now on."""
         if read.priority is not Priority.DEMAND:
             if self._queue is not None:
                 self._library.reads_promote(self._queue, read.name)
             read.priority = Priority.DEMAND
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read of which no block has been begun; its end is never announced.
-
-        Returns:
-            Whether it was taken back. A read under way is finished: its slot is being written to.
-        """
         if self._queue is None or not self._library.reads_cancel(self._queue, read.name):
             return False
         self._running.pop(read.name, None)
         return True
 
     def is_under_way(self, read: Read) -> bool:
-        """Whether a read was submitted and its end is still to be announced."""
         return read.name in self._running
 
     def close(self) -> None:
-        """Lets the blocks that are being moved finish, and ends the threads and what waits.
-
-        In a forked child there is nothing to end.
-        """
         if self.is_forked:
             return
         with self:
@@ -565,7 +520,7 @@ class NativeReadQueue(Monitor):
             self._close()
 
     def deliver(self) -> None:
-        """Announces the reads that have ended; one that this failed for is announced again."""
+        """Announces the reads that have ended; one whose announcement failed is announced again."""
         assert self._queue is not None
         seen, number = self.events.value, _ROOM
         while number == _ROOM:
@@ -577,11 +532,7 @@ class NativeReadQueue(Monitor):
         self.seen = seen
 
     def sleep(self) -> None:
-        """Waits without the lock for something to happen after ``deliver``.
-
-        Raises:
-            MoERuntimeError: nothing will happen any more.
-        """
+        """Waits without the lock for an event after ``deliver``; MoERuntimeError once closed."""
         queue, seen = self._queue, self.seen
         self.start()
         if queue is None:
@@ -595,12 +546,11 @@ class NativeReadQueue(Monitor):
             self._sleepers -= 1
 
     def notify_all(self) -> None:
-        """Wakes all who wait; closing has woken them already."""
+        """Wakes all waiters; closing has woken them already."""
         if self._sleepers and self._queue is not None:
             self._library.reads_kick(self._queue)
 
     def leave_to_parent(self) -> None:
-        """This process is a fork: the threads are the parent's, and so is their memory."""
         super().leave_to_parent()
         self._close.detach()
         self.events = ctypes.c_int64(self.seen)
@@ -625,5 +575,5 @@ class NativeReadQueue(Monitor):
 
 
 def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
-    """Ends the threads; only then is what they read from given up."""
+    """Ends the threads before their files are given up."""
     library.reads_close(queue)

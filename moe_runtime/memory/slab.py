@@ -14,15 +14,13 @@ from moe_runtime.kernels.native.pages import madvise, populate
 
 HUGE_PAGE_BYTES = 2 * 2**20
 PART_BYTES = 16 * 2**20
-"""Of slots that are touched at once: more would keep who is done waiting, less make many calls."""
+"""Slots are touched in parts of this size."""
 
 
 class Slab:
     """Preallocated slots of one tier; ``bytes`` is all of them.
 
-    Host slabs are page-aligned anonymous memory: nothing is resident until it is written, and huge
-    pages are asked for, because reading weights at the speed of memory leaves no time for page
-    walks.
+    Host slabs are page-aligned anonymous memory in huge pages, resident once written.
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class Slab:
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Allocates the slab, with ``aligned_bytes`` or what is given.
+        """Allocates the slab, by ``aligned_bytes`` or ``allocate``.
 
         Raises:
             ValueError: a size is not positive.
@@ -48,11 +46,7 @@ class Slab:
         self._slots = [*self.bytes.split(slot_bytes)]
 
     def slot(self, index: int) -> torch.Tensor:
-        """The bytes of one slot: ``uint8`` of ``slot_bytes``.
-
-        Raises:
-            MoERuntimeError: the slab was closed.
-        """
+        """One slot, ``uint8`` of ``slot_bytes``; MoERuntimeError once closed."""
         if not self._slots:
             raise MoERuntimeError(CLOSED)
         return self._slots[index]
@@ -62,12 +56,12 @@ class Slab:
         self._slots, self.bytes = [], self.bytes.new_empty(0)
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
-        """All slots from the first on, as ``uint8`` of this size each, the last one of the rest."""
+        """All memory as ``uint8`` of this size each, the last one of the rest."""
         yield from self.bytes.split(num_bytes)
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Page-aligned zeroed host memory as a ``uint8`` tensor, in huge pages where there are any.
+    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any.
 
     Raises:
         CapacityError: the memory cannot be had.
@@ -97,11 +91,10 @@ def host_view(tensor: torch.Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def touched_meanwhile(slab: Slab) -> Iterator[None]:
-    """Takes memory for a host slab's slots, in the order of their use, while something else runs.
+    """Touches the pages of a host slab while something else runs, until the block ends.
 
-    The first write to a page of fresh memory waits for the system to find and clear it, which in a
-    virtual machine may take longer than reading a page's worth from a disk. When the block ends,
-    however it ends, no more is taken.
+    The first write to a page waits for the system to clear it, which in a virtual machine may take
+    longer than reading a page from a disk.
     """
     stop = threading.Event()
     thread = threading.Thread(target=_touch, args=(slab, stop), name="moe-touch", daemon=True)
@@ -120,7 +113,7 @@ def _touch(slab: Slab, stop: threading.Event) -> None:
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """Gives whole pages back to the system; they hold zeros when they are read again."""
+    """Returns whole pages to the system; they read as zeros afterwards."""
     advise = madvise()
     if advise is None:
         return

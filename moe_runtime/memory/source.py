@@ -26,28 +26,23 @@ from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 
 READ_BYTES = 4 * 2**20
-"""Bytes of one positional read: large enough for full bandwidth, small enough to be overtaken."""
+"""Of one positional read: large enough for full bandwidth, small enough to be overtaken."""
 
 
 FileVersion = tuple[int, int, int, int]
-"""What changes when a file is written or replaced: device, inode, bytes, time in nanoseconds."""
+"""Device, inode, bytes and time in nanoseconds: changes when a file is written or replaced."""
 
 
 def file_version(file: Path | int) -> FileVersion:
-    """The version of a file, by its path or descriptor.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The version of a file, by its path or descriptor; OSError where there is none."""
     return FileStamp.of(file).version
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """A file as it was at some moment.
+    """A file at some moment.
 
     Attributes:
-        version: changes when the file is written.
         changed_ns: changes too where the time of writing is restored.
         num_links: names of the file; a change of their number changes ``changed_ns`` as well.
     """
@@ -58,21 +53,13 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: Path | int) -> "FileStamp":
-        """The stamp of a file, by its path or descriptor.
-
-        Raises:
-            OSError: there is none.
-        """
+        """The stamp of a file, by its path or descriptor; OSError where there is none."""
         found = os.stat(file)
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         return cls(version, found.st_ctime_ns, found.st_nlink)
 
     def require(self, file: Path | int, path: Path) -> None:
-        """Refuses a file that was written or replaced after the stamp was taken.
-
-        Raises:
-            CheckpointError: it was; the message names the path.
-        """
+        """CheckpointError if the file was written or replaced since; the message names the path."""
         try:
             now = FileStamp.of(file)
         except OSError as error:
@@ -86,18 +73,13 @@ class FileStamp:
 
 
 class CheckpointFile:
-    """One open file. Reads go past the page cache where the file system allows it.
+    """One open file, read past the page cache where the file system allows it.
 
-    The page cache would hold a second copy of every expert that the store keeps, and count against
-    the same memory limit.
+    The page cache would hold a second copy of every expert within the same memory limit.
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
-        """Opens the file.
-
-        Raises:
-            CheckpointError: the file cannot be opened.
-        """
+        """CheckpointError where the file cannot be opened."""
         self.path = path
         self.direct = direct and hasattr(os, "O_DIRECT")
         try:
@@ -109,31 +91,30 @@ class CheckpointFile:
         self._close.atexit = False
 
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
-        """Fills a buffer from the file.
+        """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        Args:
-            offset: where to begin; whole blocks, as the buffer's address and length.
-            into: the buffer.
-            needed_bytes: how many bytes must arrive; the file may end after them.
-
-        Returns:
-            The number of bytes read.
+        The file may end behind ``needed_bytes``.
 
         Raises:
+            CheckpointError: the file has changed since it was opened.
             OSError: the disk reports an error.
             EOFError: the file ends too early.
         """
         done = 0
         while done < needed_bytes:
-            moved = os.preadv(self._fd, [into[done:]], offset + done)
+            try:
+                moved = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError:  # as direct I/O behind the end of a file that got shorter
+                self.require_unchanged()
+                raise
             if moved == 0:
+                self.require_unchanged()
                 raise EOFError(f"the file ends before byte {offset + done}")
             done += moved
         return done
 
     @property
     def fileno(self) -> int:
-        """The open file's descriptor."""
         return self._fd
 
     @property
@@ -142,18 +123,13 @@ class CheckpointFile:
         return file_version(self._fd)
 
     def require_unchanged(self) -> None:
-        """Refuses the file if it was written after it was opened.
-
-        Raises:
-            CheckpointError: it was.
-        """
+        """CheckpointError if the file was written after it was opened."""
         found, stamp = os.fstat(self._fd), self._stamp
         times = found.st_size, found.st_mtime_ns, found.st_ctime_ns
         if times != (*stamp.version[2:], stamp.changed_ns):
             stamp.require(self._fd, self.path)
 
     def close(self) -> None:
-        """Closes the file, as does who drops it; again changes nothing."""
         self._close()
 
     def _open(self) -> int:
@@ -167,21 +143,15 @@ class CheckpointFile:
 
 
 class ExpertSource:
-    """The slowest tier: the experts of a checkpoint, read by byte range from its original files.
+    """The slowest tier: experts read by byte range from the checkpoint's files.
 
-    Attributes:
-        changed: guards the entries of the tier that is filled.
+    ``changed`` guards the entries of the tier that is filled.
     """
 
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
     ) -> None:
-        """Opens the files that hold the experts.
-
-        Args:
-            layouts: where each expert lies.
-            io_threads: how many reads are in flight at once.
-            direct: go past the page cache where possible.
+        """Opens the files; ``direct`` goes past the page cache where possible.
 
         Raises:
             CheckpointError: a file cannot be opened.
@@ -205,8 +175,8 @@ class ExpertSource:
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to read an expert into a slot.
 
-        Threads of the interpreter announce its end themselves; that of native ones is delivered by
-        the next operation under ``changed``.
+        Python threads announce its end themselves; that of native ones is delivered by the next
+        operation under ``changed``.
         """
         if self._native:
             packed = self._packed.get(key)
@@ -236,11 +206,7 @@ class ExpertSource:
         self._queue.submit(blocks, read)
 
     def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
-        """Reads experts into slots and returns when all reads have ended.
-
-        Raises:
-            CheckpointError: an expert could not be read.
-        """
+        """Reads experts into slots and waits; CheckpointError where one cannot be read."""
 
         def announce(_: Read) -> None:
             with self.changed:
@@ -257,23 +223,19 @@ class ExpertSource:
                 raise read.error
 
     def versions(self) -> set[FileVersion]:
-        """The files that experts are read from, whatever lies under their names by now."""
+        """The files that experts are read from, as they were opened."""
         return {file.version for file in self._files.values()}
 
     def promote(self, key: ExpertKey, read: Read) -> None:
-        """Serves the rest of a read before all read-aheads."""
         self._threads.promote(read)
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read that has not begun; says whether it could be."""
         return self._threads.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
-        """Whether a read was started and its end is still to be announced."""
         return self._threads.is_under_way(read)
 
     def close(self) -> None:
-        """Ends the reading threads and closes the files."""
         self._threads.close()
         for file in self._files.values():
             file.close()
@@ -285,7 +247,7 @@ class ExpertSource:
         return threads
 
     def _blocks(self, key: ExpertKey) -> list[tuple[Path, int, int, int, int]]:
-        """Positional reads: file, offset there, place in the slot, bytes, how many must come."""
+        """Positional reads: file, offset there, place in the slot, bytes, needed bytes."""
         return [
             (
                 extent.file,
@@ -336,15 +298,13 @@ class ExpertSource:
         number: int,
         error: OSError | EOFError | None,
     ) -> CheckpointError | None:
-        """What is wrong with an expert that native threads have read, if anything is."""
-        if error is not None:
-            return self._fault(key, number, error)
+        """The fault of an expert that native threads have read, if any."""
         try:
             for file in files:
                 file.require_unchanged()
         except CheckpointError as changed:
             return changed
-        return None
+        return None if error is None else self._fault(key, number, error)
 
     def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -36,10 +36,9 @@ class LeaseEndedError(MoERuntimeError):
 class Lease(Generic[W]):
     """A hold on some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
 
-    Iterating yields lists of ``(key, weights)``: what is resident first, then what arrives,
-    together as it arrives. When streaming, arrivals go first and residents fill the time between
-    them, so that the slots which the stream passes through are free again as soon as possible. The
-    experts of a list are released when the next list is asked for.
+    Iterating yields lists of ``(key, weights)``: residents first, then arrivals. When streaming,
+    arrivals go first, so that their slots are free again soon. The experts of a list are released
+    when the next list is asked for.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Lease(Generic[W]):
             self._listener.left()
 
     def end(self) -> None:
-        """Gives everything back; called with the lock held."""
+        """Releases everything; called with the lock held."""
         if self.is_open:
             self._release(self.pinned())
         self._held, self._arriving = [], []
@@ -114,15 +113,13 @@ class Lease(Generic[W]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the store still knows of the lease: it was not ended, nor the store emptied."""
+        """Whether the lease was not ended, nor the store emptied."""
         return self in self._store._leases
 
     def hand_over(self) -> None:
-        """Another thread ends the lease."""
         self._thread = None
 
     def pinned(self) -> list[ExpertKey]:
-        """The experts that cannot be evicted because of this lease."""
         return [*self._held, *self._resident, *self._arriving]
 
     def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
@@ -144,18 +141,13 @@ class Lease(Generic[W]):
 
     @property
     def will_wait(self) -> bool:
-        """Whether some experts are there already and others are not: time to think is after the
-        first group, while nothing could be computed anyway."""
+        """Whether some experts are there and others are not: listeners may think behind the first
+        group."""
         is_partial = bool(self._resident and (self._wanted or self._arriving))
         return is_partial and not self._streaming
 
     def _next_group(self) -> list[tuple[ExpertKey, W]]:
-        """Releases the last group, and waits for the next.
-
-        Raises:
-            LeaseEndedError: the lease has ended.
-            MoERuntimeError: an expert could not be read.
-        """
+        """Releases the last group, and waits for the next."""
         store = self._store
         monitor, self._has_waited = store._changed, False
         with monitor:
@@ -254,11 +246,11 @@ class Lease(Generic[W]):
 
     @property
     def _priority(self) -> Priority:
-        """What missing experts are read as: it may have changed while a slot was waited for."""
+        """Of missing experts; may change while a slot is waited for."""
         return Priority.DEMAND if self._above is None else self._above.priority
 
     def _take_ready(self) -> list[ExpertKey]:
-        """What may be computed now, whose experts are no longer among those that are waited for."""
+        """Takes what may be computed now."""
         arrived: list[ExpertKey] = []
         if self._arriving:
             entries, arriving = self._store._entries, list[ExpertKey]()
@@ -284,11 +276,10 @@ class ExpertStore(Generic[W]):
     """Slots of one tier, filled on demand, kept by a policy, held by leases.
 
     All methods may be called from several threads. What a lease yields is valid until the lease
-    asks for more or ends. The content of a slot never depends on when or why it was read, so the
-    store changes when experts are computed, never what is computed.
+    asks for more or ends.
 
     Attributes:
-        listener: hears what the store does; None for nothing.
+        listener: hears of reads and leases.
         is_closed: whether its memory was given up, so that leases are refused.
     """
 
@@ -305,12 +296,9 @@ class ExpertStore(Generic[W]):
         """Takes over the fetcher and the slab.
 
         Args:
-            fetcher: what fills slots.
-            slab: the slots.
             policy: decides which expert gives up a slot; must hold no key yet.
             bind: turns a filled slot (``uint8``) into the expert's weights.
-            stream_slots: slots that experts which only pass through may take from the others.
-            listener: hears what the store does.
+            stream_slots: slots that experts which only pass through may take.
         """
         self.listener = listener
         self.is_closed = False
@@ -332,7 +320,6 @@ class ExpertStore(Generic[W]):
 
     @property
     def num_slots(self) -> int:
-        """Experts that the tier holds."""
         return self._slab.num_slots - len(self._closed)
 
     def share(self, layer: int) -> int:
@@ -348,14 +335,13 @@ class ExpertStore(Generic[W]):
     ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 
-        Misses are demanded at once, as far as there are slots; iterating over the lease yields the
-        experts in groups as they become usable.
+        Misses are demanded at once, as far as there are slots.
 
         Args:
             keys: the experts, no one twice, those wanted most last.
-            streaming: missing ones pass through a few slots. Those wanted most fill free room; of a
-                lease of more experts than the layer's share they also take the slots of residents
-                that the lease does not use.
+            streaming: missing ones pass through a few slots. The most wanted fill free room; in a
+                lease of more experts than the layer's share they also replace residents that the
+                lease does not use.
             above: the read of the tier above that the experts are for; its priority is theirs.
         """
         return Lease(self, keys, streaming=streaming, above=above)
@@ -363,17 +349,14 @@ class ExpertStore(Generic[W]):
     def use_resident(
         self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
     ) -> R | None:
-        """Computes from experts of one layer that are all resident: a lease in short.
+        """Computes from experts of one layer that are all resident, without pins.
 
-        The lock is held meanwhile, so that nothing has to be pinned: what is done with the experts
-        should be short, and it must not wait for another thread that uses the store.
-
-        Args:
-            keys: as of a lease.
-            use: is given the experts in the order of the keys; None says that it did not use them.
+        The lock is held meanwhile: ``use`` should be short and must not wait for another thread of
+        the store. It is given the weights in the order of the keys, and returns None where it did
+        not use them.
 
         Returns:
-            What ``use`` returns, or None where the experts have to be leased.
+            The result of ``use``, or None where the experts have to be leased.
         """
         if not all(map(self._entries.__contains__, keys)):
             return None
@@ -398,10 +381,7 @@ class ExpertStore(Generic[W]):
             return result
 
     def end_leases(self) -> None:
-        """Ends leases of this thread that an exception has left open.
-
-        To be called where an exception leaves the outermost function that uses the store.
-        """
+        """Ends leases of this thread that an exception has left open."""
         if self._leases and not self.is_forked:
             with self._changed:
                 thread = threading.get_ident()
@@ -414,17 +394,17 @@ class ExpertStore(Generic[W]):
         return self._changed.is_forked
 
     def promote(self, key: ExpertKey) -> None:
-        """Serves an expert's read as a demand from now on, if it is under way."""
+        """Serves an expert's read as a demand, if it is under way."""
         with self._changed:
             entry = self._entries.get(key)
             if entry is not None:
                 self._hasten(key, entry, Priority.DEMAND)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        """Starts reading experts that will probably be leased next, behind all demands.
+        """Reads experts that will probably be leased next, behind all demands.
 
-        Takes free slots only, and no more of them than streaming may use; the rest is ignored.
-        What was read ahead for another layer and has not been leased is given up.
+        Takes free slots only, as many as streaming may use. What was read ahead for another layer
+        and not leased is dropped.
         """
         with self._changed:
             expected_layers = {key.layer for key in keys}
@@ -441,7 +421,7 @@ class ExpertStore(Generic[W]):
                 entry.expected = True
 
     def observe(self, event: Event) -> None:
-        """Tells the policy of a step or of a layer's routing, if it asks to know."""
+        """Passes a step or a layer's routing to the policy, if it watches."""
         if self._policy.watcher:
             with self._changed:
                 self._policy.watcher.observe(event)
@@ -454,7 +434,7 @@ class ExpertStore(Generic[W]):
 
     @property
     def watchers(self) -> Sequence[Watcher]:
-        """Those of the policy that must be told of routing events."""
+        """Parts of the policy that watch routing events."""
         return self._policy.watchers
 
     @property
@@ -463,14 +443,12 @@ class ExpertStore(Generic[W]):
         return self._policy.may_decline
 
     def stats(self) -> StoreStats:
-        """The counters so far."""
         with self._changed:
             return dataclasses.replace(
                 self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
             )
 
     def reset_stats(self) -> None:
-        """Sets all counters to zero, as after a warm-up."""
         with self._changed:
             self._counters = StoreStats()
             self._guesses_before = self._num_open_guesses()
@@ -503,18 +481,15 @@ class ExpertStore(Generic[W]):
             self._policy.check()
 
     def resize(self, num_slots: int, *, shared_slots: int, stream_slots: int) -> int:
-        """Gives the store another number of slots, over a slab of host memory that it alone uses.
+        """Changes the number of slots, over a slab of host memory that the store alone uses.
 
-        Experts that are in use or being read keep their slots, and memory for more may not be had:
-        the number may then be another than was asked for, and may be asked for again.
+        Experts in use or being read keep their slots, and memory for more may not be had: the
+        returned number may be another.
 
         Args:
             num_slots: 1 at least.
             shared_slots: those of them that the layers divide.
             stream_slots: those of them that experts which only pass through may take.
-
-        Returns:
-            How many it has now.
         """
         with self._changed:
             divide(self._policy, shared_slots)
@@ -585,7 +560,7 @@ class ExpertStore(Generic[W]):
         return entry
 
     def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:
-        """What was read ahead is waited for, at that priority."""
+        """A read-ahead is waited for, at that priority."""
         if priority < entry.read.priority and not entry.arrived:
             self._link.begin_demand()
             self._fetcher.promote(key, entry.read)
@@ -650,15 +625,10 @@ class ExpertStore(Generic[W]):
         self._keep(key)
 
     def _keep_most_wanted(self, keys: Sequence[ExpertKey], *, only_free: bool) -> set[ExpertKey]:
-        """Chooses which experts of a streaming lease the policy shall hold from now on.
+        """Chooses the experts of a streaming lease that the policy holds from now on.
 
-        They fill the free room of their layer. Where they are more than its share, they also take
-        the slots of residents that the lease does not use, as far as enough are left to stream
-        through. What makes way for them has left, and those that are there are kept.
-
-        Args:
-            keys: of the lease, those wanted most last; what is there of them is pinned.
-            only_free: leaves alone what the last leases streamed through.
+        They fill the free room of their layer. Where they exceed its share, they also replace
+        residents that the lease does not use, as far as enough slots are left to stream through.
         """
         policy, layer = self._policy, keys[0].layer
         newcomers = [key for key in keys if key not in policy]
@@ -709,7 +679,7 @@ class ExpertStore(Generic[W]):
         return sum(entry.guessed for entry in self._entries.values())
 
     def _close_slot(self) -> bool:
-        """Gives up one slot, that of an expert if none is free; says whether one could be."""
+        """Gives up one slot, evicting where none is free; says whether one could be."""
         if not self._free:
             victim = self._victim_of_resizing()
             if victim is None:
@@ -738,7 +708,7 @@ class ExpertStore(Generic[W]):
         return None
 
     def _extend(self, num_slots: int) -> None:
-        """Slots in memory of their own, if it can be had."""
+        """Adds slots in memory of their own, if it can be had."""
         slab = self._slab
         try:
             memory = aligned_bytes(num_slots * slab.slot_bytes)
@@ -751,7 +721,7 @@ class ExpertStore(Generic[W]):
 
 
 def divide(policy: LayerShares, num_slots: int) -> None:
-    """Divides slots evenly, for a start where shares move; a layer that holds more keeps it."""
+    """Divides slots evenly; a layer that holds more keeps it."""
     policy._shares = even_shares(num_slots, len(policy.layers))
     if isinstance(policy, AdaptiveShares):
         policy._num_slots = num_slots

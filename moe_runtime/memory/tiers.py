@@ -21,31 +21,25 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 COPY_THREADS = 2
-"""Threads that only copy what is demanded: one waits for its expert to be read while another uses
-the link. As many more also read ahead."""
+"""Threads that only copy demands: one waits for a read while another uses the link. As many more
+also read ahead."""
 
 FORGET = 0.9
-"""What a copy leaves of the weight of those before it: the last ten or so count."""
+"""What a copy leaves of the weight of those before it: about the last ten count."""
 
 MOST_AHEAD = 4
-"""Experts that are read at a time without being asked for."""
+"""Experts that are read at a time without a demand."""
 
 
 class CopySpeed:
-    """Running mean of what a byte takes on the link alone, by the copies' own events.
-
-    What a copy waits for is left out: a read, products that still use the slot, other copies.
-
-    Attributes:
-        seconds_per_byte: 0 before the first copy ended.
-    """
+    """Running mean of seconds per byte on the link alone, by the copies' own events; 0 before the
+    first."""
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
         self._last: Copy | None = None
 
     def ended(self, num_bytes: int, copy: Copy) -> None:
-        """A copy ended."""
         found = copy.seconds_after(self._last) / max(1, num_bytes)
         before = self.seconds_per_byte or found
         self._last, self.seconds_per_byte = copy, before + (found - before) * (1 - FORGET)
@@ -64,23 +58,17 @@ class _Copy:
 class TierFetcher:
     """Fills the slots of a tier from the store of the tier below, which it owns.
 
-    An expert is leased below for the time of its copy, so it cannot be evicted half-way. What is
-    read ahead here is read ahead there, what only passes through here passes through there, and a
-    demand waits for neither: it has threads that copy nothing else, and one slot below that no
-    read-ahead takes.
+    An expert is leased below during its copy, so it is not evicted half-way. Read-aheads and
+    streams stay such below. A demand waits for neither: it has threads of its own, and one slot
+    below that no read-ahead takes.
 
-    Copies to a device run behind the computation that was queued when the slot was given up, and
-    beside all other. A demand for what is resident below is queued at once, by the thread that
-    asks. A thread waits for each copy, so a read has ended when its bytes are there, and with the
-    error if there was one. The thread that waits for what was queued at once waits for nothing
-    else: the other threads may need the slots below that it gives back. Work may be queued behind a
-    copy's event before that (``DeviceLease``); until then the slot is not given up.
+    Copies to a device run behind the work that was queued when the slot was given up. A demand for
+    what is resident below is queued by the thread that asks. Another thread waits for its end
+    alone, since the copying threads may need the slots below that it releases. Work may be queued
+    behind the copy's event before that (``DeviceLease``); until then the slot is not given up.
 
     Attributes:
-        lower: the store of the tier below.
-        speed: of copies to a device.
-        queued: copies that the device has not finished, as far as is known; changed with the lock
-            ``changed`` held.
+        queued: copies to the device that have not ended; guarded by ``changed``.
     """
 
     def __init__(
@@ -89,10 +77,9 @@ class TierFetcher:
         device: Device | None = None,
         moves: Callable[[ExpertKey], Sequence[CopyPart]] | None = None,
     ) -> None:
-        """Takes the tier below.
+        """Takes over the tier below.
 
         Args:
-            lower: see above.
             device: whose slots are filled; None for those of the host.
             moves: where the bytes of an expert go in a slot of the device; as they lie if omitted.
         """
@@ -116,22 +103,21 @@ class TierFetcher:
             self._copies.submit([partial(self._copy, key, slot, read, after)], read)
 
     def give_back(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        """An expert leaves its slot of the device, and goes to the tier below if that wants it."""
+        """An expert leaves its slot of the device: offers it to the tier below."""
         if isinstance(self.lower, LowerStore):
             self.lower.take_back(key, slot, self.moves_of(key, slot))
 
     def has_arrived(self, key: ExpertKey) -> None:
-        """An expert is here, so that the tier below may do without it."""
+        """An expert is here, so that the tier below may evict it first."""
         if isinstance(self.lower, LowerStore):
             self.lower.spares[key] = None
 
     def expect(self, keys: Collection[ExpertKey]) -> None:
-        """These are about to be copied: they leave the tier below last."""
+        """These are about to be copied: the tier below evicts them last."""
         if isinstance(self.lower, LowerStore):
             self.lower.asked = keys
 
     def vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
-        """As ``Device.vacate``, also behind what is on its way back from these slots."""
         assert self._device is not None
         still = self.lower.leaving(slots) if isinstance(self.lower, LowerStore) else ()
         return self._device.vacate(*slots, still=still)
@@ -142,20 +128,18 @@ class TierFetcher:
         self.lower.promote(key)
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read that has not begun; says whether it could be."""
         return self._copies.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
-        """Whether a copy was started and its end is still to be announced."""
         return self._copies.is_under_way(read) or self._ends.is_under_way(read)
 
     def can_hasten(self, read: Read) -> bool:
-        """Whether a copy is one of its own, which ``promote`` reaches: not one of several experts,
-        which the device does already."""
+        """Whether ``promote`` reaches a copy: not one of several experts, which is queued
+        already."""
         return self._copies.is_under_way(read)
 
     def close(self) -> None:
-        """Ends the tier below, and with it what waits for that; then the copies."""
+        """Ends the tier below, and what waits for it; then the copies."""
         self._ends.close()  # no copy is queued at once any more
         if self._device and not self.changed.is_forked:
             self._device.drain()  # copies may still read from slots below
@@ -163,8 +147,7 @@ class TierFetcher:
         self._copies.close()
 
     def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]) -> int:
-        """Returns the bytes of an expert, when it is there; begins anew where the tier below was
-        emptied meanwhile."""
+        """Waits for an expert and returns its bytes; retries where the tier below was emptied."""
         while True:
             try:
                 with self.lower.lease([key], streaming=read.passes, above=read) as lease:
@@ -181,14 +164,14 @@ class TierFetcher:
         slot.copy_(source[: len(slot)])
 
     def resident_below(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """Those that lie in the tier below: without its lock, so ``copy_resident`` looks again."""
+        """Those that lie in the tier below, without its lock: ``copy_resident`` looks again."""
         return [key for key in keys if is_resident(self.lower._entries.get(key))]
 
     def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
-        """Queues one copy of experts that are resident below, on the thread that asks for it.
+        """Queues one copy of experts that are resident below, in the calling thread.
 
-        A thread waits for its end, once ``wake_ends`` was called. Handing over the copy itself, or
-        each expert by itself, would take longer than the link takes for it.
+        A thread waits for its end, once ``wake_ends`` was called. Handing over the copy itself
+        would take longer than the link takes for it.
 
         Args:
             slots: where the experts of one layer go.
@@ -225,10 +208,10 @@ class TierFetcher:
             return self._ends.is_under_way(read)
 
     def wake_ends(self) -> None:
-        """Has a thread wait for the ends of copies that were queued by the thread that asked.
+        """Has a thread wait for the copies that were queued by the asking thread.
 
-        To be called when all is queued that goes on behind these copies: waking a thread takes
-        longer than queueing a copy. Otherwise the thread finds them within a second.
+        Call it when all work behind these copies is queued: waking a thread takes longer than
+        queueing a copy. Otherwise the thread finds them within a second.
         """
         if self._has_sleeping_end:
             self._has_sleeping_end = False
@@ -237,7 +220,7 @@ class TierFetcher:
     def _finish(
         self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int
     ) -> int:
-        """Returns an expert's part of the bytes of a copy that was queued, when all are there."""
+        """Waits for a queued copy; returns an expert's part of its bytes."""
         try:
             self._wait(read, copied, num_bytes)
         finally:
@@ -269,7 +252,7 @@ class TierFetcher:
         read: Read,
         lease: Lease[torch.Tensor],
     ) -> int:
-        """Returns the bytes that were copied, when they are there."""
+        """Copies to the device, and returns the bytes when they are there."""
         assert self._device is not None
         parts = self._parts(key, source, slot)
         num_bytes, copied = _num_bytes(parts), None
@@ -287,7 +270,7 @@ class TierFetcher:
         return num_bytes
 
     def _wait(self, read: Read, copied: Copy | None, num_bytes: int) -> None:
-        """Returns when a copy has ended; without one, when none writes any more."""
+        """Waits for a copy, or without one until none writes any more."""
         assert self._device is not None
         has_ended = False
         try:
@@ -304,7 +287,7 @@ class TierFetcher:
                 self._forget(read, sys.exc_info()[1])
 
     def _forget(self, read: Read, error: BaseException | None) -> None:
-        """A copy has ended; an error is kept if its slot was handed out before."""
+        """A copy has ended; its error is kept if its slot was handed out before."""
         with self.changed:
             copy = self.queued.get(read)
             if copy is not None and copy.has_users:
@@ -313,7 +296,7 @@ class TierFetcher:
             self.changed.notify_all()
 
     def finish_used(self) -> None:
-        """Returns when no work is queued behind a copy that may still fail.
+        """Waits until no work is queued behind a copy that may still fail.
 
         Raises:
             MoERuntimeError: one has failed.
@@ -327,11 +310,7 @@ class TierFetcher:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Tells once of a copy that failed behind the back of work that was queued behind it.
-
-        Raises:
-            MoERuntimeError: there was one.
-        """
+        """MoERuntimeError, once, where a copy failed that work was queued behind."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -364,19 +343,13 @@ def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None
 
 
 class TierStore(ExpertStore[W]):
-    """Experts in slots that are filled from the tier below.
-
-    Attributes:
-        fetcher: fills them.
-    """
+    """Experts in slots that ``fetcher`` fills from the tier below."""
 
     def __init__(self, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
-        """Takes what ``ExpertStore`` takes."""
         super().__init__(fetcher, *args, **kwargs)
         self.fetcher = fetcher
 
     def end_leases(self) -> None:
-        """As ``ExpertStore.end_leases``, here and below."""
         super().end_leases()
         if not self.is_forked:
             self.fetcher.wake_ends()
@@ -386,9 +359,8 @@ class TierStore(ExpertStore[W]):
 class Return(Read):
     """An expert on its way back from a device; none of its bytes count as read.
 
-    Attributes:
-        offer: its slot of the device, which is overwritten behind ``leaving`` only, and where its
-            bytes lie there, as places, and in the host's slot, as sources; None once it was taken.
+    ``offer`` is its slot of the device and where its bytes lie there (places) and in the host's
+    slot (sources); None once it was taken.
     """
 
     __slots__ = ("offer",)
@@ -399,18 +371,12 @@ class Return(Read):
 
 
 class ReturningSource:
-    """Fills slots of the host from the files of a checkpoint, or with what a device gives back.
+    """Fills slots of the host from the files, or with what a device gives back.
 
-    An expert that cannot be copied back is read.
-
-    Attributes:
-        changed: as of ``Fetcher``.
-        device: the device above.
-        kernels: events behind which no kernel of the device reads the host's slots any more.
+    ``kernels`` are events behind which no kernel of the device reads the host's slots.
     """
 
     def __init__(self, source: Fetcher, device: Device) -> None:
-        """Takes over the source."""
         self.changed = source.changed
         self.device = device
         self._source = source
@@ -419,7 +385,6 @@ class ReturningSource:
         self.kernels: Sequence[Event] = ()
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
-        """As ``Fetcher.fetch``."""
         offer = None
         if isinstance(read, Return):
             offer, read.offer = read.offer, None  # the device's memory is not held by it any more
@@ -433,22 +398,18 @@ class ReturningSource:
         return [event for event in found if event is not None and not event.query()]
 
     def promote(self, key: ExpertKey, read: Read) -> None:
-        """As ``Fetcher.promote``."""
         if self._returns.is_under_way(read):
             self._returns.promote(read)
         else:
             self._source.promote(key, read)
 
     def cancel(self, read: Read) -> bool:
-        """As ``Fetcher.cancel``: what comes back is on its way."""
         return not self._returns.is_under_way(read) and self._source.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
-        """As ``Fetcher.is_under_way``."""
         return self._returns.is_under_way(read) or self._source.is_under_way(read)
 
     def close(self) -> None:
-        """As ``Fetcher.close``."""
         if not self.changed.is_forked:
             self._wait_for_kernels()
         self._returns.close()
@@ -479,16 +440,15 @@ class ReturningSource:
 
 
 class LowerStore(ExpertStore[torch.Tensor]):
-    """The store of the host's memory below a device, to which experts return that leave it.
+    """The store of the host's memory below a device, to which evicted experts return.
 
-    A device's experts need no second copy in the host's memory, where another expert can lie
-    instead: the two tiers hold as many as both have slots. What leaves the device is copied back,
-    over the direction of the link that is idle otherwise, rather than read from the disk anew when
-    it is wanted again (exclusive caching: Wong and Wilkes, "My Cache or Yours?", USENIX ATC 2002).
+    A device's experts need no second copy in host memory: the two tiers together hold as many as
+    both have slots. What leaves the device is copied back over the idle direction of the link
+    (exclusive caching: Wong and Wilkes, "My Cache or Yours?", USENIX ATC 2002).
 
     Attributes:
         is_above: whether an expert lies on the device, so that it leaves the host first.
-        spares: experts that were copied there from here, some of which may have left either tier.
+        spares: experts that were copied to the device from here; some may have left either tier.
         asked: experts that the device is about to copy; others leave before them.
         moved_layers: those of which an expert came or went, until tables are brought up to date.
     """
@@ -496,7 +456,6 @@ class LowerStore(ExpertStore[torch.Tensor]):
     _fetcher: ReturningSource
 
     def __init__(self, source: ReturningSource, *args: object, **options: object) -> None:
-        """Takes what ``ExpertStore`` takes."""
         super().__init__(source, *args, **options)  # type: ignore[arg-type]
         self.is_above: Callable[[ExpertKey], bool] = lambda _: False
         self.spares: dict[ExpertKey, None] = {}
@@ -504,15 +463,10 @@ class LowerStore(ExpertStore[torch.Tensor]):
         self.moved_layers: set[int] = set()
 
     def has(self, key: ExpertKey) -> bool:
-        """Whether an expert is in a slot."""
         return is_resident(self._entries.get(key))
 
     def is_read_by(self, kernels: Sequence[Event]) -> None:
-        """Slots are overwritten only behind kernels that read them; called with the lock held.
-
-        Args:
-            kernels: behind these events all have ended that were queued so far.
-        """
+        """Slots are overwritten only behind these events of kernels; called with the lock held."""
         self._fetcher.kernels = kernels
 
     def has_spare(self, layer: int) -> bool:
@@ -523,14 +477,10 @@ class LowerStore(ExpertStore[torch.Tensor]):
         )
 
     def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
-        """Keeps an expert that leaves the device, if it is not here and the policy has room for it.
+        """Keeps an expert that leaves the device, if it is absent here and the policy has room.
 
-        A policy that decides after a use is not asked: it gets nothing.
-
-        Args:
-            key: the expert.
-            memory: as of ``Return.offer``.
-            moves: see there.
+        A policy that decides after a use gets nothing. ``memory`` and ``moves`` are as of
+        ``Return.offer``.
         """
         with self._changed:
             if key in self._entries or self.is_closed or self.decides_later:
@@ -543,10 +493,9 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Begins to read an expert behind all demands, if that takes no other one's only slot.
+        """Reads an expert behind all demands, if that evicts no other's only copy.
 
-        Returns:
-            Whether it is here or on its way.
+        Returns whether it is here or on its way.
         """
         with self._changed:
             if key in self._entries:
@@ -559,11 +508,9 @@ class LowerStore(ExpertStore[torch.Tensor]):
             return slot is not None
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
-        """As ``ReturningSource.leaving``."""
         return self._fetcher.leaving(slots)
 
     def reset(self) -> None:
-        """As ``ExpertStore.reset``, behind all copies and kernels that may read the slots."""
         self.moved_layers |= {*range(len(self._policy.layers))}
         if not self.is_closed:
             self._fetcher.kernels = self._fetcher.device.vacate()
@@ -600,6 +547,5 @@ class LowerStore(ExpertStore[torch.Tensor]):
 
 
 def _wait(event: Event) -> int:
-    """Returns the bytes that were read: none."""
     event.synchronize()
     return 0

@@ -1,9 +1,4 @@
-"""What a cluster costs: links by latency and bandwidth (alpha-beta), compute by rate.
-
-All numbers are meant to be measured; ``fit_link`` turns timings of messages into a link.
-
-Shape suffixes: N timed messages, C candidates.
-"""
+"""What a cluster costs: links by latency and bandwidth (alpha-beta), compute by measured rates."""
 
 from dataclasses import dataclass
 
@@ -16,13 +11,10 @@ _LEAST_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What sending costs a rank: ``alpha_s`` for each message and ``1 / bytes_per_s`` a byte.
+    """What sending costs a rank: `alpha_s` for each message and `1 / bytes_per_s` for each byte.
 
-    Attributes:
-        alpha_s: seconds of each message, however small.
-        bytes_per_s: of one rank, in each direction.
-        occupies_compute: moving bytes takes the rank's processor, as gloo's copies do on a machine
-            with no core to spare; then nothing overlaps.
+    With `occupies_compute` moving bytes takes the rank's processor, as gloo's copies do on a
+    machine with no core to spare; then nothing overlaps.
     """
 
     alpha_s: float
@@ -43,19 +35,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Ranks, the links between them, and how fast each computes.
+    """Ranks, the links between them (inside a machine and between machines), and their rates.
 
     Attributes:
-        num_ranks: ranks of the expert-parallel group.
-        ranks_per_node: ranks that share a machine; the last machine may have fewer only if there is
-            one machine.
-        intra: link between ranks of a machine.
-        inter: link of a rank to other machines.
-        flops_per_s: floating-point operations of the expert products, as measured.
         launch_s: fixed cost of each call of the expert computation.
         copy_bytes_per_s: bytes read and written a second by sorting and combining rows.
-        processors_per_node: how many ranks of a machine compute at the same time, where they share
-            its processors: ranks on a CPU with fewer cores than ranks. None for all of them.
+        processors_per_node: ranks of a machine that compute at the same time, where ranks share
+            processors; None for all of them.
     """
 
     num_ranks: int
@@ -85,16 +71,14 @@ class Cluster:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of each machine."""
         return min(self.num_ranks, self.ranks_per_node)
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
         return self.num_ranks // self.local_ranks
 
     def processor_of(self, rank: int) -> int:
-        """The processor that a rank computes on, by the number of the first rank that does."""
+        """The processor of a rank, by the number of the first rank that computes on it."""
         node, local = divmod(rank, self.local_ranks)
         return node * self.local_ranks + local % (self.processors_per_node or self.local_ranks)
 
@@ -102,15 +86,12 @@ class Cluster:
 def fit_link(
     message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
 ) -> Link:
-    """The link whose alpha and beta fit timed messages best: least sum of relative deviations.
-
-    Neither is negative. A busy machine makes some messages late, so a message that does not fit
-    counts by how far it is off, not by the square of that: a minority of late ones moves nothing.
+    """The link that fits timed messages best: least sum of relative deviations, which a minority of
+    late messages does not move. Neither alpha nor beta is negative.
 
     Args:
-        message_bytes: ``[N]`` sizes, at least two different ones, none negative.
-        seconds: ``[N]`` time of one message of each size.
-        occupies_compute: see ``Link``.
+        message_bytes: `[N]` sizes, at least two different ones.
+        seconds: `[N]` time of one message of each size.
 
     Raises:
         ValueError: too few sizes, negative ones, or times that are not positive.

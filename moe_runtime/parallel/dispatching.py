@@ -1,9 +1,7 @@
 """`dispatch` and `combine`: tokens to the ranks that hold their experts, results back.
 
-Counts travel first, then exactly the rows that are needed: nothing is padded and nothing dropped.
-Both are differentiable, and work in a single process as well, without a process group.
-
-Shape suffixes: T tokens, D model, K choices, R rows, S slots of this rank.
+Counts travel first, then exactly the rows that are needed: nothing is padded or dropped. Shape
+suffixes: T tokens, D model, K choices, R rows, S slots of this rank.
 """
 
 from __future__ import annotations
@@ -35,13 +33,11 @@ Group = dist.ProcessGroup | Transport
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Dispatched:
-    """Rows at the rank that holds their experts.
+    """Rows at the rank that holds their experts, with what `combine` needs.
 
     Attributes:
-        rows_RD: `[R, D]`: rows of slot 0 first, then slot 1; within a slot by the rank they came
-            from, then by token.
-        counts_S: `[S]` int64: rows of each slot of this rank.
-        context: what `combine` needs.
+        rows_RD: slot by slot; within a slot by the rank they came from, then by token.
+        counts_S: int64: rows of each slot of this rank.
     """
 
     rows_RD: Tensor
@@ -107,7 +103,7 @@ class Dispatch:
         self._empty: dict[int, Tensor] = {}
 
     def start(self, index: int) -> None:
-        """Sends the rows of a stage on their way."""
+        """Sends the rows of a stage."""
         stage = self.plan.stages[index]
         if stage.route is not None:
             self._transfers[index] = transfer = self._transfer(stage, is_return=False)
@@ -198,17 +194,16 @@ def dispatch(
     slots: ExpertSlots | None = None,
     wire: WireName = "exact",
 ) -> Dispatched:
-    """Brings every token's row to the ranks that hold its experts.
+    """Sends every token's row to the ranks that hold its experts; differentiable in `x`.
 
-    A collective call: all ranks of the group make it in the same order, also those that have no
-    tokens. Differentiable in `x`.
+    A collective call: all ranks of the group make it in the same order, also those without tokens.
 
     Args:
-        x_TD: `[T, D]` this rank's tokens; `T` may differ between ranks, and be 0.
+        x_TD: this rank's tokens; `T` may differ between ranks, and be 0.
         routing: Their experts, by logical number.
         group: The ranks among which the experts are spread; None for this process alone.
         slots: Where the experts lie; equal runs of experts by default.
-        wire: How rows are written while they travel: `exact`, or the lossy `bf16` and `fp8`.
+        wire: How rows are encoded while they travel: `exact`, or the lossy `bf16` and `fp8`.
 
     Raises:
         ValueError: Shapes do not fit each other, or the slots do not fit the group.
@@ -220,17 +215,10 @@ def dispatch(
 
 
 def combine(y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-    """Brings results back and sums them: `y[t] = sum over k of weights[t, k] * result`.
+    """Returns results `[R, D]` and sums them: `y[t] = sum over k of weights[t, k] * result`.
 
     The sum runs on the token's rank in the order of its choices, so it does not depend on where the
     experts lie. Differentiable in `y` and in the weights of the routing.
-
-    Args:
-        y_RD: `[R, D]` results for `dispatched.rows_RD`, row by row.
-        dispatched: What `dispatch` returned.
-
-    Returns:
-        `[T, D]` in the dtype of `y`.
 
     Raises:
         ValueError: There is not one result for every row.
@@ -241,11 +229,7 @@ def combine(y_RD: Tensor, dispatched: Dispatched) -> Tensor:
 
 
 def as_transport(group: Group | None) -> Transport:
-    """The transport of a group: flat all-to-all unless the caller has chosen another one.
-
-    Raises:
-        TypeError: It is neither a group nor a transport.
-    """
+    """The transport of a group: flat all-to-all unless the caller has chosen another one."""
     if group is None:
         return LocalTransport()
     if isinstance(group, dist.ProcessGroup):

@@ -1,11 +1,8 @@
-"""Exchanges that autograd can differentiate and that overlap with computation in both directions.
+"""Exchanges that autograd differentiates and that overlap with computation in both directions.
 
 Starting and waiting are two nodes of the graph. Autograd runs nodes in the reverse order of their
-creation, so the backward pass starts the reverse exchange where the forward pass waited and waits
-for it where the forward pass started: whatever was computed in between is hidden behind both. The
-order of collectives is the same on all ranks because the order of creation is.
-
-Shape suffixes: R rows, D model.
+creation: the backward pass starts the reverse exchange where the forward pass waited, and waits
+where it started.
 """
 
 from __future__ import annotations
@@ -26,12 +23,9 @@ class AsyncAllToAll:
     """One exchange of rows, there or back, and the exchange of its gradients the other way.
 
     Args:
-        transport: What moves the rows.
-        route: The route, as the transport prepared it.
+        route: As the transport prepared it.
         is_return: Whether these rows travel back along the route.
-        wire: How rows are written while they travel.
-        gradient_wire: How gradients are.
-        out_RD: Where the arriving rows are to be written; new memory by default.
+        out_RD: Where the arriving rows are written; new memory by default.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class AsyncAllToAll:
         self._token: Tensor | None = None
 
     def start(self, rows_RD: Tensor) -> None:
-        """Starts moving rows; returns at once."""
         self._token = _Start.apply(rows_RD, self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def wait(self) -> Tensor:

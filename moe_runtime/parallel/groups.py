@@ -30,13 +30,7 @@ FSDP = "fsdp"
 
 
 class LayoutGroups:
-    """The groups of this rank under a layout. Made by all ranks together.
-
-    Attributes:
-        layout: the layout.
-        rank: this process's rank in the world.
-        timeout_s: seconds after which a collective counts as failed.
-    """
+    """The groups of this rank under a layout. Made by all ranks together."""
 
     def __init__(
         self,
@@ -45,10 +39,9 @@ class LayoutGroups:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         reuse: LayoutGroups | None = None,
     ) -> None:
-        """Makes the groups.
+        """Makes the groups of this rank; a collective call of all ranks.
 
         Args:
-            layout: The layout.
             timeout_s: Seconds after which a collective counts as failed.
             reuse: Groups of another layout of the same ranks; those that both have are shared.
 
@@ -72,10 +65,7 @@ class LayoutGroups:
             self.make(side, *dimensions)
 
     def make(self, side: Side, *dimensions: str) -> dist.ProcessGroup | None:
-        """Makes the groups along some dimensions, unless they are there; a collective call.
-
-        Those of experts, of all ranks of a stage and of the stages are made at the beginning.
-        """
+        """Makes the groups along some dimensions, unless they are there; a collective call."""
         for ranks in self.layout.groups(side, *dimensions):
             self._make(tuple(ranks))
         return self.group(side, *dimensions)
@@ -87,10 +77,8 @@ class LayoutGroups:
 
     @property
     def ends(self) -> dist.ProcessGroup | None:
-        """The first and the last stage of this rank's pipeline, once `make_ends` made it.
-
-        None where this rank is in neither, or there is one stage.
-        """
+        """The first and last stage of this rank's pipeline, after `make_ends`; None if it is
+        neither."""
         stages = self.ranks("dense", "pp")
         is_end = len(stages) > 1 and self.rank in (stages[0], stages[-1])
         return self._by_ranks[stages[0], stages[-1]] if is_end else None
@@ -116,7 +104,7 @@ class LayoutGroups:
 
     @property
     def experts(self) -> dist.ProcessGroup | None:
-        """The ranks that exchange tokens: all slices of all experts; None where one has them all.
+        """The ranks that exchange tokens; None where one rank has all experts.
 
         The rank in the group is `part of the experts * etp + slice`.
         """
@@ -133,8 +121,8 @@ class LayoutGroups:
         return None if group is None else FlatTransport(group, timeout_s=self.timeout_s)
 
     def mesh(self, side: Side, device_type: str = "cpu") -> DeviceMesh:
-        """The ranks of a side as a mesh, slowest dimension first: `(pp, dp, cp, tp)` or
-        `(pp, edp, ep, etp)`. A collective call; for libraries that take meshes."""
+        """A side as a mesh, slowest dimension first: `(pp, dp, cp, tp)` or `(pp, edp, ep, etp)`. A
+        collective call."""
         names = DENSE_DIMENSIONS if side == "dense" else EXPERT_DIMENSIONS
         shape = [self.layout.degrees(side)[name] for name in reversed(names)]
         return DeviceMesh(
@@ -146,9 +134,8 @@ class LayoutGroups:
     def reduce_dense_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Sums over tensor, context and data parallelism, and averages over the loss's parts.
 
-        For parameters that every rank of a pipeline stage has a copy of, each used by the rank's
-        own share of the tokens. Of parameters that tensor parallelism divides (`DTensor`s of a mesh
-        with a dimension `tp`), every rank has its own part, which saw the tokens of all `tp` ranks.
+        For parameters that every rank of a pipeline stage has a copy of. `DTensor`s of a mesh with
+        a dimension `tp` have their own part on every rank, which saw the tokens of all `tp` ranks.
         What FSDP2 shards (a mesh with a dimension of another name), it has averaged.
         """
         whole, divided, sharded = [], [], []
@@ -168,18 +155,16 @@ class LayoutGroups:
             self._reduce(sharded, self.group("dense", "tp"), 1)
 
     def sum_end_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Adds up the gradients of what the first and the last stage both have: a tied embedding.
-
-        A collective call of these two, after `reduce_dense_gradients`.
-        """
+        """Sums gradients of what first and last stage share (a tied embedding); after
+        `reduce_dense_gradients`."""
         self._reduce(parameters, self.ends, 1)
 
     def reduce_expert_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sums over the copies of an expert, and averages over the loss's parts.
+        """Sums over the `edp` copies of an expert, and averages over the `dp * cp` parts of the
+        loss.
 
-        An expert has seen the tokens of all ranks that send to it, so the sum runs over its
-        `edp` copies only; the mean is still over `dp * cp`, the parts of the loss. Dividing by
-        `edp` instead is the classic mistake of expert parallelism.
+        An expert has seen the tokens of all ranks that send to it; dividing by `edp` would be
+        wrong.
         """
         self._reduce(parameters, self.group("expert", "edp"), self.layout.loss_parts)
 
@@ -204,11 +189,7 @@ class LayoutGroups:
                 gradient.copy_(part.view_as(gradient))
 
     def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
-        """Sums a tensor over one of this rank's groups, in place; nothing where it is alone.
-
-        Raises:
-            RankFailureError: A rank died or stalled.
-        """
+        """Sums a tensor over one of this rank's groups, in place; nothing where it is alone."""
         if group is None:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -225,9 +206,10 @@ class LayoutGroups:
         experts: Iterable[Tensor],
         replicated: Iterable[tuple[Tensor, ExpertSlots]] = (),
     ) -> float:
-        """The 2-norm of the gradient of the whole model, every parameter counted once.
+        """The 2-norm of the gradient of the whole model, every parameter counted once; equal on all
+        ranks.
 
-        To be called after the gradients were reduced; the same number on all ranks.
+        To be called after the gradients were reduced.
 
         Args:
             dense: Parameters that all ranks of a pipeline stage have copies of.

@@ -1,7 +1,4 @@
-"""Logical names of experts, under which checkpoints keep them whatever the layout was.
-
-Shape suffixes: S slots, F hidden, D model.
-"""
+"""Logical names of experts, under which checkpoints keep them whatever the layout was."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict
     """Every expert's matrices by name, as views: `{e}.gate_proj`, `{e}.up_proj`, `{e}.down_proj`.
 
     Args:
-        tensors: Stacked parameters by name, or what is laid out like them: `gate_up_proj` (gate
-            rows first) or `up_proj`, `down_proj`, and their biases; `[S, ...]`.
+        tensors: `[S, ...]` stacked parameters by name, or what is laid out like them:
+            `gate_up_proj` (gate rows first) or `up_proj`, `down_proj`, and their biases.
         experts: The expert in each slot; -1 for none.
     """
     views: dict[str, Tensor] = {}
@@ -40,12 +37,11 @@ def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict
 def as_slices(
     views: Mapping[str, Tensor], group: dist.ProcessGroup, index: int
 ) -> dict[str, Tensor]:
-    """The same, as slices of whole matrices.
+    """The same views as slices of whole matrices, as `DTensor`s.
 
     Args:
-        views: As of `logical_views`, one slice of each expert's hidden dimension.
         group: The ranks that hold the slices, in their order.
-        index: Which of them this one is. The bias of the second matrix belongs to slice 0.
+        index: Which of them this rank is. The bias of the second matrix belongs to slice 0.
     """
     sliced: dict[str, Tensor] = {}
     for name, view in views.items():
@@ -60,12 +56,8 @@ def as_slices(
 
 
 def copy_part(whole: Tensor, part: Tensor) -> None:
-    """Copies a rank's part of a whole tensor.
-
-    Args:
-        whole: All of it.
-        part: A `DTensor`, of which the local part is written, or a tensor of the same shape.
-    """
+    """Copies a rank's part of a whole tensor into `part`, a `DTensor` or a tensor of the same
+    shape."""
     if not isinstance(part, DTensor):
         part.copy_(whole)
         return

@@ -1,8 +1,5 @@
 """`ParallelExperts`: the experts of a layer, spread over ranks, as a module.
 
-Goes into a layer in place of its own experts: `MoELayer(..., group=...)` makes it, and
-`MoELayer(..., experts=ParallelExperts(...))` takes one that is there.
-
 Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E experts.
 """
 
@@ -49,12 +46,8 @@ ExpertGroup = LayoutGroups | ParallelLayout | Group
 class ExpertSpread:
     """How a layer's experts are spread over processes: `MoELayer(..., group=ExpertSpread(...))`.
 
-    Attributes:
-        groups: The processes. A `ParallelLayout` gets process groups for this layer; several layers
-            share those of one `LayoutGroups`.
-        overlap: How communication is hidden.
-        wire: How rows travel, as of `ParallelExperts`.
-        seed: Of the initial parameters.
+    A `ParallelLayout` gets process groups for this layer; layers can share one `LayoutGroups`.
+    `overlap`, `wire` and `seed` are those of `ParallelExperts`.
     """
 
     groups: ExpertGroup
@@ -83,18 +76,12 @@ class ParallelExperts(nn.Module):
     """This rank's share of `E` feed-forward networks.
 
     Args:
-        num_experts: `E`.
-        hidden_size: `D`.
-        intermediate_size: `F`.
         groups: The layout, or the group of ranks among which experts are spread; None for this
             process alone.
         slots: Where the experts lie; equal runs of (slices of) experts by default.
-        activation: As in `expert_mlp`.
-        has_gate: Gated experts.
-        bias: Experts with biases.
+        activation, has_gate, bias, impl: As of `expert_mlp`.
         overlap: How communication is hidden.
         wire: How rows travel: `exact`, or the lossy `bf16` and `fp8`.
-        impl: Implementation of the experts.
         recompute: The backward pass computes the experts' pre-activations again.
         seed: The parameters of an expert depend on this and its number, not on where it lies.
 
@@ -103,10 +90,7 @@ class ParallelExperts(nn.Module):
         down_proj: `[S, D, F / slices]`.
         gate_up_proj_bias (or up_proj_bias), down_proj_bias: `[S, 2F / slices]` and `[S, D]`; only
             with biases.
-        slots: where the experts lie.
-        transport: the ranks.
-        elsewhere: what computes the rows that arrive, where experts are not in this module; None
-            where they are.
+        elsewhere: what computes the rows that arrive, where experts are not in this module.
 
     Raises:
         ValueError: Sizes that cannot work, or a placement of another model or group.
@@ -195,11 +179,7 @@ class ParallelExperts(nn.Module):
 
     @torch.no_grad()
     def take(self, whole: StackedExperts) -> None:
-        """Copies this rank's share of all experts of a layer, laid out as here.
-
-        Args:
-            whole: `E` experts, not transposed, gate rows before up rows.
-        """
+        """Copies this rank's share of `E` experts, not transposed, gate rows before up rows."""
         for slot, expert in enumerate(self.experts_here):
             if expert >= 0:
                 self._fill(slot, one_expert(whole, expert))
@@ -213,11 +193,8 @@ class ParallelExperts(nn.Module):
     def compute_with(self, experts: nn.Module) -> None:
         """Has a module compute the rows that arrive here; the own parameters are given up.
 
-        It is called once, with all rows: an expert that has to be fetched is fetched once.
-
-        Args:
-            experts: Takes rows `[R, D]` sorted by slot, the number of each row's expert `[R, 1]`,
-                and None for weights; gives the results `[R, D]`.
+        The module is called once: with rows `[R, D]` sorted by slot, the expert of each row `[R,
+        1]`, and None for weights; it returns `[R, D]`.
         """
         self.elsewhere = experts
         self.overlap = Overlap(is_local_first=False)
@@ -231,8 +208,8 @@ class ParallelExperts(nn.Module):
     def stacked(self) -> StackedExperts:
         """This rank's parameters as kernels take them.
 
-        The second bias is a parameter of slice 0 alone; the other slices see zeros, which depend on
-        theirs all the same: the graphs of all ranks hold the same exchanges.
+        The second bias is a parameter of slice 0; other slices multiply theirs by 0, so that the
+        graphs of all ranks hold the same exchanges.
         """
         own = dict(self.named_parameters())
         down_bias = own.get("down_proj_bias")
@@ -259,8 +236,8 @@ class ParallelExperts(nn.Module):
     ) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`; a collective call.
 
-        Choices with an id of `num_experts` are passed over. The output of `shared`, which every
-        token visits, is added.
+        Choices with an id of `num_experts` are skipped. The output of `shared`, which every token
+        visits, is added.
 
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
@@ -335,7 +312,6 @@ class ParallelExperts(nn.Module):
         return x_TD
 
     def _experts_fn(self) -> ExpertsFn | PanelExperts:
-        """What computes the rows that arrive."""
         if self.elsewhere is not None:
             return self._rows_elsewhere
         parameters = self.stacked()
@@ -356,10 +332,8 @@ class ParallelExperts(nn.Module):
         return self.elsewhere(rows_RD, ids_R1, None)
 
     def sum_replica_gradients(self) -> None:
-        """Gives all copies of an expert the same gradient; call it before the optimizer's step.
-
-        A collective call. Does nothing where no expert has copies.
-        """
+        """Gives all copies of an expert the same gradient, before the optimizer's step; a
+        collective call."""
         if any(len(held) > 1 for slices in self.slots.holders for held in slices):
             sum_replica_gradients(list(self.parameters()), self.slots, self.transport)
 
@@ -367,11 +341,11 @@ class ParallelExperts(nn.Module):
     def move(self, slots: ExpertSlots, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Moves to another placement, between two batches; a collective call.
 
-        Where the number of slots changes, the parameters are replaced by new ones, in the optimizer
-        as well.
+        Where the number of slots changes, new parameters replace the old ones, in the optimizer
+        too.
 
         Args:
-            slots: The new placement. With `keep_in_place`, what stays does not move at all.
+            slots: The new placement. With `keep_in_place`, what stays does not move.
             optimizer: Its states of these parameters move along.
 
         Returns:
@@ -416,13 +390,12 @@ class ParallelExperts(nn.Module):
     def logical_state(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """This rank's experts by logical number, as views: `{e}.gate_proj`, `{e}.up_proj` ...
 
-        Copies of an expert have one name and slices are `DTensor`s of the whole, so that
-        `torch.distributed.checkpoint` saves every number once; a later run under any other layout
-        finds its own experts, or slices of them, in the checkpoint.
+        Copies of an expert have one name and slices are `DTensor`s of the whole:
+        `torch.distributed.checkpoint` saves every number once, and a run under another layout finds
+        its own experts, or slices of them.
 
         Args:
-            tensors: What to name: the parameters by default, or states of an optimizer under the
-                parameters' names and of their shapes.
+            tensors: What to name: the parameters by default, or an optimizer's states of them.
 
         Raises:
             ValueError: The experts are sliced and were not made with a `LayoutGroups`.

@@ -1,9 +1,6 @@
-"""`ParallelLayout`: one set of ranks, factorised in two ways.
+"""`ParallelLayout`: one set of ranks, factorised in two ways (MoE Parallel Folding, Megatron-Core).
 
-MoE Parallel Folding (Megatron-Core): attention and experts use the same ranks with different
-degrees of parallelism. Only the pipeline stages must coincide. Arithmetic on rank numbers, which
-plans without processes need too; `moe_runtime.parallel.groups` makes process groups of it, one
-where both sides have the same ranks, for which two `DeviceMesh`es would make two.
+Attention and experts use the same ranks with different degrees; only pipeline stages coincide.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ class ParallelLayout:
     parallelism, then data parallelism, then pipeline stages.
 
     Attributes:
-        world_size: number of ranks.
         tp: tensor parallelism of attention; its ranks split the tokens between them (sequence
             parallelism) outside of matrix products.
         cp: context parallelism: parts of one sequence.
@@ -34,6 +30,9 @@ class ParallelLayout:
         ep: parts into which the experts of a layer are divided.
         dp: data parallelism of attention; what is left of the ranks by default.
         edp: copies of each expert; what is left by default.
+
+    Raises:
+        ValueError: A product does not match the number of ranks; says which one.
     """
 
     world_size: int
@@ -46,11 +45,6 @@ class ParallelLayout:
     edp: int = 0
 
     def __post_init__(self) -> None:
-        """Fills in `dp` and `edp`.
-
-        Raises:
-            ValueError: A product does not match the number of ranks; says which one.
-        """
         for name in ("world_size", "tp", "cp", "pp", "etp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -95,13 +89,7 @@ class ParallelLayout:
         return places
 
     def groups(self, side: Side, *dimensions: str) -> list[list[int]]:
-        """The groups of ranks that differ only in the given dimensions of a side.
-
-        They partition the ranks; each is in ascending order.
-
-        Raises:
-            ValueError: The side has no such dimension.
-        """
+        """The groups of ranks that differ only in the given dimensions of a side, ascending."""
         known = self.degrees(side)
         for name in dimensions:
             if name not in known:

@@ -1,11 +1,9 @@
 """A layer's experts over a group, with communication hidden behind computation.
 
-Rows that stay on their rank are computed first, while the others travel (Comet's order); rows for
-other ranks are cut into chunks, so that one chunk is computed while the next one arrives and the
-results of the one before return (Tutel's pipelining, here without padding). Results may return in
-panels of columns, the first while the next is computed (Comet's second product). Routing is never
-cut, so the degree changes no decision and, beyond the order in which weight gradients are summed,
-no result. Autograd runs the same schedule backwards.
+Rows that stay are computed first, while the others travel (Comet); rows for other ranks are cut
+into chunks, so that one is computed while the next arrives (Tutel, without padding). Results may
+return in panels of columns (Comet's second product). Only the order in which weight gradients are
+summed depends on it. Autograd runs the same schedule backwards.
 
 Shape suffixes: T tokens, D model, R rows, S slots, P columns of a panel.
 """
@@ -42,23 +40,13 @@ class PanelExperts(Protocol):
 
 
 class StackedPanels:
-    """Experts in stacked parameters, panel by panel.
-
-    Args:
-        experts: The parameters of this rank's slots.
-        activation: What lies between the products.
-    """
+    """Experts in stacked parameters, panel by panel."""
 
     def __init__(self, experts: StackedExperts, activation: Activation) -> None:
         self._experts = experts
         self._activation = resolve_activation(activation)
 
     def panels(self, rows_RD: Tensor, counts_S: Tensor, num_panels: int) -> Iterator[Tensor]:
-        """See `PanelExperts`.
-
-        Raises:
-            ValueError: There are more panels than columns.
-        """
         experts = self._experts
         if not 1 <= num_panels <= experts.dim_model:
             raise ValueError(f"panels must be in 1..{experts.dim_model}, got {num_panels}")
@@ -91,8 +79,8 @@ class Overlap:
 
     Attributes:
         degree: chunks into which the rows for other ranks are cut; 1, 2, 4 or 8 are usual.
-        is_local_first: computes the rows that stay on their rank while the others travel. Reads
-            the weights of an expert once more; worth it unless there are few rows.
+        is_local_first: computes the rows that stay while the others travel. Reads the weights of an
+            expert once more; worth it unless there are few rows.
         panels: groups of columns in which results are computed and returned; more than one needs
             experts that can (`PanelExperts`).
     """
@@ -120,30 +108,18 @@ def expert_parallel(
     parameters: Sequence[Tensor] = (),
     wire: WireName = "exact",
 ) -> Tensor:
-    """Routed (and shared) experts of one layer, spread over a group.
+    """Routed (and shared) experts of one layer, spread over a group: `[T, D]`.
 
-    A collective call, as `dispatch` is.
+    A collective call; `x_TD`, `routing`, `group`, `slots`, `wire` and errors as of `dispatch`.
 
     Args:
-        x_TD: `[T, D]` this rank's tokens.
-        routing: Their experts, by logical number.
         experts: This rank's experts. Called once for each stage, also with no rows at all.
-        group: The ranks among which the experts are spread; None for this process alone.
-        slots: Where the experts lie; equal runs of experts by default.
         overlap: How communication is hidden.
         shared: Experts that every token visits, whose output is added; computed while the first
             rows travel.
-        parameters: What `experts` reads and is to get gradients. A rank that no row came to then
-            takes part in the backward pass too, which the others wait for: needed where `x` needs
-            no gradients, and for what was itself brought by an exchange (gathered slices, copies).
-        wire: As in `dispatch`.
-
-    Returns:
-        `[T, D]` in the dtype of the experts' results.
-
-    Raises:
-        ValueError: Shapes do not fit each other, or the slots do not fit the group.
-        RankFailureError: A rank died, stalled, or has other settings.
+        parameters: What `experts` reads and is to get gradients: a rank without rows then takes
+            part in the backward pass too. Needed where `x` needs no gradients, and for what an
+            exchange brought (gathered slices, copies).
     """
     overlap = overlap or Overlap()
     batch = Dispatch(

@@ -1,7 +1,6 @@
-"""The placement map: a file that says which expert lies in which slot of which rank.
+"""The placement map: a JSON file that says which expert lies in which slot of which rank.
 
-A JSON object, written by ``moe-runtime place`` and described in docs/placement.md. It carries the
-signature of the model it was made for and is refused for any other.
+Written by `moe-runtime place`, described in docs/placement.md, refused for any other model.
 """
 
 import dataclasses
@@ -29,13 +28,7 @@ _KEYS = {"format", "version", "signature", "algorithm", "num_nodes", "gpus_per_n
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class PlacementMap:
-    """A placement, the model it is for, and the machines it is for.
-
-    Attributes:
-        signature: the model.
-        devices: nodes and devices (ranks).
-        placement: ``[L, S]`` experts of slots, with S a multiple of the devices.
-        algorithm: who made it; for people.
+    """A placement `[L, S]`, the model it is for, and the devices (ranks) it is for.
 
     Raises:
         ValueError: placement and signature or devices contradict each other.
@@ -78,15 +71,7 @@ class PlacementMap:
             )
 
     def update(self, new: "PlacementMap", *, rename: Rename = "none") -> "MapUpdate":
-        """The fewest moves that lead from this map to another one of the same model.
-
-        Args:
-            new: the map that is wanted.
-            rename: which devices may change roles to save moves; see ``parallel.remap``.
-
-        Raises:
-            CheckpointError: the maps are of different models.
-        """
+        """The fewest moves that lead from this map to another one of the same model."""
         new.require(self.signature)
         larger = max(self.devices, new.devices, key=lambda devices: devices.num_gpus)
         kept = keep_in_place(self.placement, new.placement, new.devices, rename=rename)
@@ -96,11 +81,7 @@ class PlacementMap:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file; it appears under its name only when it is complete.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Writes the file; it appears under its name only when it is complete."""
         with named_failure(path, "placement map"):
             write_text(path, self._as_json())
 
@@ -128,12 +109,7 @@ class PlacementMap:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class MapUpdate:
-    """How to get from one map to another.
-
-    Attributes:
-        target: the wanted map, arranged so that what stays has its old slot.
-        moves: what must be copied.
-    """
+    """How to get from one map to another: `target` has what stays in its old slot."""
 
     target: PlacementMap
     moves: tuple[Move, ...]

@@ -1,9 +1,8 @@
-"""The plan of one dispatch: who sends how many rows to whom, and where every row belongs.
+"""The plan of one dispatch: how many rows go to which rank, and where every row belongs.
 
-Pure index arithmetic on top of one exchange of counts. Rows that go to other ranks come first,
-ordered by chunk, rank, slot and token; rows that stay come last, ordered by slot and token. A
-receiver orders the rows of a slot by the rank they came from (its own among the others), which is
-the order that one process with all tokens would have.
+Index arithmetic on top of one exchange of counts. Rows for other ranks come first, by chunk, rank,
+slot and token; rows that stay come last, by slot and token. A receiver orders the rows of a slot by
+the rank they came from, which is the order of one process with all tokens.
 
 Shape suffixes: T tokens, K choices (slices included), R rows, P ranks, S slots, C chunks, N
 numbers.
@@ -32,12 +31,10 @@ class DispatchStage:
     """Rows that go through the experts together.
 
     Attributes:
-        counts_S: `[S]` int64: rows of each of this rank's slots.
+        counts_S: int64: rows of each of this rank's slots.
         sent: begin and end of the rows this rank sends, among all its rows.
-        keeps_rows: whether the rows that stay on this rank belong to the stage.
         route: how the transport moves the sent rows; None for a stage of rows that stay.
-        arriving_position: where the arriving rows go in slot order.
-        kept_position: where the kept rows go.
+        arriving_position, kept_position: where arriving and kept rows go in slot order.
     """
 
     counts_S: Tensor
@@ -53,12 +50,10 @@ class DispatchPlan:
     """Where the rows of one batch go.
 
     Attributes:
-        source_R: `[R]` token of each of this rank's rows.
-        place_TK: `[T, K]` row of each choice; `R` where it has none.
-        stages: in the order in which they run.
+        source_R: token of each of this rank's rows.
+        place_TK: row of each choice; `R` where it has none.
         num_sent: rows for other ranks.
-        sent_P: rows for each rank, this one included.
-        received_P: rows from each rank, this one included.
+        sent_P, received_P: rows for and from each rank, this one included.
     """
 
     source_R: Tensor
@@ -78,12 +73,11 @@ def plan_dispatch(
     is_local_first: bool = False,
     agreement: Sequence[tuple[str, int]] = (),
 ) -> DispatchPlan:
-    """Exchanges counts and works out the plan.
+    """Exchanges counts and makes the plan.
 
     Args:
-        slots_TK: `[T, K]` int64 slot numbers in the group; `P * S` for choices that go nowhere.
+        slots_TK: int64 slot numbers in the group; `P * S` for choices that go nowhere.
         slots_per_rank: `S`.
-        transport: The group.
         num_chunks: Parts into which every run of rows for another rank's slot is cut.
         is_local_first: Puts the rows that stay into a stage of their own, which runs first.
         agreement: Names and values that must be equal on all ranks.

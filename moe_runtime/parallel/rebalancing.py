@@ -1,7 +1,4 @@
-"""Moving experts while a model trains or serves, by what its gate was seen to choose.
-
-Shape suffixes: T tokens, K choices, E experts.
-"""
+"""Moving experts while a model trains or serves, by the load that its gate caused."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ from moe_runtime.policies.placement.base import slots_needed
 class Rebalanced:
     """One look at the loads.
 
-    Attributes:
-        balance_before: mean over largest load of the ranks as the experts lay; 1 is perfect.
-        balance_after: the same as they lie now.
-        num_transfers: experts that travelled between ranks; 0 where they were left alone.
+    Balance is the mean over the largest load of the ranks, before and after; 1 is perfect.
+    `num_transfers` counts experts that travelled between ranks.
     """
 
     balance_before: float
@@ -36,12 +31,11 @@ class Rebalanced:
 class Rebalancer:
     """Counts where the tokens of a layer go and, from time to time, places its experts by that.
 
-    Placement is EPLB's, with replicas if there are slots for them. Outputs stay what they were, up
-    to the order of sums. With replicas in training, `experts.sum_replica_gradients()` belongs
-    before every optimizer step.
+    Placement is EPLB's, with replicas if there are slots for them. Outputs change by no more than
+    the order of sums. With replicas in training, `experts.sum_replica_gradients()` belongs before
+    every optimizer step.
 
     Args:
-        experts: The layer's experts.
         every: Calls of `step` between two looks at the loads.
         num_replicas: Slots beyond one for each expert; together they divide by the ranks.
         groups: The layout, where it has copies of all experts (EDP): they stay alike.
@@ -79,20 +73,13 @@ class Rebalancer:
         self._hook = experts.register_forward_pre_hook(self._count)
 
     def close(self) -> None:
-        """Ends the counting."""
         self._hook.remove()
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> Rebalanced | None:
         """To be called between two batches, after the optimizer's step; a collective call.
 
-        Args:
-            optimizer: Its states of the experts move along.
-
-        Returns:
-            What was found, in every so many calls; None in between.
-
-        Raises:
-            RankFailureError: A rank died or stalled.
+        The optimizer's states of the experts move along. Returns None between two looks at the
+        loads.
         """
         self._num_steps += 1
         if self._num_steps % self._every:

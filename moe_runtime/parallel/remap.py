@@ -1,6 +1,6 @@
 """From one placement to another with the fewest transfers, and onto more or fewer ranks.
 
-Legend: L layers, E experts, G devices (ranks).
+Shape suffixes: L layers, E experts, G devices (ranks).
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,8 @@ but not the hops. Nodes change roles as a whole, devices within their node."""
 class Move:
     """One expert that a slot needs and does not hold.
 
-    Attributes:
-        layer: its layer.
-        expert: its logical id.
-        source_slot: slot of the old placement that holds it; the same for all copies on a device.
-        target_slot: slot of the new placement.
-        is_local: the target's device holds the expert already, or gets it for another of its slots:
-            a copy, not a transfer.
+    `source_slot` is of the old placement, the same for all copies on a device. A move is local
+    where the target's device holds the expert already, or gets it for another of its slots.
     """
 
     layer: int
@@ -44,16 +39,12 @@ def keep_in_place(
     Args:
         old: what is loaded.
         new: what is wanted, for the same layers and experts.
-        devices: nodes and devices of ``new``.
-        rename: which devices may change roles; only between placements of equally many devices.
-
-    Returns:
-        ``new`` with devices renamed as allowed (an assignment problem), and on each device with
-        every expert that stays in the slot where it is.
+        devices: nodes and devices of `new`.
+        rename: which devices may change roles (an assignment problem).
 
     Raises:
-        ValueError: the placements are of different models, or renaming between different numbers
-            of devices.
+        ValueError: the placements are of different models, or renaming between different numbers of
+            devices.
     """
     _check_same_model(old, new)
     slots = new.expert_of_slot.copy()
@@ -82,12 +73,8 @@ def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move
     """What must be copied to get from one placement to the other.
 
     Each expert comes from its own device where there is a copy, else from the same node, else from
-    another one; among equals, from the device that has been asked least.
-
-    Args:
-        old: what is loaded.
-        new: what is wanted; see ``keep_in_place``.
-        devices: nodes and devices of the larger of the two.
+    another one; among equals, from the device that has been asked least. `devices` are those of the
+    larger placement.
     """
     _check_same_model(old, new)
     asked = np.zeros(max(old.num_gpus, new.num_gpus), dtype=np.int64)
@@ -124,14 +111,8 @@ def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move
 def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = None) -> Placement:
     """ElasticMoE's remap: the same experts on more or fewer ranks, with the fewest transfers.
 
-    Ranks beyond ``num_gpus`` leave; experts without a copy elsewhere move off them. Then every rank
-    holds the same number of experts, give or take one. Among the ways that move least, experts are
-    chosen so that loads even out.
-
-    Args:
-        placement: what is loaded.
-        num_gpus: the new number of ranks.
-        loads_LE: ``[L, E]`` loads; all equal when omitted.
+    Experts move off ranks beyond `num_gpus`; then every rank holds the same number of experts, give
+    or take one. Among the ways that move least, loads `[L, E]` (equal by default) even out.
 
     Raises:
         ValueError: there would be no rank.

@@ -1,11 +1,4 @@
-"""Replicas and moves of experts.
-
-Tokens of a replicated expert are split over its copies by `ExpertSlots`; here are the two things
-that the copies themselves need: one sum of their gradients, and getting from one placement to
-another with the fewest transfers.
-
-Shape suffixes: S slots of a rank.
-"""
+"""Replicas and moves of experts: one sum of gradients, and moves with the fewest transfers."""
 
 from __future__ import annotations
 
@@ -25,15 +18,10 @@ from moe_runtime.policies.placement import Devices, Placement
 def sum_replica_gradients(
     parameters: Iterable[Tensor], slots: ExpertSlots, group: Group | None
 ) -> None:
-    """Gives every copy of an expert the sum of the gradients of all its copies.
+    """Gives every copy of an expert the sum of the gradients of all its copies, in place.
 
-    All copies add in the same order and end with the same bits, so copies that start equal and use
-    the same optimizer stay equal. Traffic is for replicated experts only. A collective call.
-
-    Args:
-        parameters: `[S, ...]` this rank's expert parameters; gradients are changed in place.
-        slots: Where the experts lie.
-        group: The ranks among which the experts are spread.
+    All copies add in the same order: copies that start equal and use the same optimizer stay equal.
+    Only replicated experts travel. A collective call; `parameters` are `[S, ...]`.
     """
     transport = as_transport(group)
     width = slots.slots_per_rank
@@ -61,9 +49,6 @@ def keep_in_place(new: Sequence[Sequence[int]], old: ExpertSlots) -> ExpertSlots
         new: For each rank, the experts it is to hold, -1 for empty slots.
         old: Where the experts lie now (whole experts).
 
-    Returns:
-        The same experts per rank, those that stay in the slots they have.
-
     Raises:
         ValueError: An expert lies nowhere, or does not exist.
     """
@@ -76,12 +61,8 @@ def keep_in_place(new: Sequence[Sequence[int]], old: ExpertSlots) -> ExpertSlots
 class ExpertMove:
     """Getting from one placement of whole experts to another.
 
-    An expert that a rank keeps does not travel; one that it lacks comes from a rank that has it, of
-    its own machine if there is one, those that have sent least first (`parallel.remap`). The number
-    of transfers is the smallest possible: one for each expert that a rank gets and did not have.
-
-    Attributes:
-        num_transfers: experts that travel between ranks, over all ranks.
+    An expert that a rank keeps does not travel. One that it lacks comes from a rank that has it, of
+    its own machine if there is one (`parallel.remap`). `num_transfers` is the smallest possible.
     """
 
     def __init__(self, old: ExpertSlots, new: ExpertSlots, group: Group | None) -> None:
@@ -118,14 +99,8 @@ class ExpertMove:
         self._exchange = SlotExchange(wanted, old.slots_per_rank, transport)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """`[S', ...]` a parameter or a state of the optimizer, in its new place.
-
-        Args:
-            tensor: `[S, ...]` as it lies now.
-
-        Returns:
-            A new tensor; empty slots hold zeros.
-        """
+        """`[S', ...]` a parameter or an optimizer's state `[S, ...]` in its new place; empty slots
+        are zero."""
         with torch.no_grad():
             copies = self._exchange.copy(tensor.detach())
         moved = tensor.new_zeros((self.new.slots_per_rank, *tensor.shape[1:]))

@@ -1,8 +1,7 @@
 """Moving rows between token order and routed order, differentiable, without atomic sums.
 
-Every function here is paired with its adjoint: a gather of rows is undone by a sum over the places
-that each token's choices went to, in the order of the choices. No sum depends on the order in which
-a device happens to add, so the same input gives the same bits.
+The adjoint of a gather is a sum over the places of each token's choices, in their order: the same
+input gives the same bits.
 
 Shape suffixes: T tokens, K choices of a token, R routed rows, D model, A and B parts of the rows.
 """
@@ -32,13 +31,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """`out[t] = sum over k of weights[t, k] * y[place[t, k]]`, added in the order of `k`.
 
-    Args:
-        y_RD: `[R, D]`.
-        place_TK: `[T, K]` int64; an entry `R` or above stands for a row of zeros.
-        weights_TK: `[T, K]`, or None for ones.
-
-    Returns:
-        `[T, D]` in the dtype of `y`, summed in `accumulation_dtype`.
+    An entry of `place_TK` of `R` or above stands for a row of zeros. Summed in
+    `accumulation_dtype`, returned in the dtype of `y`.
     """
     num_rows, dim = y_RD.shape
     num_tokens, num_choices = place_TK.shape
@@ -67,10 +61,10 @@ def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None)
 
 
 class Later:
-    """Holds what the second half of a pair of nodes needs, and its gradient for the first half.
+    """What the second half of a pair of nodes needs, and its gradient for the first half.
 
-    The first half makes what has to leave early; what can wait is made by the second half while
-    that travels. The first half gets both gradients and joins them once.
+    The first half makes what has to leave early; the second half makes the rest while that travels.
+    The first half gets both gradients.
     """
 
     def __init__(self, rows: Tensor, index: Tensor) -> None:
@@ -159,46 +153,34 @@ def _from_rows(values_R: Tensor, place_TK: Tensor) -> Tensor:
 
 
 class Expansion:
-    """A copy of its token's row for every choice, in parts, of which the last is made later.
+    """A copy of its token's row for every choice, in parts; `last` makes the last part.
 
-    Attributes:
-        parts: the rows of each part but the last.
+    Args:
+        source_R: int64: the token of each row.
+        place_TK: int64: the row of each choice, `R` or above where it has none.
+        sizes: Rows of each part but the last.
     """
 
     def __init__(
         self, x_TD: Tensor, source_R: Tensor, place_TK: Tensor, sizes: Sequence[int]
     ) -> None:
-        """Copies the rows of all parts but the last.
-
-        Args:
-            x_TD: `[T, D]`.
-            source_R: `[R]` int64: the token of each row.
-            place_TK: `[T, K]` int64: the row of each choice, `R` or above where it has none.
-            sizes: Rows of each part but the last, which has what remains.
-        """
         self._later = Later(x_TD.detach(), source_R[sum(sizes) :])
         *self.parts, self._token = _Expand.apply(  # pyright: ignore[reportGeneralTypeIssues]
             x_TD, source_R, place_TK, sizes, self._later
         )
 
     def last(self) -> Tensor:
-        """The rows of the last part."""
         return _ExpandKept.apply(self._token, self._later)  # pyright: ignore[reportReturnType]
 
 
 def combine_rows(y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, place_TK: Tensor) -> Tensor:
-    """`[T, D]`: every token's rows, weighted and summed in the order of its choices.
-
-    Arguments as in `expand_rows`; differentiable in the rows and in the weights.
-    """
+    """`[T, D]`: every token's rows, weighted and summed in the order of its choices."""
     return _Combine.apply(y_RD, weights_TK, source_R, place_TK)  # pyright: ignore
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory as another tensor, which autograd takes for a tensor of its own.
-
-    For nodes that write into parts of one buffer: their outputs are no views of each other.
-    """
+    """The same memory as another tensor, which autograd takes for a tensor of its own: for nodes
+    that write into parts of one buffer."""
     return tensor.new_empty(0).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
@@ -274,19 +256,12 @@ def _interleave(a_AD: Tensor, b_BD: Tensor, position_A: Tensor, position_B: Tens
 
 
 def merge_rows(a_AD: Tensor, b_BD: Tensor, position_A: Tensor, position_B: Tensor) -> Tensor:
-    """`[A + B, D]`: rows of two tensors, each written at its position.
-
-    The positions together are a permutation of `0 .. A + B - 1`.
-    """
+    """`[A + B, D]`: rows of two tensors, each written at its position (together a permutation)."""
     return _Merge.apply(a_AD, b_BD, position_A, position_B)  # pyright: ignore[reportReturnType]
 
 
 class Splitting:
-    """Takes apart what `merge_rows` put together; the second part is made later.
-
-    Attributes:
-        first_AD: the first part.
-    """
+    """Takes apart what `merge_rows` put together; `second` makes the second part later."""
 
     def __init__(self, y_RD: Tensor, position_A: Tensor, position_B: Tensor) -> None:
         self._later = Later(y_RD.detach(), position_B)
@@ -295,7 +270,7 @@ class Splitting:
         )
 
     def second(self, out_BD: Tensor) -> Tensor:
-        """The second part, written into `out`."""
+        """The second part, written into `out_BD`."""
         return _SplitKept.apply(  # pyright: ignore[reportReturnType]
             self._token, self._later, [out_BD]
         )
@@ -320,9 +295,8 @@ class _Tie(Function):
 
 
 def tie_rows(y_RD: Tensor, *read: Tensor) -> Tensor:
-    """`y`, with other tensors among what it was computed from, and gradients of zero for them.
+    """`y`, with gradients of zero for other tensors that it was computed from.
 
-    A function of no rows may well return a constant; the exchange that brought no rows has to take
-    part in the backward pass all the same, because other ranks do.
+    The exchange that brought no rows has to take part in the backward pass, because other ranks do.
     """
     return _Tie.apply(y_RD, *read)  # pyright: ignore[reportReturnType]

@@ -1,7 +1,6 @@
 """Slices of experts along their hidden dimension: expert tensor parallelism.
 
-A slice of an expert is a narrower expert, and the outputs of all slices add up to the expert's.
-`ExpertSlots` sends every row to all slices, so nothing else has to know about them.
+A slice of an expert is a narrower expert; the outputs of all slices add up to the expert's.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 
 
 def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> StackedExperts:
-    """Slice `index` of every expert, as copies.
-
-    The bias of the second matrix belongs to slice 0; the others have zeros there.
-
-    Args:
-        experts: all of them, whole.
-        index: from 0.
-        num_slices: equal parts of the hidden dimension.
+    """Slice `index` of every expert, as copies; the bias of the second matrix belongs to slice 0.
 
     Raises:
         ValueError: The hidden dimension does not divide, or there is no such slice.
@@ -74,8 +66,7 @@ def hidden_ids(experts: StackedExperts, index: int, num_slices: int) -> Tensor:
 
 
 def preactivation_ids(experts: StackedExperts, ids: Tensor) -> Tensor:
-    """Which rows of the first matrix make the given hidden units, gates first where they come
-    first, alternating where they alternate."""
+    """Rows of the first matrix that make the given hidden units, in the layout of the experts."""
     if not experts.has_gate:
         return ids
     if experts.is_concatenated:

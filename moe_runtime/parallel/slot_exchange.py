@@ -1,10 +1,9 @@
 """Moving experts instead of tokens: copies of slots to ranks that want them, differentiable.
 
-All ranks know who wants what, so no counts travel. The gradient of a copied slot is the sum over
-its copies, in the order of the ranks: the sparse all-gather and reduce-scatter of Hecate are one
-`SlotExchange` and its backward pass, a move of experts to other ranks is one without gradients.
+All ranks know the whole plan, so no counts travel. The gradient of a copied slot is the sum over
+its copies, in the order of the ranks (Hecate's sparse all-gather and reduce-scatter).
 
-Shape suffixes: S slots of a rank, W wanted slots, M copies of a slot, P ranks, N numbers of a slot.
+Shape suffixes: S slots of a rank, W wanted slots, M copies of a slot, N numbers of a slot.
 """
 
 from __future__ import annotations
@@ -24,24 +23,17 @@ Wanted = Sequence[Sequence[tuple[int, int]]]
 
 
 class SlotExchange:
-    """A plan of copies between the ranks of a group.
+    """A plan of copies between the ranks of a group; `sent_slots` go to other ranks: the traffic.
 
-    Attributes:
-        num_wanted: slots that this rank gets.
-        sent_slots: slots that this rank sends to others, with repetitions: the traffic.
+    Args:
+        wanted: Which rank wants what; the same on all ranks.
+        num_slots: `S`.
+
+    Raises:
+        ValueError: The plan is of another number of ranks, or names slots that do not exist.
     """
 
     def __init__(self, wanted: Wanted, num_slots: int, transport: Transport) -> None:
-        """Works out the plan; a collective call for some transports.
-
-        Args:
-            wanted: Who wants what; the same on all ranks.
-            num_slots: `S`, slots of each rank.
-            transport: The group.
-
-        Raises:
-            ValueError: The plan is of another number of ranks, or names slots that do not exist.
-        """
         if len(wanted) != transport.size:
             raise ValueError(f"the plan is of {len(wanted)} ranks, the group has {transport.size}")
         for rank, slot in (pair for pairs in wanted for pair in pairs):
@@ -69,7 +61,7 @@ class SlotExchange:
         )
 
     def start(self, own_SN: Tensor) -> PendingSlots:
-        """Starts copying; computation can go on. `[S, ...]`, contiguous."""
+        """Starts copying `[S, ...]`, contiguous."""
         device = own_SN.device
         rows = Expansion(
             own_SN.reshape(own_SN.shape[0], -1),
@@ -107,11 +99,7 @@ class PendingSlots:
         self._shape = shape
 
     def wait(self) -> Tensor:
-        """`[W, ...]`: the wanted slots.
-
-        Raises:
-            RankFailureError: A rank died or stalled.
-        """
+        """`[W, ...]`: the wanted slots."""
         merged_WN = self._exchange._merge(self._transfer.wait(), self._kept_RN)
         return merged_WN.view(-1, *self._shape)
 

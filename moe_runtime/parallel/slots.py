@@ -1,9 +1,7 @@
 """Which rank holds which expert, as the table that dispatch reads.
 
-Router columns, checkpoints and traces keep the logical numbers of experts; only this table knows
-where they lie. It covers plain expert parallelism, replicas of hot experts, experts cut into slices
-(expert tensor parallelism), and copies that exist for one iteration: an expert's choice becomes one
-row for each slice, sent to one of the slots that hold that slice.
+It covers plain expert parallelism, replicas, slices (expert tensor parallelism) and copies for one
+iteration: a choice becomes one row for each slice, sent to one of the slots that hold it.
 
 Shape suffixes: T tokens, K choices, E experts, J slices of an expert, M holders of a slice, P
 ranks, S slots of a rank.
@@ -27,11 +25,13 @@ class ExpertSlots:
     A slot's number in the group is `rank * slots_per_rank + slot of the rank`.
 
     Attributes:
-        num_ranks: `P`.
         slots_per_rank: `S`, the same for all ranks; slots may be empty.
         holders: `holders[e][j]`: slot numbers that hold slice `j` of expert `e`, at least one.
         ranks_per_node: consecutive ranks of a machine: a token whose rank has no copy of its expert
-            takes one of its machine, if there is one, before those of others.
+            prefers one of its machine.
+
+    Raises:
+        ValueError: An expert has no holder, or slots lie outside the group.
     """
 
     num_ranks: int
@@ -40,7 +40,6 @@ class ExpertSlots:
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for an expert without a holder, or slots outside the group."""
         end = self.num_ranks * self.slots_per_rank
         widths = {len(slices) for slices in self.holders}
         if len(widths) != 1 or 0 in widths:
@@ -60,11 +59,7 @@ class ExpertSlots:
     def contiguous(cls, num_experts: int, num_ranks: int, *, num_slices: int = 1) -> ExpertSlots:
         """Equal runs of experts; the last ranks hold fewer, or none, where it does not divide.
 
-        Args:
-            num_experts: `E`.
-            num_ranks: `P`, a multiple of `num_slices`.
-            num_slices: Consecutive ranks that share an expert, each with a slice of its hidden
-                dimension.
+        `num_slices` consecutive ranks share an expert, each with a slice of its hidden dimension.
         """
         if num_experts < 1 or num_ranks < 1:
             raise ValueError(f"need experts and ranks, got {num_experts} and {num_ranks}")
@@ -88,12 +83,8 @@ class ExpertSlots:
         *,
         ranks_per_node: int = 1,
     ) -> ExpertSlots:
-        """Whole experts, with replicas.
-
-        Args:
-            experts_of_rank: For every rank, the expert in each of its slots; -1 for an empty one.
-            num_experts: `E`.
-            ranks_per_node: See the class.
+        """Whole experts, with replicas, from the expert in each slot of each rank; -1 for an empty
+        one.
 
         Raises:
             ValueError: An expert lies nowhere, or does not exist.
@@ -135,10 +126,8 @@ class ExpertSlots:
         return experts
 
     def shares_of(self, rank: int) -> Tensor:
-        """`[S]` float64: of what each slot of a rank holds, one over the number of its copies.
-
-        0 for empty slots. What all copies have alike is counted once when weighted so.
-        """
+        """`[S]` float64: for each slot of a rank one over the number of copies of its expert, 0 if
+        empty."""
         shares_S = torch.zeros(self.slots_per_rank, dtype=torch.float64)
         for held in (held for slices in self.holders for held in slices):
             here = [slot % self.slots_per_rank for slot in held if self._rank_of(slot) == rank]
@@ -149,11 +138,8 @@ class ExpertSlots:
         return slot // self.slots_per_rank
 
     def table(self, rank: int, device: torch.device) -> SlotTable:
-        """The slots that a rank's tokens use: its own where it can, else those of its machine
-        in turn, else all.
-
-        Made once for each rank and device: every batch asks for it.
-        """
+        """The slots that a rank's tokens use: its own, else those of its machine, else all, in
+        turn."""
         key = (rank, device)
         if key not in self._tables:
             self._tables[key] = self._make_table(rank, device)
@@ -194,10 +180,7 @@ class SlotTable:
     rank: int
 
     def slots_of(self, ids_TK: Tensor) -> Tensor:
-        """`[T, K * J]`: the slot number of every slice of every choice.
-
-        Tokens take the replicas of an expert in turn, beginning at another one on each rank.
-        """
+        """`[T, K * J]`: the slot number of every slice of every choice."""
         num_tokens, num_slices = ids_TK.shape[0], self.numbers_EJ.shape[1]
         if self.choices_EJM.shape[2] == 1:
             slots_TKJ = self.choices_EJM[:, :, 0][ids_TK]

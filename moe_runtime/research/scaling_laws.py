@@ -1,9 +1,5 @@
 """Scaling laws of routed language models (Clark et al., "Unified Scaling Laws for Routed Language
-Models", 2022): what more experts are worth.
-
-Fitted to models of 15 M to 1.3 B parameters a token passes through, one expert a token, up to 512
-experts in every other layer.
-"""
+Models", 2022): what more experts are worth."""
 
 import math
 from collections.abc import Mapping
@@ -32,30 +28,18 @@ class RoutedLaw:
     e_max: float
 
     def saturated(self, num_experts: float) -> float:
-        """`E'` of a number of experts, from `e_start` for one to `e_max`.
-
-        Raises:
-            ValueError: there is less than one expert.
-        """
+        """`E'` of a number of experts, from `e_start` for one to `e_max`."""
         if not num_experts >= 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
         offset = 1 / (1 / self.e_start - 1 / self.e_max)
         return 1 / (1 / (num_experts - 1 + offset) + 1 / self.e_max)
 
     def loss(self, parameters: float, num_experts: float = 1) -> float:
-        """Nats a token that the law expects.
-
-        Raises:
-            ValueError: a number is not positive.
-        """
+        """Nats a token that the law expects."""
         return 10 ** self._log_loss(parameters, self.saturated(num_experts))
 
     def dense_equivalent(self, parameters: float, num_experts: float) -> float:
-        """Parameters of the dense model with the loss of this one with experts.
-
-        Raises:
-            ValueError: a number is not positive.
-        """
+        """Parameters of the dense model with the loss of this one with experts."""
         log_start = math.log10(self.e_start)
         gained = self._log_loss(parameters, self.saturated(num_experts)) - self.d
         return 10 ** ((gained - self.b * log_start) / (self.a + self.c * log_start))

@@ -1,7 +1,6 @@
-"""Adapters of low rank (LoRA) beside a loaded model: each sequence of a pass may have its own.
+"""Adapters of low rank (LoRA): each sequence of a pass may have its own.
 
-Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2023): one pass for
-sequences of many adapters, which share memory and are read when they are asked for.
+Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2023).
 
 Shape suffixes: I inputs, O outputs of a layer, N rows.
 """
@@ -66,12 +65,7 @@ _MAX_SCALE = 2.0**127
 
 
 class AdapterSettings:
-    """Which layers have an adapter, of which rank and scale.
-
-    Raises:
-        CheckpointError: the file is damaged, or a value is none that PEFT can work with.
-        UnsupportedModelError: a setting asks for more than pairs of matrices beside linear layers.
-    """
+    """Which layers have an adapter, of which rank and scale; as PEFT reads its configuration."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -110,11 +104,7 @@ class AdapterSettings:
             )
 
     def scale(self, layer: str, rank: int) -> float:
-        """The factor of an adapter's product.
-
-        Raises:
-            CheckpointError: the settings say another rank.
-        """
+        """The factor of an adapter's product."""
         with blamed_on(f"{self._file}: a pattern cannot be used"):
             expected = _of_pattern(self._ranks, layer, self._rank)
             alpha = _of_pattern(self._alphas or {}, layer, self._alpha)
@@ -178,7 +168,6 @@ def _of_pattern(values: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
 
 
 def _is_named(layer: str, names: Any) -> bool:
-    """Whether a pattern is a name, or one of several names is its end."""
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None if names else False
     return any(layer == name or layer.endswith(f".{name}") for name in names)
@@ -225,28 +214,24 @@ class LowRankPair:
     scale: float
 
     def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-        """Adds it in place; both are in fp32, as PEFT computes it."""
+        """Adds it in place; both are in fp32, as in PEFT."""
         low_NR = torch.nn.functional.linear(x_NI, self.first_RI)
         output_NO.addmm_(low_NR, self.second_OR.T, alpha=self.scale)
 
 
 class AdapterFolder:
-    """The files of one adapter, checked as far as that goes without the model.
+    """The files of one adapter, checked without the model.
 
     Attributes:
-        folder: where they are.
-        settings: of the adapter.
         num_bytes: of the adapter in memory.
         widths: inputs and outputs of the adapted layers, by name.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        UnsupportedModelError: the adapter is more than pairs of matrices for linear layers.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the settings and the headers.
-
-        Raises:
-            CheckpointError: they are missing or damaged, or not as `finetune` wrote them.
-            UnsupportedModelError: the adapter is more than pairs of matrices beside linear layers.
-        """
         self.folder = folder
         config = folder / "adapter_config.json"
         self._file = folder / "adapter_model.safetensors"
@@ -274,17 +259,13 @@ class AdapterFolder:
         )
 
     def workspace_bytes(self, num_rows: int) -> int:
-        """What a pass of so many tokens needs beside that of the model."""
+        """Memory of a pass of so many tokens in addition to that of the model."""
         return 4 * num_rows * max(inputs + 2 * outputs for inputs, outputs in self.widths.values())
 
     def pairs(self) -> dict[str, LowRankPair]:
         """The matrices, in fp32, by the names of their layers.
 
-        They are copies: tensors of the file would change with it, and end the process where it is
-        cut short.
-
-        Raises:
-            CheckpointError: they cannot be read, or are no longer those whose shapes were read.
+        They are copies: a mapped file that is cut short would end the process.
         """
         found = {}
         with blamed_on(f"{self._file}: cannot be read"):
@@ -309,7 +290,6 @@ class AdapterFolder:
         return state.st_size, state.st_mtime_ns
 
     def _read_layers(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """The shapes of both matrices of each layer."""
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, tensor in sorted(read_header(self._file).items()):
             match = _TENSOR.fullmatch(name)
@@ -347,11 +327,8 @@ _Pairs = list[tuple[torch.nn.Module, LowRankPair]]
 class Adapters:
     """Adapters of one model.
 
-    They are added to the outputs of layers, by hooks that stay for a pass alone: a pass without one
-    goes the way and has the bits that it has in a model without adapters.
-
-    One is in memory while a sequence has it, and afterwards until the memory is needed for
-    another; those used last stay longest.
+    Hooks add them to the outputs of layers during a pass only: a pass without adapters has the bits
+    of a model without any. Adapters stay in memory until others need it, the last used longest.
 
     Attributes:
         max_bytes: of those that are in memory at a time.
@@ -393,11 +370,7 @@ class Adapters:
         self.num_reads = 0
 
     def number(self, name: str | None) -> int:
-        """Counts adapters from 1; 0 is the model without any.
-
-        Raises:
-            ValueError: there is no adapter of that name.
-        """
+        """Counts adapters from 1; 0 is the model without any. Refuses unknown names."""
         if name is None:
             return 0
         if name not in self._numbers:
@@ -405,16 +378,13 @@ class Adapters:
         return self._numbers[name]
 
     def goes_alone(self, name: str | None) -> bool:
-        """Whether a sequence with it shares no pass: one layer takes all cached tokens of each
-        sequence in turn (the latents of multi-head latent attention), and not a row of each."""
+        """Whether a sequence with it shares no pass: multi-head latent attention expands the cached
+        latents of each sequence in turn.
+        """
         return name in self._alone
 
     def reserve(self, sequence: Hashable, name: str | None) -> bool:
-        """Gives a sequence's adapter its memory, if it can be had.
-
-        Returns:
-            Whether it has it now; if not, everything is as it was.
-        """
+        """Reserves memory for a sequence's adapter; gives whether that succeeded."""
         if name is None:
             return True
         in_use = set(self._users.values())
@@ -430,15 +400,10 @@ class Adapters:
         return True
 
     def release(self, sequence: Hashable) -> None:
-        """A sequence has no adapter any more."""
         self._users.pop(sequence, None)
 
     def read(self, name: str | None) -> None:
-        """Reads an adapter that has its memory, unless it is there.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Reads an adapter whose memory is reserved, unless it is there."""
         if name is not None and self._resident[name] is None:
             try:
                 pairs = self._folders[name].pairs()
@@ -453,11 +418,11 @@ class Adapters:
 
     @contextlib.contextmanager
     def applied(self, rows: Items[tuple[str | None, int]]) -> Iterator[None]:
-        """Passes of this thread have adapters within the block.
+        """Adds adapters to the passes of this thread within the block.
 
         Args:
-            rows: names of adapters that were read, None for none, and of how many rows of the pass
-                in turn; one name alone is for all rows, whatever their number.
+            rows: names of adapters, None for none, and how many rows of the pass each has in turn;
+                one name alone is for all rows, whatever their number.
         """
         groups = [
             (name, sum(num_rows for _, num_rows in own))
@@ -470,11 +435,7 @@ class Adapters:
             yield
 
     def check(self) -> None:
-        """Proves that memory and what is in it agree.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Asserts that memory and what is in it agree."""
         assert self._num_bytes(self._resident) <= self.max_bytes
         assert set(self._users.values()) <= self._resident.keys()
 
@@ -484,7 +445,6 @@ class Adapters:
     def _parts(
         self, groups: Items[tuple[str | None, int]]
     ) -> dict[torch.nn.Module, list[tuple[slice, LowRankPair]]]:
-        """What is added to which rows of each adapted layer."""
         parts: dict[torch.nn.Module, list[tuple[slice, LowRankPair]]] = {}
         end = 0
         for name, num_rows in groups:
@@ -496,11 +456,7 @@ class Adapters:
 
 
 def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) -> int:
-    """What adapters of one model have of memory.
-
-    Args:
-        folders: of the adapters, by name.
-        max_bytes: of those that are in memory at a time; that of all when omitted.
+    """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None.
 
     Raises:
         ValueError: ``max_bytes`` is less than one of them needs.
@@ -519,12 +475,8 @@ def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) 
 
 
 def _adding(parts: Items[tuple[slice, LowRankPair]], num_rows: int | None) -> Any:
-    """A hook that adds to rows of a layer's output what adapters have for them.
-
-    Args:
-        parts: rows and what is for them.
-        num_rows: of a pass; None if the one part is for all rows, whatever their number.
-    """
+    """A forward hook that adds parts to rows of a layer's output; without ``num_rows``, the one
+    part to all of them."""
     owner = threading.get_ident()
 
     def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:

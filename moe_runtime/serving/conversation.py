@@ -12,14 +12,15 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.answer_sections import (
+from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
     AnswerSections,
+    AnswerText,
     HarmonySections,
     Kind,
+    Piece,
     is_harmony,
 )
-from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.requests import (
     Event,
     Finished,
@@ -41,10 +42,8 @@ class Turn:
     Attributes:
         prompt_tokens: of the whole conversation up to the answer.
         cached_tokens: those of them that earlier turns had computed.
-        new_tokens: of the answer.
         ttft_s: seconds to its first token; None without one.
         decode_s: seconds from there to its last one.
-        reason: why it ended.
     """
 
     prompt_tokens: int
@@ -56,14 +55,11 @@ class Turn:
 
 
 class Conversation:
-    """Messages so far, and answers to new ones.
+    """Messages so far, and answers to new ones. Later turns reuse what the engine cached of
+    earlier ones.
 
     ``stops`` end an answer and are no part of it. ``known_tokens`` are the positions that the model
-    knows, None for no limit. Later turns reuse what the engine has cached of earlier ones.
-
-    Attributes:
-        messages: as chat templates know them.
-        turns: of this conversation.
+    knows, None for no limit.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew."""
         self.messages = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
@@ -114,7 +109,6 @@ class Conversation:
         """Answers a message, which is remembered with its answer; one that was stopped too.
 
         Args:
-            text: of the message.
             on_text: called with each piece of the answer. The analysis of gpt-oss is shown, with an
                 empty line behind it, and not remembered.
             is_stopped: whether to end the answer here; looked at all the time.
@@ -194,8 +188,6 @@ class Conversation:
 
 
 class _Answer:
-    """Shows an answer as it comes, and keeps the part that the conversation remembers."""
-
     def __init__(self, on_text: Callable[[str], None], *, is_harmony: bool) -> None:
         self._on_text = on_text
         self._sections = HarmonySections() if is_harmony else AnswerSections(None, None)
@@ -221,7 +213,6 @@ class _Answer:
 
 
 def _next(events: queue.SimpleQueue[Event]) -> Event | None:
-    """The next event, or None after a while without one."""
     try:
         return events.get(timeout=_LOOKING_S)
     except queue.Empty:

@@ -7,37 +7,26 @@ from collections.abc import Sequence as Items
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.kv_account import PIECE, rounded_up
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.row_memory import RowMemory
+from moe_runtime.serving.requests import EngineOptions
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence
+from moe_runtime.serving.sequence_cache import RowMemory
 
 LEAST_TOKENS = 64
 """Places of a row; shorter ones are not worth their memory."""
 
 
 class InRow(DynamicCache):
-    """Stands for the cache of a sequence whose keys and values are in a row.
-
-    A sequence is in a row for just as long as this is its cache.
-
-    Attributes:
-        row: where they are.
-    """
+    """Replaces the cache of a sequence while its keys and values are in a row."""
 
     def __init__(self, row: int) -> None:
-        """In a row."""
         super().__init__()
         self.row = row
 
 
 def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
-    """Rows, and places of each, that take half of the memory for tokens at most.
-
-    Returns:
-        None and none where rows would be too short.
-    """
+    """Rows, and places of each, that take half of the memory for tokens; none if too short."""
     num_rows = min(options.decode_rows, options.most_running, capacity // 2 // LEAST_TOKENS)
     # exact bits must not depend on the order of arrival
     if not num_rows or (options.exact and num_rows < options.most_running):
@@ -49,12 +38,12 @@ class RowDecoding:
     """Rows for sequences that decode, with room of their own in the account.
 
     A sequence whose prompt was read gets a row if one is free, and gives its own room back. It
-    stays there until it ends, loses its cache, or has more tokens than the row has places. Those in
-    rows go on in one pass, the first rows without a gap between them.
+    stays until it ends, loses its cache, or outgrows the row. Those in rows decode in one pass, the
+    first rows without a gap.
     """
 
     def __init__(self, passes: ModelPasses, scheduler: Scheduler, options: EngineOptions) -> None:
-        """Takes the room; memory is allocated for the first sequence."""
+        """Reserves the room; memory is allocated for the first sequence."""
         self._passes, self._scheduler, self._account = passes, scheduler, scheduler.account
         self._exact = options.exact
         self._num_rows = self._num_tokens = 0
@@ -77,12 +66,10 @@ class RowDecoding:
 
     @property
     def idle_tokens(self) -> int:
-        """Those of them that are of no sequence."""
         num_held = sum(sequence.cache is own for sequence, own in tuple(self._held))
         return max(0, self.room - num_held * self._num_tokens)
 
     def close(self) -> None:
-        """Gives memory and room back; no sequence may be in a row."""
         self._memory = None
         self._held.clear()
         self._account.release(self)
@@ -91,7 +78,7 @@ class RowDecoding:
         """Gives decoding sequences a row, as far as rows are free, or room for one token more.
 
         Returns:
-            Those in rows, as they go on together, and the others.
+            Those in rows, by pass, and the others.
         """
         waiting = self._scheduler.waiting
         if not waiting:
@@ -109,7 +96,7 @@ class RowDecoding:
         return self._groups(), [each for each in others if each.cache is not None]
 
     def look_into(self, sequence: Sequence) -> None:
-        """Has a sequence that ends look at its row as its cache."""
+        """Makes the row of a sequence that ends its cache."""
         if isinstance(sequence.cache, InRow):
             assert self._memory is not None
             cache = self._passes.new_cache()
@@ -117,7 +104,6 @@ class RowDecoding:
             sequence.cache = self._memory.look_into(row, num_tokens, cache)
 
     def decode(self, group: Items[Sequence]) -> torch.Tensor:
-        """As `ModelPasses.decode`, for neighbouring rows."""
         assert self._memory is not None
         assert isinstance(group[0].cache, InRow)
         tokens = [sequence.tokens[sequence.num_computed] for sequence in group]
@@ -126,11 +112,7 @@ class RowDecoding:
         return self._passes.step_of_rows(cache, inputs, group)
 
     def check(self) -> None:
-        """Proves that rows and sequences agree.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Asserts that rows and sequences agree."""
         self._tidy()
         assert self.room in (0, self._num_rows * self._num_tokens)
         assert len(self._held) <= (self._num_rows if self.room else 0)
@@ -140,12 +122,11 @@ class RowDecoding:
             assert sequence.num_computed <= self._num_tokens
 
     def _open(self) -> None:
-        """Takes the room for the rows, if it is free and they have none."""
         if self._num_rows:
             self._account.reserve(self, self._num_rows * self._num_tokens)
 
     def _make_way(self, num_tokens: int) -> None:
-        """Gives all back for one that waits, if it needs more room than is left beside rows."""
+        """Gives the room back for a waiting sequence that needs more than is left besides."""
         if num_tokens > self._account.capacity - self.room:
             self._tidy()
             for sequence, _ in self._held:
@@ -166,11 +147,9 @@ class RowDecoding:
                     self.close()
 
     def _has_place_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence is in a row that has a place for its next token."""
         return isinstance(sequence.cache, InRow) and sequence.num_computed < self._num_tokens
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Gives a sequence in a row a cache of its own; nothing happens if it has one."""
         if isinstance(sequence.cache, InRow):
             assert self._memory is not None
             cache = self._passes.new_cache()
@@ -185,7 +164,7 @@ class RowDecoding:
         return [together] if together else []
 
     def _tidy(self) -> None:
-        """Frees the rows of those that have left; the last ones move into their places."""
+        """Frees the rows of sequences that left; the last ones move into their places."""
         for row in reversed(range(len(self._held))):
             sequence, own = self._held[row]
             if sequence.cache is own:

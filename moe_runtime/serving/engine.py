@@ -1,4 +1,4 @@
-"""The engine: one thread that owns a model, and answers many requests with it at a time."""
+"""The engine: one thread that owns a model and answers many requests with it at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.budget import activation_bytes_per_token
 from moe_runtime.inference.token_limit import known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
-from moe_runtime.serving.engine_options import (
-    EngineOptions,
-    capacity_of,
-    check_request,
-    rows_of_logits,
-)
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
+    EngineOptions,
     EngineStatistics,
     ExpertStatistics,
     Finished,
@@ -34,6 +30,7 @@ from moe_runtime.serving.requests import (
     NewToken,
     OnEvent,
     QueueFullError,
+    RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
@@ -42,10 +39,8 @@ from moe_runtime.serving.step_sizes import StepSizes
 
 
 class Turns:
-    """Lets one engine at a time compute, so that models share a machine's cores fairly.
-
-    Turns are first come, first served: a busy engine delays another by one step of each at most.
-    """
+    """Lets one engine at a time compute, first come first served, so that models share cores
+    fairly."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -53,7 +48,6 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for its turn, and has it within the block."""
         with self._changed:
             number = self._num_asked
             self._num_asked += 1
@@ -72,7 +66,6 @@ class Turns:
 
 
 def expert_statistics(model: Any) -> ExpertStatistics:
-    """What a loaded model's experts cost."""
     stats = model.moe.stats()
     host = {} if model.moe.facts.device_plan is None else {"host": stats.copied_bytes}
     names = {field.name for field in dataclasses.fields(ExpertStatistics)} - {"bytes_read"}
@@ -84,8 +77,7 @@ class Engine:
     """Answers requests with a model; a context manager that closes itself.
 
     A step computes one more token for each sequence whose prompt was read, and some tokens of
-    prompts, all in one forward pass where the model allows it. The model stays the
-    caller's, whose own calls take turns with the engine's.
+    prompts, in one forward pass where the model allows it. The model stays the caller's.
 
     Attributes:
         most_request_tokens: tokens that a request may have, prompt and answer together.
@@ -101,13 +93,13 @@ class Engine:
         adapters: Adapters | None = None,
         prefix_disk: PrefixDisk | None = None,
     ) -> None:
-        """Begins to wait for requests.
+        """Starts the engine's thread.
 
         Args:
             model: a causal language model, from ``load`` or of transformers.
             options: how work is divided.
-            max_tokens: tokens of all sequences and kept prefixes together; when omitted, as many
-                as ``load`` reserved memory for.
+            max_tokens: tokens of all sequences and kept prefixes together; when omitted, as many as
+                ``load`` reserved memory for.
             turns: shared by the engines of several models, which then compute one at a time.
             adapters: that requests may name.
             prefix_disk: where prefixes of requests without an adapter are kept too.
@@ -161,7 +153,6 @@ class Engine:
         """Takes a request; from any thread.
 
         Args:
-            request: what is asked.
             on_event: called from the engine's thread with each event, `Finished` last, whatever
                 happens. It must return soon and not raise: it holds up all requests.
 
@@ -203,7 +194,6 @@ class Engine:
         return self._is_open
 
     def statistics(self) -> EngineStatistics:
-        """What the engine does and did."""
         account, counts = self._account, self._counts
         return EngineStatistics(
             running=len(self._scheduler.running),
@@ -225,11 +215,8 @@ class Engine:
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no more requests, and waits for those that were taken.
-
-        Returns:
-            Whether all have ended within the time.
-        """
+        """Refuses new requests and waits for those that were taken; gives whether all ended within
+        the time."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -245,11 +232,7 @@ class Engine:
         self._passes.close()
 
     def check(self) -> None:
-        """Proves that lists and room agree; only while nothing runs.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Asserts that lists and room agree; only while nothing runs."""
         self._rows.check()
         self._scheduler.check(self._rows.room)
         self._adapters.check()
@@ -266,7 +249,6 @@ class Engine:
         self.close()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a request between two steps; from any thread."""
         with self._changed:
             sequence.is_cancelled = True
             self._changed.notify_all()
@@ -278,7 +260,6 @@ class Engine:
         return bool(self._arrived or self._scheduler.waiting or self._scheduler.running)
 
     def _run(self) -> None:
-        """The engine's thread."""
         try:
             with torch.inference_mode():
                 while self._wait():
@@ -288,7 +269,6 @@ class Engine:
             self._end_all()
 
     def _wait(self) -> bool:
-        """Waits for something to do; gives whether the engine goes on."""
         with self._changed:
             if not self._has_work():
                 self._changed.notify_all()
@@ -298,7 +278,6 @@ class Engine:
             return not self._is_closed
 
     def _end_all(self) -> None:
-        """Sends every request its last event."""
         with self._changed:
             reason: FinishReason = "cancelled" if self._is_closed else "error"
             self._is_open, self._is_closed = False, True
@@ -311,7 +290,6 @@ class Engine:
             self._changed.notify_all()
 
     def _step(self) -> None:
-        """One more token for each decoding sequence, and some tokens of prompts."""
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
                 self._finish(sequence, Finished("cancelled"))
@@ -351,7 +329,6 @@ class Engine:
         return most, self._most_logprobs
 
     def _start(self, sequence: Sequence) -> None:
-        """A sequence that has room gets a cache, and what is known of its beginning."""
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
@@ -367,7 +344,6 @@ class Engine:
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> None:
-        """One forward pass, which computes so many tokens more of each sequence."""
         logits_BV = None
         with Failure() as failure:
             for sequence, _ in chosen:
@@ -381,7 +357,6 @@ class Engine:
             self._advance(sequence, num_new, logits_BV[row])
 
     def _advance(self, sequence: Sequence, num_new: int, logits_V: torch.Tensor) -> None:
-        """So many tokens more of a sequence are computed."""
         was_reading = sequence.is_reading
         sequence.num_computed += num_new
         if was_reading and not sequence.is_reading:
@@ -393,14 +368,12 @@ class Engine:
                 self._prefixes.keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
-        """Its cache gets just the room that the account gave it."""
         room = self._account.room_of(sequence)
         if sequence.cache is not None and sequence.num_computed and room != sequence.room:
             set_room(sequence.cache, room)
             sequence.room = room
 
     def _go_on(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
-        """All tokens of a sequence are computed: the next one is chosen."""
         sequence.is_alone = sequence.is_apart
         if not sequence.request.max_new_tokens:
             self._finish(sequence, Finished("length"))
@@ -440,8 +413,47 @@ class Engine:
 
 
 def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-    """A token of each."""
     return [(sequence, 1) for sequence in sequences]
+
+
+def capacity_of(model: Any, max_tokens: int | None) -> int:
+    """Tokens that all caches together may have."""
+    reserved = getattr(model, "_max_tokens", None)
+    found = reserved if max_tokens is None else max_tokens
+    if found is None:
+        raise ValueError("max_tokens must say how many tokens there is memory for")
+    if reserved is not None and found > reserved:
+        raise ValueError(
+            f"max_tokens is {found}, but the model was loaded with memory set aside for {reserved}"
+        )
+    if found < PIECE:
+        raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
+    return int(found)
+
+
+def check_request(
+    request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
+) -> None:
+    """Refuses a request that is too long or has unknown tokens."""
+    num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+    # the engine also computes what follows a prompt: one token more, which is not shown
+    if num_prompt + num_new > most_tokens or num_prompt >= most_room:
+        raise RequestTooLongError(
+            f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
+            f"but a request may have {most_tokens} in all",
+            num_tokens=num_prompt + num_new,
+            most_tokens=most_tokens,
+        )
+    for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
+
+
+def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
+    """Rows of fp32 logits that fit, with activations, into those set aside; at least four."""
+    activations = activation_bytes_per_token(config, dtype, top_k)
+    logits = 4 * config.get_text_config().vocab_size
+    return max(4, max_tokens * activations // (activations + logits))
 
 
 class EngineHandle:

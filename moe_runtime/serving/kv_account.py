@@ -1,7 +1,4 @@
-"""Room for keys and values: of running sequences, and of known beginnings of texts.
-
-Nothing here holds a tensor or knows one: what a prefix keeps is the caller's.
-"""
+"""Room for keys and values of running sequences, and of known prefixes; no tensors."""
 
 from __future__ import annotations
 
@@ -22,24 +19,20 @@ T = TypeVar("T")
 
 
 def rounded_up(num_tokens: int) -> int:
-    """The least room for so many tokens."""
     return -(-num_tokens // PIECE) * PIECE
 
 
 class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
-    A prefix is known by a digest of all its tokens, block by block: two prompts of one root share
-    the blocks that are equal from the beginning. Digests have 128 bits under a key of this
-    account's own, so clients cannot construct two texts with one digest. The prefixes used last
-    stay longest, and of one prefix its beginning.
+    A prefix is known by a digest of all its tokens, block by block, under a key of this account's
+    own. The prefixes used last stay longest, and of one prefix its beginning.
     """
 
     def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
-        """An empty account.
+        """Begins empty.
 
         Args:
-            capacity: tokens in all.
             block_tokens: tokens of a block of a prefix; 0 keeps none.
             least_tokens: that a sequence has room for at least, as far as there is so much.
         """
@@ -53,12 +46,10 @@ class KVAccount(Generic[T]):
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens that sequences have room for."""
         return self._held
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens that prefixes keep."""
         return len(self._prefixes) * self.block_tokens
 
     @property
@@ -67,15 +58,10 @@ class KVAccount(Generic[T]):
         return self.capacity - self._held
 
     def room_of(self, sequence: Hashable) -> int:
-        """Tokens that a sequence has room for."""
         return self._rooms.get(sequence, 0)
 
     def reserve(self, sequence: Hashable, num_tokens: int) -> bool:
-        """Gives a sequence room for so many tokens in all, if it can be had.
-
-        Returns:
-            Whether it has it now; if not, everything is as it was.
-        """
+        """Gives a sequence room for so many tokens in all; gives whether it has it now."""
         held = self._rooms.get(sequence, 0)
         num_tokens = max(num_tokens, self._least_tokens)
         if num_tokens <= held:
@@ -91,7 +77,6 @@ class KVAccount(Generic[T]):
         return True
 
     def release(self, sequence: Hashable) -> None:
-        """Takes back all that a sequence has."""
         self._held -= self._rooms.pop(sequence, 0)
 
     def find(self, tokens: Sequence[int], root: str = "") -> list[T]:
@@ -124,15 +109,10 @@ class KVAccount(Generic[T]):
         return len(path)
 
     def forget(self) -> None:
-        """Gives up all prefixes."""
         self._prefixes.clear()
 
     def check(self) -> None:
-        """Proves that what is had adds up.
-
-        Raises:
-            AssertionError: it does not.
-        """
+        """Asserts that the sums agree."""
         assert self._held == sum(self._rooms.values())
         assert all(room > 0 and room % PIECE == 0 for room in self._rooms.values())
         assert 0 <= self._held + self.prefix_tokens <= self.capacity
@@ -141,7 +121,6 @@ class KVAccount(Generic[T]):
         return self.capacity - self._held - self.prefix_tokens
 
     def _make_free(self, num_tokens: int, most: int | None = None) -> None:
-        """Gives up prefixes for so many tokens, at most a number of blocks."""
         if (lacking := num_tokens - self._free()) > 0 and self.block_tokens:
             num_blocks = -(-lacking // self.block_tokens)
             num_blocks = num_blocks if most is None else min(num_blocks, most)
@@ -149,7 +128,6 @@ class KVAccount(Generic[T]):
                 del self._prefixes[digest]
 
     def _digests(self, tokens: Sequence[int], root: str) -> Iterator[bytes]:
-        """Of the whole blocks, each with all before it."""
         size, digest = self.block_tokens, root.encode()
         if size:
             for first in range(0, len(tokens) - size + 1, size):

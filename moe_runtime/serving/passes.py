@@ -53,7 +53,7 @@ from moe_runtime.serving.sequence_cache import (
 
 if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.serving.row_memory import RowMemory
+    from moe_runtime.serving.sequence_cache import RowMemory
 
 
 class EngineRequests:
@@ -64,13 +64,10 @@ class EngineRequests:
         self._ended: list[int] = []
 
     def end(self, sequence: int) -> None:
-        """A sequence has ended; listeners hear of it with the next pass."""
         if sequence in self._numbers:
             self._ended.append(self._numbers.pop(sequence))
 
     def name(self, cache: Any, sequences: Items[int], num_new: Items[int]) -> Any:
-        """Makes a pass with a cache know whose tokens it computes."""
-
         def number_requests(numbers: RequestNumbers, step: Step) -> None:
             begun = [number for number in sequences if number not in self._numbers]
             step.begun = range(numbers.next, numbers.next + len(begun))
@@ -121,22 +118,20 @@ _FUNCTIONS = frozenset(
 
 
 class RowsAlone(TorchFunctionMode):
-    """Gives the rows of a step of several sequences the bits that each has in a step of its own.
+    """Gives the rows of a step of several sequences the bits that each has in a step of its
+    own.
 
-    Rows lie along the first dimension: as many for each sequence, or those of an expert that some
-    of them were sent to. A function gets the rows of one sequence at a time, as it does where the
-    sequence is alone. The native kernels need no such care.
+    Rows lie along the first dimension. A function gets the rows of one sequence at a time, as it
+    does where the sequence is alone. The native kernels need no such care.
     """
 
     def __init__(self, num_sequences: int) -> None:
-        """For a step of ``[B, 1]`` tokens."""
         super().__init__()
         self._num_sequences = num_sequences
 
     def __torch_function__(
         self, func: Any, types: Any, args: Items[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Calls a function once, or for the rows of each sequence."""
         kwargs = kwargs or {}
         if func not in _FUNCTIONS:
             return func(*args, **kwargs)
@@ -176,7 +171,6 @@ class RowsAlone(TorchFunctionMode):
         return int(num_rows < self._num_sequences)
 
     def _divide(self, func: Any, rows: Tensor, value: Any, size: int) -> Items[Any]:
-        """One of the arguments of each call."""
         num_calls = rows.shape[0] // size
         if value is not rows:
             if not isinstance(value, Tensor) or value.ndim != rows.ndim:
@@ -188,11 +182,8 @@ class RowsAlone(TorchFunctionMode):
 
 
 def most_exact_rows(layer: OffloadedExperts, sizes: Items[int], dtype: torch.dtype) -> int:
-    """Rows up to which those that go to the same two experts have the bits that each has alone.
-
-    Returns:
-        One of the sizes up to which all hold, or 1.
-    """
+    """Rows up to which those sent to the same two experts have the bits of each alone; one of
+    ``sizes``, or 1."""
     if layer.dim_in is None or layer.num_experts < 2 or not sizes:
         return max(sizes, default=1)
     num_rows, dim_in = sizes[-1], layer.dim_in
@@ -234,24 +225,19 @@ class ModelPasses:
 
     Attributes:
         can_join: whether several sequences can decode in one pass.
-        most_exact: sequences up to which one token each, together, have the bits of each alone;
-            1 if it was not asked for.
+        most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
         can_have_rows: whether steps of sequences in rows of a static cache are recorded.
-        requests: their numbers for the model's listeners.
     """
 
     def __init__(self, model: Any, adapters: Adapters, *, exact: int = 1) -> None:
         """Finds out, with a few tokens, whether sequences can go together.
 
-        Args:
-            model: a causal language model of transformers, offloaded or not.
-            exact: sequences that are to decode together, at most, with the bits of each alone; for
-                1 that is not tried.
+        ``exact`` sequences, at most, are to decode together with the bits of each alone.
 
         Raises:
-            UnsupportedModelError: it does not generate text from tokens alone.
+            UnsupportedModelError: the model does not generate text from tokens alone.
         """
         config = model.config
         if getattr(config, "is_encoder_decoder", False) or not model.can_generate():
@@ -298,7 +284,7 @@ class ModelPasses:
                 self._try_pieces()
 
     def close(self) -> None:
-        """Gives the model back the attention that it had, if it has another one now."""
+        """Gives the model back the attention that it had."""
         if self._borrowed is not None and attention_name(self._model) != self._borrowed:
             self._model.set_attn_implementation(self._borrowed)
 
@@ -308,28 +294,21 @@ class ModelPasses:
         return self.can_join and not self._has_states
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache of one sequence."""
         return new_cache(self._model.config, grows=self._device.type == "cpu")
 
     def cache_of_one_token(self) -> DynamicCache:
-        """A cache as the model fills it."""
         cache = self.new_cache()
         with self._trial():
             self._call([[0]], cache, keep=1)
         return cache
 
     def most_together(self, *, exact: bool) -> int:
-        """Sequences that may decode in one pass; ``exact``: with the bits of each alone."""
         if not self.can_join:
             return 1
         return self.most_exact if exact else sys.maxsize
 
     def decode(self, sequences: Items[Sequence]) -> torch.Tensor:
-        """Computes the next token of each; their caches have it afterwards.
-
-        Returns:
-            Logits ``[B, V]`` of what follows.
-        """
+        """Computes the next token of each; gives logits ``[B, V]`` of what follows."""
         last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
         caches = [_cache_of(sequence) for sequence in sequences]
         places = [sequence.num_computed for sequence in sequences]
@@ -343,8 +322,7 @@ class ModelPasses:
             return self._step(last, cache, places)
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
-        """Rows of places for tokens, as a cache with tokens in it has them."""
-        from moe_runtime.serving.row_memory import RowMemory
+        from moe_runtime.serving.sequence_cache import RowMemory
 
         assert self._graphs is not None
         return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
@@ -352,20 +330,15 @@ class ModelPasses:
     def step_of_rows(
         self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]
     ) -> torch.Tensor:
-        """As ``decode``, for sequences in rows."""
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
         return self._row_logits(cache, inputs)
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
-        """Computes the next tokens of prompts; the caches have them afterwards.
+        """Computes the next tokens of prompts, so many of each; gives logits ``[B, V]`` of what
+        follows.
 
-        Args:
-            chosen: sequences, and how many tokens of each; one alone that wants log-probabilities
-                of its prompt gets them.
-
-        Returns:
-            Logits ``[B, V]`` of what follows.
+        One alone that wants log-probabilities of its prompt gets them.
         """
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
@@ -395,7 +368,6 @@ class ModelPasses:
             yield
 
     def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
-        """Logits ``[B, V]`` behind one token of each sequence."""
         rows = [[token] for token in ids]
         if len(rows) == 1:
             return self._call(rows, cache, keep=1)[:, -1]
@@ -406,7 +378,6 @@ class ModelPasses:
     def _adapted(
         self, chosen: Items[tuple[Sequence, int]]
     ) -> contextlib.AbstractContextManager[None]:
-        """A pass of so many tokens of each sequence has their adapters."""
         return self._adapters.applied([(one.request.adapter, num_new) for one, num_new in chosen])
 
     def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
@@ -437,7 +408,6 @@ class ModelPasses:
         return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
 
     def _tried(self) -> tuple[list[DynamicCache], list[int]]:
-        """Caches of two short sequences, and the places of their next tokens."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
         caches = [self.new_cache() for _ in ids]
         for row, cache in zip(ids, caches, strict=True):
@@ -518,7 +488,6 @@ def _are_close(logits: torch.Tensor, given: torch.Tensor) -> bool:
 
 
 def _graphs_of(model: Any) -> DecodeGraphs | None:
-    """What records the steps of a model with a static cache of all tokens, if anything does."""
     if inspect.ismethod(model.forward):
         return None
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
@@ -529,19 +498,16 @@ def _graphs_of(model: Any) -> DecodeGraphs | None:
 
 
 def _keeps_attention(model: Any) -> bool:
-    """Whether loading leaves a model the attention of transformers, as it does on a GPU."""
     return model.device.type != "cpu"
 
 
 def _attention_names(model: Any) -> set[str]:
-    """What attention of the model's layers is called; some have a configuration of their own."""
     configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
     names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
     return {name for name in names if name}
 
 
 def _add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> None:
-    """Gives a sequence the log-probabilities of its prompt's tokens behind those computed now."""
     first, prompt = sequence.num_computed, sequence.request.prompt_ids
     targets = prompt[first + 1 : first + 1 + num_new]
     wanted = sequence.request.num_prompt_logprobs or 0
@@ -558,7 +524,7 @@ def _cache_of(sequence: Sequence) -> DynamicCache:
 def _rows_with_own_bits(model: Any) -> int:
     """Sequences of one token each up to which every product takes the kernel of a single one.
 
-    The native kernels give a row the same bits whatever the others are; beyond a number of rows,
+    Native kernels give a row the same bits whatever the others are; beyond a number of rows,
     torch's take over on some processors.
     """
     library = native_library()

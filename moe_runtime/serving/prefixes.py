@@ -63,12 +63,8 @@ class PrefixDisk:
 
 
 def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
-    """A digest of what keys and values depend on beside the tokens.
-
-    Args:
-        checkpoint: a folder or a GGUF file; names, sizes and times of its files count.
-        settings: whatever else does, such as the type of numbers.
-    """
+    """A digest of what keys and values depend on besides the tokens: the checkpoint's files, and
+    settings."""
     place = Path(checkpoint)
     files = [place]
     if place.is_dir():
@@ -84,20 +80,14 @@ def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
 class PrefixFiles:
     """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end.
 
-    What is there only the folder knows, so several processes may use it: a file is whole or absent,
-    and a damaged or removed file is an unknown block. The files that
-    were used longest ago give way. A digest of 256 bits stands for a model and a text.
+    Several processes may use the folder: a file is whole or absent, and a damaged one is an unknown
+    block. The files used longest ago give way.
 
-    Attributes:
-        num_failures: times that blocks could not be written or looked for.
+    Raises:
+        ValueError: there is no room for a single block, or the folder cannot be made.
     """
 
     def __init__(self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int) -> None:
-        """Makes the folder.
-
-        Raises:
-            ValueError: there is no room for a single block, or the folder cannot be made.
-        """
         self._folder = disk.folder
         self._most_bytes = disk.most_bytes
         self._block_tokens = block_tokens
@@ -118,15 +108,9 @@ class PrefixFiles:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
 
     def find(self, tokens: Items[int], first: int, owner: str = "") -> Iterator[torch.Tensor]:
-        """What is known of the beginning of some tokens, block by block; it is used now.
+        """What is known of the beginning of some tokens, block by block from ``first``, as bytes.
 
-        Args:
-            tokens: from the beginning of a text.
-            first: number of the first block that is wanted.
-            owner: blocks kept under another name are not found.
-
-        Yields:
-            Keys and values as bytes, ``[block_bytes]``, as they were kept.
+        Blocks kept under another ``owner`` are not found.
         """
         path: list[Path] = []
         for index, file in enumerate(self._files(tokens, owner)):
@@ -142,13 +126,7 @@ class PrefixFiles:
     def keep(
         self, tokens: Items[int], make: Callable[[int], torch.Tensor], owner: str = ""
     ) -> None:
-        """Writes the whole blocks of some tokens that are not there yet, as many as have place.
-
-        Args:
-            tokens: from the beginning of a text.
-            make: gives the bytes of the block with a number, 0 the first.
-            owner: as for `find`.
-        """
+        """Writes the whole blocks of some tokens that are not there yet, as many as have place."""
         path = list(itertools.islice(self._files(tokens, owner), self._most_blocks))
         try:
             self._use([file for file in path if file.exists()])  # or they give way to what follows
@@ -167,7 +145,6 @@ class PrefixFiles:
         os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
     def _files(self, tokens: Items[int], owner: str) -> Iterator[Path]:
-        """Of the whole blocks, each with all before it."""
         size, digest = self._block_tokens, self._root
         if owner:
             root = hashlib.blake2b(digest + owner.encode(), digest_size=_DIGEST_BYTES)
@@ -257,7 +234,6 @@ class PrefixFiles:
 
 
 def _set_time(file: Path) -> None:
-    """The file was used last."""
     os.utime(file)
 
 
@@ -271,7 +247,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _sum(file: Path, data: torch.Tensor) -> bytes:
-    """Of a block, which is none under another name."""
+    """A digest of a block and its name."""
     key = bytes.fromhex(file.name)
     return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES, key=key).digest()
 
@@ -289,10 +265,11 @@ _PARTS = 8
 
 
 class Prefixes:
-    """What is known of the beginnings of texts, in blocks of tokens.
+    """What is known of the beginnings of texts, in blocks of tokens, in memory and on the disk.
 
-    Attributes:
-        num_disk_tokens: tokens that were found on the disk.
+    Raises:
+        UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
+        ValueError: the disk has no room for a block, or its folder cannot be made.
     """
 
     def __init__(
@@ -303,12 +280,6 @@ class Prefixes:
         exact: bool,
         disk: PrefixDisk | None,
     ) -> None:
-        """Knows what the disk has.
-
-        Raises:
-            UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
-            ValueError: the disk has no room for a block, or its folder cannot be made.
-        """
         self._account = account
         self._exact = exact
         self._copies = BlockCopies(account.block_tokens)
@@ -326,7 +297,6 @@ class Prefixes:
 
     @property
     def num_disk_failures(self) -> int:
-        """Times that blocks could not be written to the disk."""
         return 0 if self._files is None else self._files.num_failures
 
     def look_up(self, sequence: Sequence) -> None:
@@ -334,11 +304,7 @@ class Prefixes:
         sequence.found = self._account.find(self._wanted(sequence), sequence.root)
 
     def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
-        """Whether a sequence better waits until one that runs has computed its beginning.
-
-        The other prompt is read first in any case. Once it is read or has failed, the sequence no
-        longer waits.
-        """
+        """Whether a sequence better waits until one that runs has computed its beginning."""
         size, num_wanted = self._account.block_tokens, self._num_wanted(sequence)
         for other in running if size else ():
             end = -(-(other.num_found + LEAST_SHARED) // size) * size
@@ -355,18 +321,10 @@ class Prefixes:
         return False
 
     def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> int:
-        """Puts the longest known beginning of a sequence into its empty cache.
+        """Copies the longest known beginning of a sequence into its empty cache; gives its tokens.
 
-        Where the cache's room was taken from the very blocks that were found, it grows as these are
-        let go of: both are never there at once.
-
-        Args:
-            sequence: what memory had of it was looked up, and is let go of.
-            cache: the sequence's.
-            room: tokens that the cache is given room for, if anything is put into it.
-
-        Returns:
-            Tokens that it has now.
+        Where the cache's room was taken from the blocks that were found, it grows as these are
+        freed: both are never there at once.
         """
         tokens, root = self._wanted(sequence), sequence.root
         found, sequence.found = sequence.found[::-1], []
@@ -398,7 +356,7 @@ class Prefixes:
     def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
         """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
 
-        Where there is no other place for them, the cache shrinks as they are copied, from its end.
+        Where there is no other place for them, the cache shrinks from its end as they are copied.
         """
         cache, size = sequence.cache, self._account.block_tokens
         if cache is None or not size:

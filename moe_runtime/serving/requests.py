@@ -1,7 +1,4 @@
-"""What is asked of the engine, and what it answers: token ids in, events out.
-
-Callers handle text, chat templates, stop strings and several answers to one prompt.
-"""
+"""Requests of the engine and its answers: token ids in, events out."""
 
 from __future__ import annotations
 
@@ -12,13 +9,53 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import COLDEST
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_PENALTY = 1e-20
-"""Logits of 1e18 stay finite in fp32 when they are divided by it, or multiplied by its inverse. The
-penalties that anybody uses lie between a half and two."""
+"""Keeps logits up to 1e18 finite in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How an engine divides its work.
+
+    Attributes:
+        most_waiting: requests that may wait; more are refused.
+        most_running: requests that are answered at a time.
+        prompt_tokens: most tokens of prompts in a step in which others decode.
+        max_slowdown: times as long that a step may take with prompts as without, as far as
+            `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
+        idle_prompt_tokens: most tokens of prompts in a step in which no sequence decodes.
+        reuses_prefixes: keeps keys and values of prompts and answers in free memory.
+        exact: gives a request the bits that it would get alone: prompts are read one at a time, in
+            pieces of ``prompt_tokens``, and only whole pieces are reused.
+        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16, in half of
+            the memory for tokens. With ``exact`` there are rows for all running sequences, or none.
+
+    Raises:
+        ValueError: one is too small; the message begins with its name.
+    """
+
+    most_waiting: int = 256
+    most_running: int = 32
+    prompt_tokens: int = 256
+    max_slowdown: float = 3.0
+    idle_prompt_tokens: int = 2048
+    reuses_prefixes: bool = True
+    exact: bool = False
+    decode_rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.decode_rows <= MAX_TOKENS:
+            raise ValueError(f"decode_rows must be 0 to {MAX_TOKENS}, got {self.decode_rows}")
+        if not self.max_slowdown > 1:
+            raise ValueError(f"max_slowdown must be above 1, got {self.max_slowdown}")
 
 
 class QueueFullError(MoERuntimeError):
@@ -30,12 +67,7 @@ class EngineClosedError(MoERuntimeError):
 
 
 class RequestTooLongError(ValueError):
-    """A prompt and its answer need more tokens than the model knows or memory is set aside for.
-
-    Attributes:
-        num_tokens: tokens that were asked for, prompt and answer together.
-        most_tokens: tokens that a request may have.
-    """
+    """A prompt and its answer need more tokens than the model knows or memory is reserved for."""
 
     def __init__(self, message: str, *, num_tokens: int, most_tokens: int) -> None:
         super().__init__(message)
@@ -48,7 +80,7 @@ class ConstraintError(MoERuntimeError):
 
 
 class TokenConstraint(Protocol):
-    """What a grammar allows. It is asked from the engine's thread, before each token.
+    """What a grammar allows, asked from the engine's thread before each token.
 
     Attributes:
         is_exhausted: the tokens allowed last can only end the answer.
@@ -57,14 +89,11 @@ class TokenConstraint(Protocol):
     is_exhausted: bool
 
     def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
-        """The tokens that may come next.
-
-        Args:
-            generated_ids: all tokens of the answer so far.
+        """The tokens that may come after the answer so far.
 
         Returns:
             Bool ``[V]``, at least one of them true; tokens beyond its end are not allowed. None
-            allows all.
+                allows all.
 
         Raises:
             ConstraintError: no token may follow, and the answer is not whole.
@@ -81,12 +110,15 @@ class SamplingOptions:
         top_p: samples among the most likely tokens that together have this probability.
         top_k: samples among so many of the most likely tokens; 0 for all.
         min_p: samples among tokens at least this many times as likely as the most likely one.
-        repetition_penalty: divides the positive logits of tokens of prompt and answer, and
-            multiplies the negative ones.
-        presence_penalty: is taken from the logits of tokens that the answer has.
-        frequency_penalty: is taken from them as often as the answer has them.
+        repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies
+            negative.
+        presence_penalty: subtracted from the logits of tokens that the answer has.
+        frequency_penalty: subtracted from them as often as the answer has them.
         seed: makes the answer repeatable.
         logit_bias: by token id, added to its logit.
+
+    Raises:
+        ValueError: an option is out of range; the message begins with its name.
     """
 
     temperature: float = 0.0
@@ -100,11 +132,6 @@ class SamplingOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuses what no request may ask.
-
-        Raises:
-            ValueError: an option is out of range; the message begins with its name.
-        """
         if self.temperature and not COLDEST <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy) or at least {COLDEST:g}, got {self.temperature}"
@@ -139,20 +166,21 @@ class GenerationRequest:
     Attributes:
         prompt_ids: at least one token.
         max_new_tokens: most tokens to generate; 0 reads the prompt only.
-        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens, unless
-            its constraint lets nothing else follow.
+        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens, unless its
+            constraint lets nothing else follow.
         stop_ids: tokens that end the answer; they are its last token.
-        ignore_eos: goes on behind ``stop_ids``, which may still be chosen.
-        sampling: how tokens are chosen.
-        num_logprobs: how many of the most likely tokens to report beside each new one, 0 for the
-            new one alone; None for no log-probabilities.
+        ignore_eos: goes on after ``stop_ids``, which may still be chosen.
+        num_logprobs: how many of the most likely tokens to report with each new one; None for no
+            log-probabilities.
         num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
         constraint: what the answer may be made of; where nothing more may follow, it ends.
-        priority: higher ones go first; within a priority, clients take turns, and the requests of
-            each go by arrival.
-        client: the name of the client; clients take turns.
+        priority: higher ones go first; within a priority, clients take turns.
+        client: whose turn it takes.
         prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
+
+    Raises:
+        ValueError: a number is out of range, or the prompt is empty.
     """
 
     prompt_ids: tuple[int, ...]
@@ -170,11 +198,6 @@ class GenerationRequest:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what no engine could answer.
-
-        Raises:
-            ValueError: a number is out of range, or the prompt is empty.
-        """
         if not self.prompt_ids:
             raise ValueError("the prompt is empty, expected at least one token")
         for name, least in (
@@ -212,8 +235,7 @@ class PromptRead:
 
     Attributes:
         cached_tokens: tokens at its beginning whose keys and values an earlier request left.
-        logprobs: of each prompt token given those before it, where they were asked for; the first
-            token has None.
+        logprobs: of each prompt token given those before it, where asked for; the first has None.
     """
 
     cached_tokens: int
@@ -222,13 +244,7 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """The answer is one token longer.
-
-    Attributes:
-        token_id: of the vocabulary.
-        logprob: of the token, as in `TokenLogprob`, where it was asked for.
-        top_logprobs: the most likely tokens in its place, as many as were asked for.
-    """
+    """The answer is one token longer; ``logprob`` and ``top_logprobs`` where asked for."""
 
     token_id: int
     logprob: float | None = None
@@ -246,7 +262,7 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
-        cause: what the error came from, one line, for the operator: it may name files.
+        cause: of the error, one line, for the operator: it may name files.
         is_constrained: whether the request's own constraint is at fault for the error.
     """
 
@@ -268,19 +284,9 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStatistics:
-    """What the experts of the model cost since it was loaded; all counters.
+    """What the experts cost since the model was loaded; see ``model.moe.stats()``.
 
-    Attributes:
-        hits: experts that lay in the fastest tier when a layer asked for them.
-        late_hits: experts that were on their way then.
-        misses: experts that had to be demanded from a slower tier.
-        bytes_read: by tier that they came from: ``"disk"``, and ``"host"`` for a model on a device.
-        stall_s: seconds that computation waited for experts.
-        useful_guesses: prefetched experts that lay ready when they were asked for.
-        late_guesses: prefetched experts that were on their way then.
-        wasted_guesses: prefetched experts that were evicted before a layer asked for them.
-        expert_slots: experts that fit into the fastest tier at once.
-        policy: what decides which experts are given up.
+    ``bytes_read`` is by tier: ``"disk"``, and ``"host"`` for a model on a device.
     """
 
     hits: int
@@ -300,8 +306,6 @@ class EngineStatistics:
     """What the engine does now, and what it did since it was made.
 
     Attributes:
-        running: requests with a KV cache of their own.
-        waiting: requests that wait for one.
         kv_tokens: tokens in the KV caches of running requests and in the prefix cache.
         kv_capacity: tokens that memory is reserved for.
         prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
@@ -313,9 +317,7 @@ class EngineStatistics:
         prefix_hit_tokens: prompt tokens that were found in the prefix cache.
         prefix_disk_hit_tokens: those of them that were found on the disk.
         prefix_disk_failures: times that prefixes could not be written to the disk.
-        generated_tokens: of all requests.
         finished: requests by the reason with which they ended.
-        experts: of the model.
     """
 
     running: int

@@ -33,7 +33,6 @@ class Sampler:
     """Chooses a request's tokens; what the request does not ask for is not computed."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        """Prepares what the request asks for."""
         options = request.sampling
         self._request = request
         self._counts: Counter[int] = Counter()
@@ -53,11 +52,7 @@ class Sampler:
                 self._generator.manual_seed(options.seed)
 
     def choose(self, logits_V: torch.Tensor, answer_ids: Sequence[int]) -> NewToken:
-        """The next token.
-
-        Args:
-            logits_V: ``[V]`` of the model, of any floating dtype.
-            answer_ids: the answer so far.
+        """The next token, from logits ``[V]`` of any floating dtype.
 
         Raises:
             ConstraintError: the constraint allows no token.
@@ -82,7 +77,7 @@ class Sampler:
         return NewToken(token, found.logprob, found.top)
 
     def _changed(self, raw_V: torch.Tensor, answer_ids: Sequence[int]) -> torch.Tensor:
-        """The logits with biases and penalties, and without the tokens that must not come."""
+        """Logits with biases and penalties, without the tokens that must not come."""
         request, options = self._request, self._request.sampling
         banned = () if len(answer_ids) >= request.min_new_tokens else request.stop_ids
         constraint = request.constraint
@@ -118,12 +113,7 @@ class Sampler:
 def token_logprobs(
     logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """How likely each row's token is, and the most likely tokens of the row.
-
-    Args:
-        logits_RV: ``[R, V]`` of the model.
-        tokens: R ids.
-        num_top: most likely tokens to name.
+    """How likely each row's token is, and the ``num_top`` most likely tokens of the row.
 
     Raises:
         ValueError: the logits are not finite.
@@ -140,12 +130,11 @@ def token_logprobs(
 
 
 def _no_ids() -> torch.LongTensor:
-    """Warpers are called with it; they use the scores alone."""
     return cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
 
 
 def _warpers(options: SamplingOptions) -> LogitsProcessorList:
-    """Temperature and the filters behind it, in the order of transformers."""
+    """Temperature and filters, in the order of transformers."""
     warpers = LogitsProcessorList()
     if options.temperature not in (0, 1):
         warpers.append(TemperatureLogitsWarper(float(options.temperature)))

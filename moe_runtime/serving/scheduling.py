@@ -32,14 +32,9 @@ if TYPE_CHECKING:
 
 
 class Failure:
-    """Takes what a block raises, so that only those whom it concerns fail with it.
+    """Catches what a block raises, so that only the requests concerned fail with it.
 
-    The error itself is let go of: its traceback has the frames of the pass and so this object too,
-    and the caches of all sequences would stay until Python looks for such cycles.
-
-    Attributes:
-        has_failed: whether the block raised.
-        finished: the last event of a request that fails with it.
+    The error itself is dropped: its traceback would keep the caches of all sequences in a cycle.
     """
 
     def __init__(self) -> None:
@@ -76,23 +71,16 @@ class Sequence:
     """One request while it is answered.
 
     Attributes:
-        request: what is asked.
         number: counts requests as they arrive.
         turn: counts those of its client; see `Scheduler`.
-        tokens: of the prompt and of the answer.
-        answer: the tokens of the answer.
         num_computed: tokens whose keys and values are cached.
         num_found: those of them that were known when it got its cache.
         read_end: tokens that are read as prompts are; those behind go one by one.
-        cache: while it runs.
         room: tokens that the cache was given room for; 0 for as many as it has.
         found: blocks of its beginning that are known, from when it gets room until it has a cache.
-        sampler: while it runs for the first time, and from then on.
         root: of the prefixes that it may find: its adapter and owner.
         is_apart: it always goes through the model alone.
         is_alone: it does now, also since a pass together with others failed.
-        is_cancelled: it is to end with the next step.
-        is_finished: it has sent its last event.
     """
 
     def __init__(
@@ -126,12 +114,10 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts sequences: the one to go first has the least."""
         return -self.request.priority, self.turn, self.number
 
     @property
     def is_reading(self) -> bool:
-        """Whether tokens are left that are read as prompts are."""
         return self.num_computed < self.read_end
 
     @property
@@ -140,7 +126,6 @@ class Sequence:
         return self.request.num_prompt_logprobs is not None and not self._is_read
 
     def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
-        """It gets a cache, which has some of its tokens already."""
         self.cache = cache
         self.num_computed = self.num_found = num_found
         self.read_end = read_end
@@ -152,12 +137,10 @@ class Sequence:
             self._tell(Started())
 
     def stop(self) -> None:
-        """It loses its cache."""
         self.cache = None
         self.num_computed = self.room = 0
 
     def add_logprobs(self, logprobs: Items[TokenLogprob]) -> None:
-        """The next tokens of the prompt have these log-probabilities."""
         self._logprobs.extend(logprobs)
 
     def tell_read(self) -> None:
@@ -182,7 +165,6 @@ class Sequence:
         return "length" if len(self.answer) >= request.max_new_tokens else None
 
     def finish(self, finished: Finished) -> None:
-        """Sends its last event, once."""
         if not self.is_finished:
             self.is_finished = True
             self.stop()
@@ -197,8 +179,7 @@ class Sequence:
             self.is_cancelled = True
 
 
-def _hear_nothing(event: Event) -> None:
-    """Whom a finished sequence tells."""
+def _hear_nothing(event: Event) -> None: ...
 
 
 _ORDER = attrgetter("order")
@@ -233,17 +214,11 @@ class Scheduler:
     """Sequences that wait and run, each list in the order of priority, turn and arrival.
 
     Clients take turns: a request gets the number of the turn that runs, or the next one behind its
-    client's last, so that a client with few requests does not wait for all requests of others
-    (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost of one each).
+    client's last (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost
+    of one each).
 
     A sequence runs when its whole prompt and its adapter have room. When those that run need more
-    room than there is, the last of them loses what it has, waits, and is computed again later.
-
-    Attributes:
-        account: the room for keys and values.
-        waiting: without a cache.
-        running: with one.
-        num_preemptions: times that a sequence lost its cache to another.
+    room than there is, the last of them is preempted and computed again later.
     """
 
     def __init__(
@@ -253,7 +228,6 @@ class Scheduler:
         most_running: int,
         adapters: Adapters | None = None,
     ) -> None:
-        """Begins empty; without ``adapters`` no request has one."""
         self.account = account
         self._adapters = adapters
         self.waiting: list[Sequence] = []
@@ -262,7 +236,6 @@ class Scheduler:
         self._most_running = most_running
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence waits from now on, for the first time."""
         sequence.turn = self._turn_of(sequence.request)
         self._wait(sequence)
 
@@ -273,8 +246,8 @@ class Scheduler:
     ) -> Sequence | None:
         """The first waiting sequence, if it may run now; its room is reserved then.
 
-        No sequence overtakes it: it starts as soon as there is room. Where it is held back, those
-        behind it go on with what it leaves them of the places and of the room.
+        No sequence overtakes it. Where it is held back, those behind it get what it leaves of the
+        places and of the room.
 
         Args:
             look_up: called before room is taken from prefixes for it.
@@ -307,10 +280,9 @@ class Scheduler:
         return None
 
     def make_room(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Gives sequences that run room for one more token each.
+        """Gives running sequences room for one more token each; gives those that have it.
 
-        Returns:
-            Those that have it; others, and maybe some that were not named, wait again.
+        Others, and maybe some that were not named, wait again.
         """
         ready = []
         for sequence in sequences:
@@ -325,7 +297,6 @@ class Scheduler:
         return [sequence for sequence in ready if sequence.cache is not None]
 
     def preempt(self, sequence: Sequence) -> None:
-        """A sequence that runs loses its cache and waits."""
         self.remove(sequence)
         sequence.stop()
         self._wait(sequence)
@@ -345,7 +316,6 @@ class Scheduler:
         insort(self.waiting, sequence, key=_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence neither waits nor runs any more."""
         for some in (self.running, self.waiting):
             if sequence in some:
                 some.remove(sequence)
@@ -384,15 +354,10 @@ class Scheduler:
         return chosen
 
     def decoding(self) -> list[Sequence]:
-        """The sequences that go on by one token."""
         return [sequence for sequence in self.running if not sequence.is_reading]
 
     def check(self, room_of_rows: int = 0) -> None:
-        """Proves that lists and room agree.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Asserts that lists and room agree."""
         self.account.check()
         for some in (self.waiting, self.running):
             assert some == sorted(some, key=_ORDER)

@@ -1,15 +1,16 @@
-"""What is kept of one sequence, and of several in one forward pass.
+"""The cache of one sequence, and of several in one forward pass.
 
-Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width,
-V value width.
+Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width, V
+value width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from transformers.cache_utils import (
     Cache,
@@ -20,8 +21,10 @@ from transformers.cache_utils import (
 )
 
 from moe_runtime.inference.budget import kv_bytes_per_token
+from moe_runtime.inference.device.static_caches import RowCache, RowLayer
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
+from moe_runtime.memory.device.device import Device
 
 _OF_EACH_STATE = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
@@ -33,12 +36,11 @@ _States = dict[int, torch.Tensor | None]
 class BatchStates(LinearAttentionLayer):
     """The states of one layer of several caches, one row of the batch for each.
 
-    Models write states in place, so those of the sequences are rows of the batch's from here on:
-    nothing is copied behind a pass, nor before the next one of the same sequences.
+    Models write states in place, so those of the sequences become rows of the batch's: nothing is
+    copied after a pass, nor before the next one of the same sequences.
     """
 
     def __init__(self, layers: Sequence[LinearAttentionLayer]) -> None:
-        """Joins layers whose sequences have been read."""
         first = layers[0]
         super().__init__(number_of_states=first.number_of_states)
         self.dtype, self.device = first.dtype, first.device
@@ -92,10 +94,11 @@ def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float
 
 
 def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> int:
-    """Tokens whose room has place for the states of a sequence beside their keys and values.
+    """Tokens whose room has place for the states of a sequence in addition to their keys and
+    values.
 
-    Memory is reserved as if every layer kept keys and values: what those with states leave of it
-    is theirs.
+    Memory is reserved as if every layer kept keys and values: layers with states use the rest of
+    it.
     """
     states = sum(state.nbytes for state in _tensors_of(cache))
     filled: list[Any] = [
@@ -128,7 +131,6 @@ _KNOWN_LAYERS = {
 
 
 def new_cache(config: Any, *, grows: bool) -> DynamicCache:
-    """An empty cache of one sequence, with layers as the model has them."""
     cache = DynamicCache(config=config)
     if grows:
         give_room(cache)
@@ -136,7 +138,6 @@ def new_cache(config: Any, *, grows: bool) -> DynamicCache:
 
 
 def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer that keeps any, by its index."""
     return {
         index: (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
         for index, layer in enumerate(cache.layers)
@@ -153,8 +154,7 @@ def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
 
 
 def can_share_a_pass(config: Any) -> bool:
-    """Whether a model keeps of a sequence nothing but running states, and keys and values that
-    attention reads."""
+    """Whether a sequence's cache has nothing but running states, and keys and values."""
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
@@ -166,7 +166,6 @@ def can_share_a_pass(config: Any) -> bool:
 
 
 def keeps_states(config: Any) -> bool:
-    """Whether a model keeps running states of a sequence."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
@@ -179,10 +178,7 @@ def keeps_every_token(config: Any) -> bool:
 
 
 def set_room(cache: DynamicCache, num_tokens: int) -> None:
-    """Gives what a sequence keeps of all its tokens room for so many, and no more.
-
-    Tokens beyond are lost. Windows, which keep fewer, grow by themselves.
-    """
+    """Gives the layers that keep every token room for so many; tokens beyond are lost."""
     for layer in cache.layers:
         grown: Any = layer
         if hasattr(grown, "growing_keys") and grown.is_initialized and not grown.is_sliding:
@@ -200,14 +196,14 @@ def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
 
 
 class BlockCopies:
-    """Copies blocks of tokens out of caches of one model, which keep every token, and into them.
+    """Copies blocks of tokens out of caches of one model, which keep every token, and into
+    them.
 
-    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of layer behind
-    layer: each tensor has some hundred bytes of its own, and many small ones leave gaps behind.
+    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` layer by layer:
+    many small tensors would leave gaps behind.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Copies for blocks of so many tokens."""
         self._num_tokens = num_tokens
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -247,7 +243,7 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysOfSequences:
-    """Stands for the keys where a layer's attention is asked for: each sequence has its own.
+    """Replaces the keys where a layer's attention is called: each sequence has its own.
 
     Attributes:
         keys: of each sequence, ``[1, G, S, D]``.
@@ -274,12 +270,11 @@ class KeysOfSequences:
         mask: object,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, None]:
-        """Attention of every sequence to its own tokens.
+        """Attention of every sequence to its own tokens; ``value`` and ``mask`` are unused.
 
         Args:
             attention: of one sequence.
             query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
-            value: unused, as the mask: each sequence has its own.
 
         Returns:
             ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
@@ -318,8 +313,8 @@ class KeysOfSequences:
 class BatchCache(Cache):
     """The caches of several sequences in one forward pass.
 
-    The pass has a row of one token for each sequence (``[B, 1]``), or one row with the new tokens
-    of one sequence behind those of another (``[1, Q]``).
+    The pass has a row of one token for each sequence (``[B, 1]``), or with ``num_new`` one row with
+    the new tokens of one sequence behind those of another (``[1, Q]``).
     """
 
     def __init__(
@@ -329,14 +324,6 @@ class BatchCache(Cache):
         *,
         adds_mask: bool = False,
     ) -> None:
-        """Joins caches with the same layers.
-
-        Args:
-            caches: of the sequences, in the order of the pass.
-            num_new: tokens of each sequence in its one row; None for a row of one token each, as
-                running states need it.
-            adds_mask: whether the model's attention adds masks to the scores.
-        """
         groups = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[_joined(group, num_new, adds_mask) for group in groups])
         total = sum(cache.get_seq_length() for cache in caches)
@@ -352,15 +339,8 @@ class BatchCache(Cache):
     ) -> torch.Tensor | None:
         """A whole attention layer for a row of one token each: ``[B, 1, D]`` to ``[B, 1, D]``.
 
-        Args:
-            layer_idx: the layer.
-            hidden: what goes into it.
-            weights: its weights; None where they are in no such form.
-            cos: of each row's position, ``[B, 1, R]``.
-            sin: likewise.
-
-        Returns:
-            None, with nothing appended, where the layer has to go its own way.
+        ``cos`` and ``sin`` are of each row's position, ``[B, 1, R]``. Gives None, with nothing
+        appended, for a layer without ``weights`` or of another form.
         """
         layer: Any = self.layers[layer_idx]
         if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
@@ -388,7 +368,6 @@ def _appended(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _joined(layers: Sequence[Any], num_new: Sequence[int] | None, adds_mask: bool) -> Any:
-    """One layer of several caches."""
     if not isinstance(layers[0], LinearAttentionLayer):
         return _BatchLayer(layers, num_new, adds_mask)
     assert num_new is None, "running states take one token of each sequence"
@@ -398,8 +377,6 @@ def _joined(layers: Sequence[Any], num_new: Sequence[int] | None, adds_mask: boo
 
 
 class _BatchLayer(CacheLayerMixin):
-    """Keys and values of one layer of several caches."""
-
     def __init__(self, layers: Sequence[Any], num_new: Sequence[int] | None, adds: bool) -> None:
         super().__init__()
         self._layers = layers
@@ -433,25 +410,125 @@ class _BatchLayer(CacheLayerMixin):
                 return None
         return [layer.take_place() or _appended(layer) for layer in self._layers]
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the sequences' layers do that."""
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None: ...
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if nothing were cached: masks are made for each sequence."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Of the first sequence."""
         return self._layers[0].get_seq_length()
 
     def get_max_length(self) -> int:
-        """None that is known."""
         return -1
 
 
 class _BatchKeysAndStates(_BatchLayer, BatchStates):
-    """Both, of layers that have both."""
-
     def __init__(self, layers: Sequence[Any], adds_mask: bool) -> None:
         BatchStates.__init__(self, layers)
         _BatchLayer.__init__(self, layers, None, adds_mask)
+
+
+class RowStep(NamedTuple):
+    """What steps of some rows are called with, in memory that stays in place.
+
+    ``numbers_3B`` are int64: tokens, their places, and rows of the tables of masks.
+    """
+
+    cache: RowCache
+    numbers_3B: torch.Tensor
+
+
+class RowMemory:
+    """Rows of ``num_tokens`` places for tokens in every layer of a model."""
+
+    def __init__(
+        self, config: Any, device: Device, like: DynamicCache, num_rows: int, num_tokens: int
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._config, self._device = config, device
+        filled: list[Any] = [*like.layers]
+        pairs = [(layer.keys, layer.values) for layer in filled]
+        self._layers = [
+            tuple(p.new_zeros((num_rows, p.shape[1], num_tokens, p.shape[3])) for p in pair)
+            for pair in pairs
+        ]
+        self._steps: dict[tuple[int, int], RowStep] = {}
+        windows = {layer.sliding_window if layer.is_sliding else None for layer in filled}
+        self._tables = {window: self._table(window) for window in windows}
+
+    def write(self, row: int, cache: DynamicCache, num_tokens: int) -> None:
+        """Copies so many tokens of a sequence into a row; windows keep the last ones."""
+        layers: list[Any] = [*cache.layers]
+        for pair, layer in zip(self._layers, layers, strict=True):
+            for rows, own in zip(pair, (layer.keys, layer.values), strict=True):
+                # what was there may be no number, which even a masked token must be
+                rows[row].zero_()
+                rows[row, :, num_tokens - own.shape[2] : num_tokens].copy_(own[0])
+
+    def move(self, row: int, to: int) -> None:
+        for pair in self._layers:
+            for rows in pair:
+                rows[to].copy_(rows[row])
+
+    def read(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
+        for index, pair in enumerate(self._layers):
+            cache.update(*(rows[row, None, :, :num_tokens] for rows in pair), index)
+        return cache
+
+    def look_into(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
+        """Makes an empty cache a view of a row's tokens; for layers that keep every token, until it
+        changes."""
+        layers: list[Any] = [*cache.layers]
+        for layer, pair in zip(layers, self._layers, strict=True):
+            layer.keys, layer.values = (rows[row, None, :, :num_tokens] for rows in pair)
+            layer.is_initialized = True
+        return cache
+
+    def step(
+        self, first: int, tokens: Sequence[int], places: Sequence[int]
+    ) -> tuple[RowCache, dict[str, Any]]:
+        """Arguments of the model for one token more of neighbouring rows: the cache, and others by
+        name.
+
+        ``places`` are the tokens that each row has.
+        """
+        size = len(tokens)
+        step = self._steps.get((first, size))
+        if step is None:
+            step = self._steps[first, size] = self._new_step(first, size)
+        table_rows = [self.num_tokens - 1 - place for place in places]
+        self._device.upload(np.array([tokens, places, table_rows]), step.numbers_3B)
+        step.cache.num_cached = sum(places) // size
+        ids_B, places_B, table_B = step.numbers_3B
+        masks = {
+            "full_attention" if window is None else "sliding_attention": table.index_select(
+                0, table_B
+            )[:, None, None]
+            for window, table in self._tables.items()
+        }
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return step.cache, {
+            "input_ids": ids_B[:, None],
+            "position_ids": places_B[:, None],
+            "attention_mask": mask,
+        }
+
+    def _new_step(self, first: int, size: int) -> RowStep:
+        some: Any = self._layers[0][0]
+        numbers_3B = torch.zeros((3, size), dtype=torch.int64, device=some.device)
+        layers = [
+            RowLayer(keys[first : first + size], values[first : first + size], numbers_3B[1])
+            for keys, values in self._layers
+        ]
+        return RowStep(RowCache(self._config, layers), numbers_3B)
+
+    def _table(self, window: int | None) -> torch.Tensor:
+        """What is added to scores of all places: row L - 1 - p is for a token at place p."""
+        some: Any = self._layers[0][0]
+        length = self.num_tokens
+        behind = torch.arange(1 - length, length, device=some.device)  # from the token
+        is_hidden = behind > 0
+        if window is not None:
+            is_hidden |= behind <= -window
+        ramp = torch.zeros(len(behind), dtype=some.dtype, device=some.device)
+        return ramp.masked_fill_(is_hidden, -torch.inf).unfold(0, length, 1)

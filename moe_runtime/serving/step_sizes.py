@@ -1,7 +1,7 @@
-"""How many tokens of prompts go into a step beside sequences that decode, from measured times.
+"""How many tokens of prompts go into a step with sequences that decode, from measured times.
 
 A step of more tokens costs less per token, since it reads each expert once; but decoding sequences
-wait for it. No model, no tensors.
+wait for it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ MIN_TOKENS = 16
 MAX_COST_RATIO = 3.0
 """A token takes at most so many times its time in the most efficient step."""
 FREE_GROWTH = 1.25
-"""Where steps take longer than they may in any case, more tokens may make them so much longer:
-decoding sequences wait for fewer of them."""
+"""Where all steps take too long, more tokens may make them so much longer: then there are fewer."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
 _STEPS_KEPT = 500
-"""Steps after which larger sizes than the one in use count as never measured: a time that was long
-once, when its experts were on the disk say, would rule them out for ever."""
+"""Steps after which larger sizes count as never measured: one slow time would exclude them for
+ever."""
 
 
 class StepSizes:
     """Chooses sizes of steps that keep decoding sequences from waiting long.
 
-    Sizes are doubled from `MIN_TOKENS` on. A step with prompts takes at most ``max_slowdown`` times
-    as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come
-    from a disk, a step of few tokens reads nearly as much as one of many, and small steps would
-    read for ever. A larger size is tried when it would still be short enough: it takes at most
-    twice the time of the one before, since more tokens share what is read, and no more than that
-    one did for each token above the one before it. Where every step that is efficient takes longer
-    than that, it takes as many tokens as cost little more time.
+    Sizes are doubled from `MIN_TOKENS`. A step with prompts takes at most ``max_slowdown`` times as
+    long as one without, as far as `MAX_COST_RATIO` allows: with experts on a disk, a step of few
+    tokens reads nearly as much as one of many. A larger size is tried when it would still be short
+    enough: it takes at most twice the time of the one before, and no more per additional token than
+    that one did. Where every efficient step takes longer than that, it takes as many tokens as cost
+    little more time.
     """
 
     def __init__(
@@ -43,13 +41,6 @@ class StepSizes:
         max_slowdown: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begins with no times.
-
-        Args:
-            most_tokens: of prompts in a step beside those that decode.
-            max_slowdown: times as long that a step may take with prompts as without.
-            clock: seconds.
-        """
         sizes = [MIN_TOKENS]
         while sizes[-1] < most_tokens:
             sizes.append(2 * sizes[-1])
@@ -86,7 +77,6 @@ class StepSizes:
                 self._seconds = {one: s for one, s in self._seconds.items() if one <= most}
 
     def ignore_step(self) -> None:
-        """The step that is timed failed: its time says nothing."""
         self._is_ignored = True
 
     def most_tokens(self) -> int:

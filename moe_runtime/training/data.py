@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.checkpoints.model_files import read_tokenizer
+from moe_runtime.checkpoints.opening import read_tokenizer
 from moe_runtime.digests import check_digests, digest, write_digests
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
 from moe_runtime.files import (

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
+from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel

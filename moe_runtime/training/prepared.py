@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.checkpoints.opening import files_of
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     check_output_folder,
@@ -199,7 +199,8 @@ def check_inputs_stay(
 
 
 def check_outputs(output: Path, trace: Path | None) -> None:
-    """Refuses places where nothing could be written, and removes what killed runs left half there."""
+    """Refuses places where nothing could be written, and removes what killed runs left half
+    there."""
     for folder in (output, output / CHECKPOINTS, output / DATA):
         remove_abandoned(folder)
         check_output_folder(folder, "run's output")

@@ -94,7 +94,8 @@ class Pipeline:
 
     @torch.no_grad()
     def measure(self, parts: Sequence[Tensor], *, at_once: int) -> list[Losses]:
-        """The losses of windows, without gradients; at most `at_once` parts are under way together."""
+        """The losses of windows, without gradients; at most `at_once` parts are under way
+        together."""
         found: list[Losses] = []
         start = 0
         while start < len(parts):
@@ -204,7 +205,8 @@ class OneRank:
         return text
 
     def require_shared(self, folder: Path) -> None:
-        """Refuses a folder that the processes do not share, as on machines with disks of their own."""
+        """Refuses a folder that the processes do not share, as on machines with disks of their
+        own."""
         with contextlib.ExitStack() as stack:
             probe = ""
             if self.rank == 0:

@@ -261,7 +261,8 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
 
 
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
-    """Gives the trained model to a function; parts of other processes are in the last checkpoint."""
+    """Gives the trained model to a function; parts of other processes are in the last
+    checkpoint."""
     config, model = preparation.config, preparation.model
     if model.is_whole:
         use(model)

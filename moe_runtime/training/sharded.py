@@ -112,7 +112,8 @@ class ShardedCheckpoints:
         write_content(path, {"optimizer_steps": max(steps), **content})
 
     def load(self, path: Path) -> None:
-        """Reads this process's part of a checkpoint of any number of processes; a collective call."""
+        """Reads this process's part of a checkpoint of any number of processes; a collective
+        call."""
         steps = load_content(path / _PROGRESS_FILE, Progress).get("optimizer_steps", 0.0)
         read_tensors(path, self.tensors(), self._ranks)
         for state in self._optimizer.moments().values():

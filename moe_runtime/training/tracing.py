@@ -76,7 +76,8 @@ class TrainingTrace:
             self._current.reset(token)
 
     def finish_step(self, step: int) -> None:
-        """The passes since the last call belong to an optimizer step, which was taken or skipped."""
+        """The passes since the last call belong to an optimizer step, which was taken or
+        skipped."""
         passes, self._passes = self._passes, []
         for recorded in passes if self._hooks else []:
             self._record(recorded, step)

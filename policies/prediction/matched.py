@@ -8,8 +8,14 @@ from typing import ClassVar
 import numpy as np
 
 from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, Routes, Shape
-from moe_runtime.policies.prediction.context import Contexts
-from moe_runtime.policies.prediction.estimator import Kept, Popularity, State, take_array, visits
+from moe_runtime.policies.prediction.estimator import (
+    Contexts,
+    Kept,
+    Popularity,
+    State,
+    take_array,
+    visits,
+)
 from moe_runtime.policies.prediction.tables import sum_to
 
 NEVER_SEEN = 1e-8  # share of an expert that no matched request visited: an order, but no hope

@@ -32,7 +32,7 @@ from moe_runtime.training.offload.memory import FrozenMemory
 
 pytest.importorskip("triton")
 
-from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
 FAMILIES = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     PartOrder,
-    ReorderedWeight,
     codes_shape,
     one_number,
     part_of,
@@ -175,14 +174,14 @@ def _integers(module: _Module) -> PackedWeight:
 
 def _with_zero_points(
     weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: PartOrder
-) -> ReorderedWeight:
+) -> PackedWeight:
     kind = replace(
         weight.format,
         codes="uint4" if weight.format.bits == 4 else "uint8",
         zero=0,
         has_zero_points=True,
     )
-    return ReorderedWeight(
+    return PackedWeight(
         *(weight.name, (), weight.num_rows, weight.num_cols, kind, weight.codes, weight.scales),
         zero_points=zeros,
         orders={"codes": PartOrder(codes), "scales": PartOrder(None), "zero_points": order},

@@ -70,7 +70,7 @@ def chat(
     quiet_transformers(ctx.obj)
     fetch_model(model, weights=False)
     import moe_runtime
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import (
         encode_messages,
         end_token_ids,
@@ -212,11 +212,7 @@ class _Terminal:
 
 
 def _words_of(line: str) -> list[str]:
-    """A command and what it is given; a name with spaces in quotes, or as it is.
-
-    Raises:
-        ValueError: a quote has no end.
-    """
+    """A command and its argument; a name with spaces in quotes, or as it is."""
     command, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if rest[:1] not in ('"', "'"):

@@ -34,14 +34,7 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: what it is.
-        status: ``"ok"``, ``"note"`` (works, could be better) or ``"problem"`` (does not work).
-        value: what was found.
-        advice: what to do about it; empty when there is nothing to do.
-    """
+    """One thing that was looked at; the advice is empty when there is nothing to do."""
 
     name: str
     status: Status

@@ -57,7 +57,7 @@ def inspect(
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
     quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
-        from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+        from moe_runtime.checkpoints.opening import find_checkpoint, read_config
 
         # a bad one is refused before the seconds that the import of the engine takes
         read_config(find_checkpoint(model))
@@ -114,15 +114,7 @@ def _choice(purchase: "Purchase", choice: "PolicyChoice") -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Purchase:
-    """What one budget buys.
-
-    Attributes:
-        budget_bytes: host memory given to the runtime.
-        max_tokens: tokens that it suffices for, up to those that were asked for.
-        expert_slots: experts resident at once; 0 when the budget does not work.
-        slots_per_layer: the same, by layer.
-        resident_share: share of all experts.
-    """
+    """What one budget buys; `expert_slots` is 0 when the budget does not work."""
 
     budget_bytes: int
     max_tokens: int

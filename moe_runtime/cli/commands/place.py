@@ -189,11 +189,7 @@ def place(
 
 
 def devices_of(gpus: int, nodes: int) -> "Devices":
-    """As many devices over as many nodes.
-
-    Raises:
-        ValueError: the nodes do not divide the devices.
-    """
+    """As many devices over as many nodes."""
     from moe_runtime.policies.placement import Devices
 
     if gpus % nodes:

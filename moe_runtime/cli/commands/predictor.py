@@ -20,6 +20,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, expanded, refuse_given
 from moe_runtime.config import nearest
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,11 +68,7 @@ class Sources:
     host_memory: options.HostMemory = "auto"
 
     def read(self, ctx: typer.Context, names: list[str]) -> "Sequences":
-        """Reads them, for the named predictors.
-
-        Raises:
-            ValueError: there are none or both, or traces do not suffice for a predictor.
-        """
+        """Reads them, for the named predictors."""
         if (self.model is None) != (self.text is None):
             raise ValueError("--model and --text belong together: the model reads the text")
         if bool(self.traces) == (self.model is not None):
@@ -123,6 +120,8 @@ def fit(
     """
     from moe_runtime.lab.traces.learned import write_predictor
 
+    if is_code_file(predictor):
+        raise ValueError(f"--predictor {predictor}: what code of your own learned has no file")
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
@@ -197,11 +196,7 @@ def evaluate(
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
-    """Returns the name of a predictor that traces, or a model and a text, suffice to train.
-
-    Raises:
-        ValueError: there is none of this name, or it needs hidden states.
-    """
+    """The name of a predictor that traces, or a model and a text, suffice to train."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     if name not in PREDICTORS:
@@ -215,11 +210,7 @@ def check_trainable(name: str, *, from_text: bool = False) -> str:
 
 
 def parse_distances(text: str) -> tuple[int, ...]:
-    """Reads ``1,2,4``.
-
-    Raises:
-        ValueError: a part is no positive number.
-    """
+    """Reads ``1,2,4``."""
     try:
         ahead = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -230,11 +221,7 @@ def parse_distances(text: str) -> tuple[int, ...]:
 
 
 def require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) -> None:
-    """Refuses distances that were asked for and at which no layer lies.
-
-    Raises:
-        ValueError: there is no layer at the largest one.
-    """
+    """Refuses distances that were given and at which no layer lies."""
     source = ctx.get_parameter_source("distances")
     is_given = source is not None and source.name == "COMMANDLINE"
     if is_given and max(ahead) >= num_layers:
@@ -244,11 +231,7 @@ def require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) 
 
 
 def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
-    """The sequences of traces of one model, and the model.
-
-    Raises:
-        CheckpointError: one is none, has no choices, or is of another model than the first.
-    """
+    """The sequences of traces of one model, and the model."""
     from moe_runtime.errors import CheckpointError
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model, shown_model
@@ -324,14 +307,7 @@ WINDOW_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Recorded routing of one model.
-
-    Attributes:
-        signature: the model.
-        routes: where the tokens went.
-        model: the loaded model that read a text; None for traces.
-        hidden_TLD: ``[T, L, D]`` float16 inputs of its gates; None for traces.
-    """
+    """Recorded routing of one model; a model that read a text has hidden states of its gates."""
 
     signature: "ModelSignature"
     routes: "Routes"
@@ -365,12 +341,7 @@ class Sequences:
 
 
 def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Sequences:
-    """Lets a model read a text file window by window.
-
-    Raises:
-        CheckpointError: the model or its tokenizer cannot be loaded.
-        ValueError: the text is not UTF-8, or shorter than two windows.
-    """
+    """Lets a model read a text file window by window."""
     words = read_text(text)
     quiet_transformers(session)
     tokenizer = load_tokenizer(model)

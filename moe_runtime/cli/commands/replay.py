@@ -12,6 +12,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
@@ -28,13 +29,14 @@ TraceFile = Annotated[
     ),
 ]
 Policies = Annotated[
-    str, typer.Option("--policy", help="Eviction policies, separated by commas; or all.")
+    str,
+    typer.Option("--policy", help="Eviction policies or FILE.py, separated by commas; or all."),
 ]
 PredictorName = Annotated[
     str | None,
     typer.Option(
         "--predictor",
-        help="Also prefetch with this predictor: a name (needs --train), or an .npz file.",
+        help="Also prefetch with this predictor: a name or FILE.py (--train), or an .npz file.",
     ),
 ]
 Train = Annotated[
@@ -148,7 +150,8 @@ def replay(
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     predictor = predictor and at_home(predictor)
     is_trained = predictor is not None and is_file_name(predictor)
-    if train is not None and (predictor is None or is_trained) and not LEARNERS & set(names):
+    learns = bool(LEARNERS & set(names)) or any(map(is_code_file, names))
+    if train is not None and (predictor is None or is_trained) and not learns:
         known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"
         raise ValueError(f"--train has nothing to train: {known}; leave one out")
     with loading_bar() as progress:
@@ -191,12 +194,7 @@ def replay(
 
 
 def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None) -> "Trace":
-    """A trace as it was recorded, or so many of its requests side by side.
-
-    Raises:
-        CheckpointError: it is none, or has no choices.
-        ValueError: it has not so many requests.
-    """
+    """A trace as it was recorded, or so many of its requests side by side."""
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import side_by_side
 
@@ -208,11 +206,7 @@ def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None)
 def read_routes_to_learn(
     path: Path, num_experts: int | None, trace: "Trace", trace_path: Path
 ) -> "Routes":
-    """The sequences of another trace of the same model.
-
-    Raises:
-        CheckpointError: it is none, has no choices, or is of another model.
-    """
+    """The sequences of another trace of the same model."""
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import routes_of, same_model, shown_model
 
@@ -228,11 +222,7 @@ def read_routes_to_learn(
 
 
 def parse_shares(text: str) -> list[float]:
-    """Reads ``12.5%,0.25`` as shares.
-
-    Raises:
-        ValueError: a part is not a number.
-    """
+    """Reads ``12.5%,0.25`` as shares."""
     shares = []
     for part in text.split(","):
         number = part.strip().removesuffix("%")
@@ -254,11 +244,7 @@ def machine_of(
     known_ahead: float,
     expert_time: float,
 ) -> "Machine | None":
-    """The modelled machine that the options say; None without a bandwidth.
-
-    Raises:
-        ValueError: a size cannot be read, or times do not fit each other.
-    """
+    """The modelled machine that the options say; None without a bandwidth."""
     if bandwidth is None:
         return None
     from moe_runtime.lab.replay.timed import Machine
@@ -286,11 +272,7 @@ def warn_of_assumed_size(path: Path) -> None:
 
 
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
-    """Bytes of each expert, from one size, one for each layer or one for each expert of each layer.
-
-    Raises:
-        ValueError: there are neither as many sizes as layers nor as experts, or one is none.
-    """
+    """Bytes of each expert, from one size, one for each layer, or one for each expert of all."""
     from moe_runtime.types import ExpertKey
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts

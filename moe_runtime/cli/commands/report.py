@@ -138,11 +138,7 @@ def _names(text: str) -> list[str]:
 
 
 def check_drawing() -> None:
-    """Refuses to go on without the package that draws.
-
-    Raises:
-        UnsupportedModelError: it is missing; the message says how to install it.
-    """
+    """Refuses to go on without matplotlib."""
     import importlib.util
 
     if not importlib.util.find_spec("matplotlib"):

@@ -93,7 +93,7 @@ def run(
     """
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
-        from moe_runtime.checkpoints.model_files import find_checkpoint
+        from moe_runtime.checkpoints.opening import find_checkpoint
 
         with loading_bar() as progress:
             quiet_transformers(ctx.obj)
@@ -142,14 +142,9 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
 
 
 def load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be loaded.
-        UnsupportedModelError: transformers does not know the architecture.
-    """
-    from moe_runtime.checkpoints.model_files import find_checkpoint
-    from moe_runtime.checkpoints.model_files import load_tokenizer as load
+    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs."""
+    from moe_runtime.checkpoints.opening import find_checkpoint
+    from moe_runtime.checkpoints.opening import load_tokenizer as load
 
     return load(find_checkpoint(model, weights=False))
 
@@ -159,13 +154,9 @@ def find_sampling(
 ) -> dict[str, Any]:
     """How tokens are chosen: as the options say, else as the checkpoint's settings say.
 
-    Settings that are not obeyed are named in a warning; ``is_engine`` as for `warn_of_unused`.
-
-    Raises:
-        CheckpointError: the checkpoint or its settings cannot be read.
-        ValueError: an option is out of range, or has no effect on greedy decoding.
+    Settings that are not obeyed are named in a warning; `is_engine` as for `warn_of_unused`.
     """
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
@@ -191,7 +182,7 @@ def _room_for(
     chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
     num_prompt_tokens = max(
@@ -238,13 +229,8 @@ def _generate(
 def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
     """Shows on stderr how many layers a prompt has passed; nothing where stderr is no terminal.
 
-    The bar comes with the first forward pass within the block and goes with its end, or with the
-    block. Later passes run without a hook.
-
-    Args:
-        model: a loaded model.
-        on_read: called once when the bar is gone, for what is then written to the terminal; at once
-            where there is none.
+    The bar lasts for the first forward pass within the block. `on_read` is called once when it is
+    gone, at once where there is none.
     """
     if not sys.stderr.isatty():
         on_read()
@@ -303,15 +289,8 @@ def _blocks(model: Any) -> Any:
 def _outcome_json(
     model: str, results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, is_list: bool
 ) -> dict[str, Any]:
-    """The object that `--json` prints.
-
-    Args:
-        model: as given.
-        results: of each prompt.
-        stats: of all of them together.
-        is_list: whether each prompt gets an object of its own under `results`, and what they add up
-            to stands where the only one's values would.
-    """
+    """What `--json` prints; with `is_list` each prompt has an object under `results`, and sums
+    stand above."""
     of_each = [{name: getattr(result, name) for name in _OF_A_TEXT} for result in results]
     if not is_list:
         return {"model": model, **of_each[0], **dataclasses.asdict(stats)}
@@ -333,13 +312,7 @@ def _sums(results: "Sequence[GenerationResult]") -> dict[str, Any]:
 def outcome_rows(
     results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """The rows of the table for people.
-
-    Args:
-        results: of each prompt.
-        stats: of all of them together.
-        verbose: with the reasons for the policy and the prefetch mode, and what prefetch did.
-    """
+    """The rows of the table for people."""
     sums = _sums(results)
     prompts = "the prompt" if len(results) == 1 else f"{len(results)} prompts"
     rows = [

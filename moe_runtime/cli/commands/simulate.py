@@ -220,10 +220,7 @@ def _seconds(text: str, name: str) -> tuple[float, ...]:
 def _shortcut_schedules(
     points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
 ) -> "dict[int, ShortcutSchedule]":
-    """The best place of the experts for each number of ranks, by the faster exchange of one piece.
-
-    The exchange takes as long on its way back as there, and the rest of the layer computes.
-    """
+    """The best place of the experts for each number of ranks, by the faster unchunked exchange."""
     from moe_runtime.lab.simulate.shortcut import ShortcutCosts, best_shortcut_schedule
 
     found = {}

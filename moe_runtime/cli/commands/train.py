@@ -314,19 +314,9 @@ def timed_plan(
 ) -> dict[str, Any]:
     """The plan of a step with its time, from the measured speed of the disk and of products.
 
-    Disk and products work at the same time, so the longer one counts; writes are taken to be as
-    fast as reads. Warns of a disk that makes a step take over twice as long as its products.
-
-    Args:
-        plan: `read_bytes_per_step` and `written_bytes_per_step`; empty where nothing is offloaded.
-        folder: where experts live; may not exist yet.
-        tokens: of a step.
-        active_parameters: that a token passes.
-        begins: a run begins: a step that moves little is not worth a measurement, and a disk that
-            cannot be measured is no reason not to train.
-
-    Raises:
-        OSError: the disk cannot be measured.
+    Disk and products work at the same time; writes count as reads. Warns of a disk that makes a
+    step take over twice as long as its products. Where a run begins, a step that moves little is
+    not worth a measurement, and a disk that cannot be measured is no error.
     """
     moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
     if not plan or (begins and moved < WORTH_MEASURING_BYTES):
@@ -374,13 +364,7 @@ def _operations_per_s() -> float:
 
 
 class TrainingDisplay:
-    """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps.
-
-    Args:
-        num_steps: steps of the run.
-        log_every: steps between lines, and over which the live line takes means.
-        bar: the live line with its only task; None where stderr is no terminal.
-    """
+    """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps."""
 
     def __init__(self, num_steps: int, log_every: int, bar: "Progress | None") -> None:
         self._num_steps = num_steps
@@ -389,7 +373,6 @@ class TrainingDisplay:
         self._bar = bar
 
     def show(self, record: "Record") -> None:
-        """Takes a record."""
         from moe_runtime.training.metrics import StepRecord
 
         step = f"step {record.step}/{self._num_steps}  "
@@ -440,13 +423,7 @@ class TrainingDisplay:
 
 @contextlib.contextmanager
 def training_display(num_steps: int, log_every: int, first_step: int) -> Iterator[TrainingDisplay]:
-    """A display for the `with` block.
-
-    Args:
-        num_steps: steps of the run.
-        log_every: steps between lines where stderr is no terminal.
-        first_step: steps already taken.
-    """
+    """A display for the `with` block, after `first_step` steps."""
     if not sys.stderr.isatty():
         yield TrainingDisplay(num_steps, log_every, None)
         return

@@ -1,9 +1,11 @@
 """Attention on a CPU: transformers' own, but for single tokens and for short prompts.
 
-In a step of one token attention is two small products with the cached keys and values. Torch's
-fused CPU kernel takes several times as long over them as reading the cache takes, more so in half
-precision. With matrix units it makes code for every length of a prompt, and keeps it: short ones
-are padded to lengths of which there are few.
+In a step of one token attention is two small products with the cache, for which torch's fused
+kernel takes several times as long as reading it. With matrix units torch keeps code for every
+length of a prompt: short ones are padded to few lengths. = (ATTENTION, EAGER_ATTENTION): What
+attention for SDPA, and that for eager, are called where transformers finds them. = (SHORT_CONTEXT,
+LENGTH_MULTIPLE): Up to so many tokens, lengths are padded to multiples where torch keeps code for
+each length.
 """
 
 from __future__ import annotations
@@ -75,13 +77,10 @@ def attend(
     """transformers' SDPA attention, with a path of its own for one query.
 
     Args:
-        module: the attention layer.
         query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches, or
-            what they are expanded from.
+        key: ``[B, G, S, D]``, with H a multiple of G; or an object with the keys of several caches.
         value: ``[B, G, S, V]``.
         attention_mask: None, or what transformers makes for SDPA.
-        **options: as transformers passes them.
 
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
@@ -112,11 +111,7 @@ def attend(
 
 
 def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether torch would make and keep code for this very length of a short prompt.
-
-    With matrix units its products in half precision do, half a mebibyte for each length: more than
-    a short prompt's own memory, and a server would gather it for every length that it meets.
-    """
+    """Whether torch would keep code, half a mebibyte, for this very length of a short prompt."""
     is_half = query.is_cpu and query.dtype in (torch.bfloat16, torch.float16)
     has_units = is_half and torch.cpu._is_amx_tile_supported()
     return has_units and 1 < query.shape[-2] <= key.shape[-2] <= SHORT_CONTEXT
@@ -130,14 +125,13 @@ def padded(
     *,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What attention is called with, at lengths for all of which torch keeps a few MiB.
+    """Pads attention's arguments to lengths for all of which torch keeps a few MiB.
 
     Args:
-        query: ``[B, H, Q, D]``; further queries follow, whose results are to be left out.
-        key: ``[B, G, S, D]``, Q at most S; none of these queries attends to the keys that follow.
+        query: ``[B, H, Q, D]``; results of the queries that follow are to be left out.
+        key: ``[B, G, S, D]``, Q at most S; no query attends to the keys that follow.
         value: ``[B, G, S, V]``.
         mask: None, or one that allows (bool) or adds, ``[B, 1 or H, 1 or Q, 1 or S]``.
-        is_causal: whether queries without a mask attend to no later key.
     """
     if mask is None and not is_causal:
         mask = query.new_zeros(1, 1, 1, key.shape[2])
@@ -152,7 +146,8 @@ def _with_multiple(part: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_scores(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What allows or is added to scores ``[..., 1 or Q, 1 or S]``: nothing attends to more keys."""
+    """Pads what allows or is added to scores ``[..., 1 or Q, 1 or S]``; nothing attends to the new
+    keys."""
     refused = 0 if scores.dtype == torch.bool else -torch.inf
     scores = scores.expand(*scores.shape[:-1], key.shape[2])
     more_queries = -query.shape[2] % LENGTH_MULTIPLE if scores.shape[-2] > 1 else 0
@@ -183,7 +178,7 @@ def single_query_attention(
 
 
 def changes_attention(options: dict[str, Any]) -> bool:
-    """Whether options that are passed to attention ask for more than softmax, scale and mask."""
+    """Whether options ask for more than softmax, scale and mask."""
     asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
     return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
 
@@ -202,11 +197,11 @@ def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
 
 
 _OWN = "eager_attention_forward"
-"""What families call their own attention, a function of their module."""
+"""A family's own attention, a function of its module."""
 
 
 class _EagerName(str):
-    """What finds the attention of this file, and says to whoever compares it that it is eager.
+    """Finds the attention of this file, and compares equal to "eager".
 
     Some families mask other keys under a name that they do not know.
     """
@@ -225,10 +220,7 @@ _NAME = _EagerName(EAGER_ATTENTION)
 
 
 def use_eager_attention(model: PreTrainedModel) -> None:
-    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file.
-
-    The model's own attention stays what it is called; set to another one, it has that one.
-    """
+    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(EAGER_ATTENTION, attend_eagerly)
@@ -239,12 +231,11 @@ def use_eager_attention(model: PreTrainedModel) -> None:
 
 
 class LayerConfig:
-    """The configuration of an attention layer, whose attention is ours where it says eager.
+    """The configuration of an attention layer, which names our attention where the model's says
+    eager.
 
-    Attributes:
-        behind: the configuration itself, the model's.
-        family: the name of the family's module.
-        own: its attention; ours stands for no other that is put there.
+    ``behind`` is the model's configuration; ``own`` the family's attention, the only one that is
+    replaced.
     """
 
     def __init__(self, config: Any, family: str) -> None:
@@ -281,15 +272,14 @@ def attend_eagerly(
     """The layer's own eager attention.
 
     Args:
-        module: the attention layer.
         query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches.
+        key: ``[B, G, S, D]``, with H a multiple of G; or an object with the keys of several caches.
         value: ``[B, G, S, V]``.
         attention_mask: None, or what transformers makes for eager attention.
         **options: as transformers passes them; ``s_aux`` are the sinks.
 
     Returns:
-        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where somebody may see
+        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where a hook may see
         them, else None.
     """
     if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
@@ -318,7 +308,7 @@ def attend_eagerly(
 
 
 def _shows_weights(module: Any) -> bool:
-    """Whether what a layer returns beside its result is seen by anybody."""
+    """Whether a hook may see the attention weights that a layer returns."""
     hooks = (vars(module).get("_forward_hooks") or {}).values()
     if not hooks:
         return False
@@ -333,7 +323,7 @@ def _own_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """That of the layer's family, in fp32 where torch would keep code for one context's length.
+    """The family's attention, in fp32 where torch would keep code for one context's length.
 
     A prompt has one length of many, and its scores take memory by the square of it; steps of one
     token meet every length.
@@ -365,8 +355,8 @@ def _fused_with_sinks(
 ) -> torch.Tensor:
     """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel.
 
-    The other weights, which sum to one there, sum to ``sum / (sum + exp(sink))`` with a sink, which
-    is the logistic function of how far it is below the logarithm of their sum.
+    With a sink the other weights sum to ``sum / (sum + exp(sink))``, the logistic function of
+    ``log(sum) - sink``.
     """
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
@@ -397,28 +387,22 @@ def use_latents(model: PreTrainedModel) -> None:
 
 
 class ExpandLatents:
-    """The ``expand_kv`` of an attention layer."""
+    """The ``expand_kv`` of an attention layer.
+
+    ``may_absorb`` says that a head's keys are products with the first rows of its weights and then
+    the part with positions, and its values products with the other rows.
+    """
 
     def __init__(self, layer: Any, *, may_absorb: bool) -> None:
-        """Takes the place of the method; the layer's own stays in its class.
-
-        Args:
-            layer: the layer.
-            may_absorb: whether a head's keys are products with the first rows of its weights and
-                then the part with positions, and its values products with the other rows.
-        """
         self._layer = layer
         self._may_absorb = may_absorb
 
     def __call__(self, latents: Any, turned: torch.Tensor) -> tuple[Any, Any]:
-        """Keys and values of all heads.
+        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]`` of all heads, or objects in their
+        place.
 
-        Args:
-            latents: ``[B, 1, S, R]``; or what knows those of several caches, see serving.
-            turned: the part of the keys with positions, ``[B, 1, S, P]``.
-
-        Returns:
-            ``[B, H, S, D]`` and ``[B, H, S, V]``; or what stands for them where they go.
+        ``latents`` are ``[B, 1, S, R]``, or an object with those of several caches; ``turned`` is
+        the part of the keys with positions, ``[B, 1, S, P]``.
         """
         if not isinstance(latents, torch.Tensor):
             return dataclasses.replace(latents, expand=self), turned
@@ -429,7 +413,6 @@ class ExpandLatents:
         return LatentPart(shared, 0), LatentPart(shared, 1)
 
     def expanded(self, latents: torch.Tensor, turned: torch.Tensor) -> Pair:
-        """As the layer itself does it."""
         return type(self._layer).expand_kv(self._layer, latents, turned)
 
     def attend_each(
@@ -439,13 +422,12 @@ class ExpandLatents:
         turned: Sequence[torch.Tensor],
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Attention of one query of each sequence, without expanding: the bits of each alone.
+        """Attention of one query of each sequence without expanding: the bits of each alone.
 
         Args:
             query: ``[B, H, 1, D]``.
             latents: of each sequence, ``[1, 1, S, R]``.
             turned: of each sequence, ``[1, 1, S, P]``.
-            options: as transformers passes them.
 
         Returns:
             ``[B, 1, H, V]``; None where keys and values have to be expanded, or are cheaper.
@@ -470,7 +452,6 @@ class ExpandLatents:
             latents: ``[B, 1, S, R]``.
             turned: ``[B, 1, S, P]``.
             mask: None, or what transformers makes for SDPA.
-            options: as transformers passes them.
 
         Returns:
             ``[B, Q, H, V]``; None where keys and values have to be expanded, or are cheaper.
@@ -507,7 +488,7 @@ class ExpandLatents:
         return absorbed < length * rank * width + num_new * length * (width + turned_dim)
 
     def _weight(self) -> torch.Tensor | None:
-        """``[H, N + V, R]``, or None where somebody sees or changes what is expanded."""
+        """``[H, N + V, R]``, or None where something observes or changes what is expanded."""
         layer, part = self._layer, self._layer._modules.get("kv_b_proj")
         if not self._may_absorb or type(part) not in (SmallBatchLinear, torch.nn.Linear):
             return None
@@ -520,10 +501,9 @@ class ExpandLatents:
 
 
 class LatentPart:
-    """Stands for expanded keys or values; whoever looks at them gets them."""
+    """Expanded keys (place 0) or values (place 1), which are made at first access."""
 
     def __init__(self, latents: _Latents, place: int) -> None:
-        """Keys are in place 0, values in 1."""
         self._latents, self._place = latents, place
 
     def attend(
@@ -535,19 +515,8 @@ class LatentPart:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:
-        """Attention of a layer with these keys, on the latents where that is cheaper.
-
-        Args:
-            attention: over keys and values.
-            module: the attention layer.
-            query: ``[B, H, Q, D]``.
-            value: the values, or what somebody made of them.
-            mask: None, or what transformers makes for SDPA.
-            options: as transformers passes them.
-
-        Returns:
-            ``[B, Q, H, V]`` in the dtype of ``query``, and what ``attention`` gives beside it.
-        """
+        """Attention ``[B, Q, H, V]`` of a layer with these keys, on the latents where that is
+        cheaper."""
         latents = self._latents
         if isinstance(value, LatentPart) and value._latents is latents:
             mixed = latents.expand.attend_all(query, *latents.cached, mask, options)
@@ -563,12 +532,7 @@ class LatentPart:
 
 
 class _Latents:
-    """What keys and values share, neither of which holds the other: both go with the layer's pass.
-
-    Attributes:
-        expand: makes keys ``[B, H, S, D]`` and values ``[B, H, S, V]``.
-        cached: of these, ``[B, 1, S, R]`` and ``[B, 1, S, P]``.
-    """
+    """What keys and values share. Neither holds the other: both go with the layer's pass."""
 
     def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
         self.expand = expand

@@ -1,8 +1,7 @@
 """Attention layers in steps of one token: one call of the kernels instead of forty operations.
 
 Of several tokens of a sequence the kernels compute what lies between products and scores. Both give
-the bits of the layer's own ``forward``. A layer that somebody looks into or changes goes its own
-way.
+the bits of the layer's own ``forward``, which an observed or changed layer takes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
-"""What it calls, of its module: programs put functions of their own in their place."""
+"""What a layer calls, of its module; programs may have replaced it."""
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -57,10 +56,10 @@ NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a loaded model on the CPU that qualify a fused single step.
+    """Gives the attention layers of a model on the CPU that qualify a fused single step.
 
-    The weights of queries, keys and values move into one buffer, of which the layers' parameters
-    are parts from then on.
+    The weights of queries, keys and values move into one buffer, of which the parameters become
+    parts.
     """
     library = native_library()
     if library is None:
@@ -75,13 +74,13 @@ _EPS = operator.attrgetter("eps")
 
 
 class FusedAttention:
-    """The ``forward`` of an attention layer, with ways of its own for one token and for several."""
+    """The ``forward`` of an attention layer, with paths of its own for one token and for
+    several."""
 
     shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
     takes_prompts = True  # and not single tokens alone
 
     def __init__(self, module: Any) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         self._module = module
         self._attention = self._served = getattr(module.config, ATTENTION_SETTING)
         self._names = names_of(module)
@@ -100,7 +99,7 @@ class FusedAttention:
         self.most_sequences = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """What the layer computes: hidden values ``[B, Q, D]``, and None for attention weights."""
+        """Hidden values ``[B, Q, D]``, and None for attention weights."""
         out = None if args else self._step(**kwargs)
         if out is not None:
             return out, None
@@ -113,7 +112,7 @@ class FusedAttention:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor | None:
-        """The fused step, or None where the layer has to go its own way."""
+        """The fused step, or None where the layer's own ``forward`` has to run."""
         cache = options.pop(self._cache_name, None)
         if (
             hidden_states.ndim != 3
@@ -146,7 +145,7 @@ class FusedAttention:
         return self._fused(hidden_states, cos, sin, attention_mask, cache)
 
     def _is_changed(self) -> bool:
-        """Whether the layer trains, is looked into, or is not made of what it was made of."""
+        """Whether the layer trains, is observed, or has other parts than it was made with."""
         module = self._module
         # past the method of configurations that looks each name up in a table first
         name = object.__getattribute__(module.config, ATTENTION_SETTING)
@@ -178,7 +177,6 @@ class FusedAttention:
         return num_sequences <= self.most_sequences
 
     def _places_now(self) -> list[Any]:
-        """Where the weights lie."""
         places: list[Any] = []
         for part in (*self._parts, self._module):
             for tensor in part._parameters.values():
@@ -204,7 +202,7 @@ class FusedAttention:
         return min((most, *(product.row_limit for product in products if product is not None)))
 
     def _functions_now(self) -> list[Any]:
-        """What the layer's own way calls, and the configuration it asks."""
+        """What the layer's own ``forward`` calls, and its configuration."""
         forward = type(self._module).forward
         return [forward, self._module.config, *map(self._own.__globals__.get, _CALLED)]
 
@@ -261,8 +259,8 @@ def has_usual_parts(
     attentions: Sequence[str] = (ATTENTION, EAGER_ATTENTION),
     forms: Sequence[str] = ("rounded",),
 ) -> bool:
-    """Whether a layer is one of ``ROTARY_ATTENTION`` with parts that are as it was made with, one
-    of some attentions and of some forms of norms."""
+    """Whether a layer is one of ``ROTARY_ATTENTION`` with original parts, one of some attentions
+    and forms of norms."""
     turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_CALLED[1])
     if class_name(module) not in ROTARY_ATTENTION or not (turn is None or is_theirs(turn)):
         return False
@@ -284,12 +282,10 @@ def has_usual_parts(
 
 
 def names_of(module: torch.nn.Module) -> list[str]:
-    """The names of the parts that a layer has."""
     return [name for name in (*PROJECTIONS, *NORMS) if name in module._modules]
 
 
 def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
-    """One of its projections."""
     return cast(SmallBatchLinear, module._modules[name])
 
 
@@ -331,7 +327,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
-    """The layer's weights for the kernel, or None where they do not lie together any more."""
+    """The layer's weights for the kernel, or None where they no longer lie together."""
     q, k, v, o = (linear_of(module, name) for name in PROJECTIONS)
     qkv = _joined([q.weight, k.weight, v.weight])
     qkv_bias = _joined([q.bias, k.bias, v.bias])

@@ -1,11 +1,11 @@
 """Steps of one token in layers with recurrent states: linear attention and Mamba 2.
 
 transformers' functions for a CPU allocate several tensors of the states' size at every step. Here
-states change where they lie, and so do the inputs that a short convolution remembers. Several
-tokens of Mamba 2 are left to transformers, in chunks of a size for a CPU.
+states, and the inputs that a short convolution remembers, change in place.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with inputs of their own), P values of a
-head, N states of each.
+head, N states of each. = (SCAN_CHUNK, SCAN_STEP): Positions of a chunk of Mamba 2 (GPUs take 256),
+and in whose multiples short ones are.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ NORM_EPS = 1e-6
 
 
 def use_recurrent_steps(layer: torch.nn.Module) -> None:
-    """Gives a layer a ``forward`` whose steps of one token are those of this file.
-
-    Its code is the layer's own. A layer that takes such steps by no known function is left alone.
-    """
+    """Gives a known layer a ``forward`` whose steps of one token are those of this file."""
     is_known = class_name(layer) in RECURRENT_LAYERS and "forward" not in vars(layer)
     if is_known and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
@@ -46,18 +43,8 @@ def mamba2_step(
 ) -> Tensor:
     """A step of a state space with one decay a head (Mamba 2, 2024, section 5).
 
-    ``S = exp(dt * A) * S + x (dt * B)``; the result is ``S . C``.
-
-    Args:
-        state_BHPN: fp32 without gaps; changed in place.
-        x_BHP: in any precision, as what follows.
-        dt_BH: at least 0.
-        A_H: below 0.
-        B_BGN: what the states take in.
-        C_BGN: what is read of them.
-
-    Returns:
-        ``[B, H, P]`` in fp32.
+    ``S = exp(dt * A) * S + x (dt * B)``; returns ``S . C``, ``[B, H, P]`` in fp32. The state is
+    fp32 without gaps and changed in place; ``dt`` is at least 0, ``A`` below 0.
     """
     in_group = state_BHPN.shape[1] // B_BGN.shape[1]
     B, C = (part.repeat_interleave(in_group, dim=1)[:, :, None] for part in (B_BGN, C_BGN))
@@ -82,7 +69,7 @@ class _Forward:
 
 
 class _Globals(dict[str, Any]):
-    """Those of a module as they are now, with our steps for the functions that they stand for."""
+    """A module's globals as they are now, with our steps in place of its functions."""
 
     def __init__(self, own: dict[str, Any], steps: dict[str, functools.partial[Any]]) -> None:
         super().__init__()
@@ -132,7 +119,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' function of this rule, whose last state is copied to the first one's place."""
+    """transformers' function of this rule, whose last state is written over the first one."""
     if (
         initial_state is None
         or not output_final_state
@@ -227,10 +214,8 @@ def _causal_conv(
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
-    """transformers' function for several tokens, which takes the same result from any chunks.
-
-    It computes every pair of positions of a chunk, and chunks that are not full as well.
-    """
+    """transformers' function for several tokens, with chunks of a size for a CPU: the result is the
+    same."""
     if hidden_states.is_cpu:
         num_tokens = -(-hidden_states.shape[1] // SCAN_STEP) * SCAN_STEP
         chunk_size = min(chunk_size, SCAN_CHUNK, max(num_tokens, SCAN_STEP))
@@ -244,7 +229,7 @@ _STEPS: dict[str, Callable[..., Any]] = {
     "mamba2_selective_state_update": _mamba2,
     "causal_conv1d_update": _causal_conv,
 }
-"""What stands for transformers' functions, by their names."""
+"""Replacements of transformers' functions, by their names."""
 
 
 def _are_packed(options: dict[str, Any]) -> bool:
@@ -253,11 +238,10 @@ def _are_packed(options: dict[str, Any]) -> bool:
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a recurrent state can be changed where it lies.
+    """Whether a recurrent state can be changed in place.
 
-    Without our kernels MKL's products read it: their sums depend on how rows are aligned, and those
-    of a sequence alone begin elsewhere than beside others, unless all begin at multiples of 16
-    bytes.
+    MKL's sums depend on how rows are aligned: a sequence alone and one in a batch agree if all
+    begin at multiples of 16 bytes.
     """
     return (
         state.dtype is torch.float32
@@ -278,16 +262,14 @@ def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
 
 
 MAX_TAPS = 8
-"""Of more taps torch's way was never compared."""
+"""Longer convolutions were never compared with torch."""
 PORTION = 2**16
-"""Values of the output that are summed at once: a prompt needs little memory beside the output."""
+"""Output values that are summed at once: a prompt needs little memory besides the output."""
 
 
 def use_shifted_products(layer: torch.nn.Conv1d) -> None:
-    """Gives a depthwise layer a weight with which calls of ``conv1d`` are sums of shifted products.
-
-    The layer, its forward pass and its parameters' names stay. Other layers are left alone.
-    """
+    """Gives a depthwise layer a weight with which calls of ``conv1d`` are sums of shifted
+    products."""
     is_depthwise = layer.groups == layer.in_channels == layer.out_channels
     if is_depthwise and type(layer.weight) is torch.nn.Parameter and _slow_types():
         layer.weight = _DepthwiseWeight.of(layer.weight)
@@ -296,17 +278,17 @@ def use_shifted_products(layer: torch.nn.Conv1d) -> None:
 def shifted_products(x_BCL: Tensor, taps_C1K: Tensor, bias_C: Tensor | None, pad: int) -> Tensor:
     """A depthwise convolution with sums in fp32, which are rounded once.
 
-    Products of two values in half precision are exact in fp32, so that a position has the same
-    bits whatever the others are.
+    Products of two values in half precision are exact in fp32: a position has the same bits in any
+    batch.
 
     Args:
-        x_BCL: `[B, C, L]`, in bf16 or fp16.
-        taps_C1K: `[C, 1, K]` in the same type, of no more taps than padded positions.
-        bias_C: `[C]`, or None.
+        x_BCL: ``[B, C, L]``, in bf16 or fp16.
+        taps_C1K: ``[C, 1, K]`` in the same type, of no more taps than padded positions.
+        bias_C: ``[C]``, or None.
         pad: zeros before the first position and after the last, fewer than taps.
 
     Returns:
-        `[B, C, L + 2 * pad - K + 1]` in the type of `x`, laid out as it where that is by position.
+        ``[B, C, L + 2 * pad - K + 1]`` in the type of ``x``, contiguous by position where ``x`` is.
     """
     batch, channels, length = x_BCL.shape
     taps_KC1 = taps_C1K.float().permute(2, 0, 1).contiguous()
@@ -328,7 +310,7 @@ def shifted_products(x_BCL: Tensor, taps_C1K: Tensor, bias_C: Tensor | None, pad
 def _outputs(
     x_BCL: Tensor, taps_KC1: Tensor, bias_C1: Tensor | None, pad: int, first: int, last: int
 ) -> Tensor:
-    """Positions `first` to `last` of the output."""
+    """Positions ``first`` to ``last`` of the output."""
     begin, end = first - pad, last - pad + len(taps_KC1) - 1
     length, size = x_BCL.shape[-1], last - first
     wide = x_BCL[..., max(begin, 0) : min(end, length)].float()
@@ -344,9 +326,9 @@ def _outputs(
 
 
 class _DepthwiseWeight(torch.nn.Parameter):
-    """Taps that somebody gives to ``torch.nn.functional.conv1d``: a layer, or a model's own code.
+    """Taps that are given to ``torch.nn.functional.conv1d``.
 
-    Families take the dimension of size one away and put it back on the way there.
+    Families squeeze and unsqueeze them on the way there.
     """
 
     @staticmethod
@@ -379,7 +361,6 @@ def _conv1d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """``torch.nn.functional.conv1d``."""
     pad = padding[0] if isinstance(padding, tuple) else padding
     if (
         weight.dtype not in _slow_types()
@@ -403,7 +384,7 @@ def _sizes(size: Any) -> Any:
 
 @functools.cache
 def _slow_types() -> frozenset[torch.dtype]:
-    """Those for which oneDNN has no convolutions on this processor."""
+    """Types for which oneDNN has no convolutions on this processor."""
     if not torch.backends.mkldnn.is_available():
         return frozenset((torch.bfloat16, torch.float16))
     ops = torch.ops.mkldnn

@@ -1,7 +1,7 @@
-"""Dense layers of a model that are fast in steps of few tokens, on a CPU and on a GPU.
+"""Dense layers that are fast in steps of few tokens, on a CPU and on a GPU.
 
-Such a step is bound by how fast weights are read and by the number of small operations. Linear
-layers read their weights by our kernel; normalisations become one operation instead of six.
+Such a step is bound by reading weights and by the number of small operations. Linear layers use our
+kernel; normalisations become one operation instead of six.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_runtime.kernels.rms_norm import NormForm, rms_norm
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
-    """Replaces the linear layers, normalisations and router weights of a loaded model on the CPU,
-    and the steps of its convolutions and recurrent layers."""
+    """Replaces linear layers, normalisations, router weights, and steps of convolutions and
+    recurrent layers of a model on the CPU."""
     replace_dense_layers(model)
     for module in model.modules():
         if is_router(module):
@@ -35,10 +35,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
 
 def replace_dense_layers(model: torch.nn.Module) -> None:
-    """Replaces linear layers, and normalisations that compute just what our kernel does.
-
-    Each stays in the mode, of training or not, of what it replaces.
-    """
+    """Replaces linear layers, and normalisations that compute what our kernel does."""
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             if is_plain_linear(child):
@@ -53,7 +50,7 @@ def is_plain_linear(module: Any) -> TypeGuard[torch.nn.Linear]:
 
 
 def is_observed(*parts: torch.nn.Module) -> bool:
-    """Whether somebody wants to see or to change what goes through parts of a layer."""
+    """Whether hooks or replacements see or change what goes through parts of a layer."""
     for part in parts:
         own = part.__dict__
         if (
@@ -71,7 +68,7 @@ def is_observed(*parts: torch.nn.Module) -> bool:
 class SmallBatchLinear(torch.nn.Linear):
     """A linear layer that reads its weight at the speed of memory for few rows; on a GPU for one.
 
-    Shares the parameters of the layer that it replaces, under the same names.
+    Shares the parameters of the layer that it replaces.
     """
 
     def __init__(self, replaced: torch.nn.Linear) -> None:
@@ -81,7 +78,7 @@ class SmallBatchLinear(torch.nn.Linear):
         self._prepared = PreparedLinear()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
+        """``[..., in_features]`` to ``[..., out_features]``."""
         # past the module's own lookup of attributes, which takes longer than all that follows
         parameters = self._parameters
         if "weight" not in parameters or "bias" not in parameters:
@@ -99,9 +96,8 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 class SmallBatchRMSNorm(torch.nn.Module):
     """Root-mean-square normalisation in one operation when there are few rows.
 
-    Shares the weight of the layer that it replaces, and computes as that did for more rows. Values
-    of another type than the weight are left to that layer, since families differ in what they
-    round.
+    Shares the weight of the layer that it replaces, which computes values of another type than the
+    weight: families differ in what they round.
     """
 
     def __init__(self, replaced: torch.nn.Module, eps: float, form: NormForm) -> None:
@@ -139,10 +135,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
-    """A matrix that its module multiplies by calling ``torch.nn.functional.linear``.
-
-    That is how routers are written: not as a linear layer that could be replaced.
-    """
+    """A matrix that its module, a router, multiplies by ``torch.nn.functional.linear``."""
 
     prepared: PreparedLinear | None = None
 
@@ -176,7 +169,7 @@ def is_router(module: Any) -> bool:
 
 
 def as_rms_norm(module: Any) -> SmallBatchRMSNorm | None:
-    """The replacement of a module that computes just what ``rms_norm`` does, else None."""
+    """The replacement of a module that computes what ``rms_norm`` does, else None."""
     weight, form = module._parameters.get("weight"), norm_form(module)
     if weight is None or form is None or "forward" in vars(module):
         return None

@@ -1,4 +1,4 @@
-"""Who has the processors while a model computes: the kernels and the readers, not torch."""
+"""Torch's threads while a model computes: the kernels and the readers need the processors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ LEAST_PRODUCTS = 2**28
 def rest_torch_threads(model: PreTrainedModel) -> None:
     """Runs torch on one thread during a model's forward passes, if the native kernels do the work.
 
-    The kernels that read weights have threads of their own. Torch's spin for milliseconds after
-    each of its operations, on processors that the kernels and the threads reading experts need: a
-    prompt streaming from disk takes more than twice as long beside them. The number is the same at
-    every budget, because torch's sums may depend on it. Where torch multiplies many rows faster
-    than the kernels do, it keeps its threads.
+    Torch's threads spin for milliseconds after each operation, on processors that kernels and
+    readers need: a prompt streaming from disk takes more than twice as long. The number is the same
+    at every budget, because torch's sums may depend on it. Where torch multiplies many rows faster,
+    it keeps its threads.
     """
     library = native_library()
     if library is None or native_row_limit(library, model.dtype) != UNLIMITED:
@@ -37,12 +36,7 @@ def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContext
     """Gives torch as many threads as the kernels have for attention over a long prompt.
 
     That takes longer than torch's threads spin afterwards. Heads and pieces of the prompt are
-    computed apart, so the number of threads changes no bits. Where torch has its threads, or the
-    caller gave it one and the kernels too, nothing changes.
-
-    Args:
-        query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``.
+    computed apart, so the number of threads changes no bits.
     """
     if torch.compiler.is_compiling() or not query.is_cpu or torch.get_num_threads() != 1:
         return nullcontext()
@@ -56,7 +50,6 @@ def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContext
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """So many, and one again."""
     torch.set_num_threads(number)
     try:
         yield
@@ -65,12 +58,11 @@ def _threads(number: int) -> Iterator[None]:
 
 
 class OneThread:
-    """Sets torch to one thread, and back to what it was."""
+    """Sets torch to one thread during the forward passes of a model."""
 
     _before: int | None = None
 
     def hold(self, model: PreTrainedModel) -> None:
-        """Does so for the forward passes of a model."""
         model.register_forward_pre_hook(self.begin)
         model.register_forward_hook(self.end, always_call=True)
 

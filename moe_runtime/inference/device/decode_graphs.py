@@ -1,8 +1,7 @@
-"""Decode steps on a GPU as CUDA graphs: recorded once, replayed without a launch of theirs.
+"""Decode steps on a GPU as CUDA graphs, recorded once and replayed.
 
-A step of one token a sequence is some fifty launches a layer, which take the host longer than the
-GPU computes. With a static cache every step is the same work on the same memory, in one graph or
-in several (`step_experts`).
+A step of one token is some fifty launches a layer, which take the host longer than the GPU
+computes. With a static cache every step is the same work on the same memory.
 """
 
 from __future__ import annotations
@@ -38,13 +37,9 @@ Forward = Callable[..., Any]
 class RecordedStep:
     """One step of a model, to be replayed with other tokens.
 
-    A server has one for each number of sequences that decode together, and `generate` one of its
-    own. They go together: an expert that one of them relied on, and that has left, was there for
-    the others.
-
     Attributes:
-        key: of the calls that it stands for.
-        others: by their caches, those beside it, for as long as the caches live.
+        key: of the calls that it replaces.
+        others: further recordings, by their caches. A server has one for each number of sequences.
     """
 
     def __init__(
@@ -56,9 +51,7 @@ class RecordedStep:
         *,
         keeps_cache: bool,
     ) -> None:
-        """Records a call; nothing is computed.
-
-        Its cache lives as long as the recording where that keeps it.
+        """Records a call without computing it; ``keeps_cache`` keeps its cache alive.
 
         Raises:
             RuntimeError: the model does what a graph cannot hold.
@@ -106,35 +99,28 @@ class RecordedStep:
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether nobody waits for the host in the midst of it."""
+        """Whether it never waits for the host."""
         return self._experts.is_one_graph
 
     def stands_for(self, call: StepCall, *, looks: bool) -> bool:
-        """Whether it is this call with other tokens.
-
-        Args:
-            call: what is asked for.
-            looks: at the model and the cache: somebody may have changed them since the last call.
-        """
+        """Whether it is this call with other tokens; ``looks`` compares the model and the cache
+        too."""
         if call.key != self.key or self.cache is not call.cache:
             return False
         return not looks or (memory_of(call.cache) == self._memory and self._structure.holds())
 
     def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
-        """Whether it alone holds the memory of another cache than this one, beside it."""
+        """Whether it alone holds the memory of another cache than this one."""
         return self._kept not in (None, cache) and not caches.is_in_use(self._kept)
 
     @property
     def cache(self) -> Any:
-        """Its cache; None where that is gone."""
         return self._cache()
 
     def replay(self, call: StepCall) -> Any:
-        """Computes the step for the tokens of a call.
+        """Computes the step for the tokens of a call, as ``forward`` returns it, in new memory.
 
-        Returns:
-            What ``forward`` returns, in memory of its own; None where experts are not where they
-            have to be, and nothing was computed.
+        None where experts are not where they have to be, and nothing was computed.
         """
         _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
         is_queued = self._experts.replay(self._last)
@@ -155,19 +141,16 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 class DecodeGraphs:
-    """Stands for a model's ``forward``, and replays the steps that repeat.
+    """A model's ``forward``, which replays repeated steps.
 
-    The first step of a kind is computed as ever, so that kernels are compiled; the second one is
-    recorded. Steps that cannot be recorded are computed as ever: prompts, other caches, more than
-    16 tokens, layers without a stack, and models into which somebody looks.
+    The first step of a kind compiles kernels; the second one is recorded. Prompts, other caches,
+    more than 16 tokens, layers without a stack and observed models are computed as usual.
 
-    A cache of `generate` that a step was recorded for is kept with the recording, until the model
-    is called with another one. Recordings of other caches stay as long as these, sixteen beside the
-    last one: a server has one for each number of sequences.
+    A recorded cache of `generate` is kept until the model is called with another one. Up to sixteen
+    recordings of other caches stay as long as these.
     """
 
     def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
-        """Takes a model, its experts and the caches of its `generate`."""
         self._model, self._modules = model, modules
         self._forward: Forward = model.forward
         self.__wrapped__ = self._forward  # whose signature it has
@@ -179,7 +162,6 @@ class DecodeGraphs:
         self._is_looked_at = False  # the recording, at the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``forward``."""
         kwargs.update(zip(self._names, args, strict=False))
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
@@ -223,35 +205,33 @@ class DecodeGraphs:
         return self._forward(**kwargs) if found is None else found
 
     def looked_at(self, cache: Any) -> RecordedStep | None:
-        """What the last call was one of, if it was with this cache and not just recorded: a model
-        into whose modules somebody looks is recorded at every call.
+        """The recording of the last call, if it was of this cache and not just recorded.
+
+        An observed model is recorded at every call.
         """
         recorded = self._store.recorded
         is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:
-        """Lets the next call go without a look at the model, if it is of this recording.
+        """Lets the next call of this recording go without a comparison of the model.
 
-        To be called by who has called the model with it and has had no foreign code run since.
-        Hooks of the model itself are foreign, but those of its own.
+        For callers that have run no foreign code since the last call, hooks of the model included.
         """
         hooks = *self._model._forward_pre_hooks.values(), *self._model._forward_hooks.values()
         if all(map(is_own, hooks)):
             self._trusted = recorded
 
     def count_one(self) -> bool:
-        """As ``DeviceStore.count_one``, between calls of the model."""
         return self._store.count_one()
 
     @property
     def device(self) -> Device:
-        """Where steps are computed."""
         return self._store.device
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether the next step is probably one graph, for which nobody waits."""
+        """Whether the next step probably never waits for the host."""
         return self._store.recorded is not None and self._store.recorded.is_one_graph
 
     @property
@@ -265,7 +245,7 @@ _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output
 
 
 class CallKey(NamedTuple):
-    """What two calls have in common that one recording is good for."""
+    """What calls of one recording have in common."""
 
     values: tuple[tuple[str, Any], ...]
     tensors: tuple[Any, ...]
@@ -273,20 +253,14 @@ class CallKey(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """A call of a model.
-
-    Attributes:
-        key: of the call.
-        tensors: by their names, all but what is in the cache.
-        cache: the static cache.
-    """
+    """A call of a model with a static cache; ``tensors`` are all others, by name."""
 
     key: CallKey
     tensors: dict[str, torch.Tensor]
     cache: Any
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What the model is called with, but for the cache, with tensors of these names."""
+        """What the model is called with, but for the cache, with these tensors."""
         return {**_nested(tensors), **dict(self.key.values)}
 
 
@@ -343,7 +317,6 @@ class Structure:
     """The modules of a model, their parameters and their settings."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Takes note of a model as it is."""
         every = [*model.modules()]
         members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
         # those of the model itself are called around a recording
@@ -372,7 +345,7 @@ class Structure:
         self._sizes = [*map(len, self._sized)]
 
     def holds(self) -> bool:
-        """Whether all are the same, where they were, and nobody looks into a module."""
+        """Whether all are the same, where they were, and no module is observed."""
         return (
             not any(self._empty)
             and not torch.nn.modules.module._has_any_global_hook()
@@ -397,8 +370,8 @@ def memory_of(cache: Any) -> list[int]:
 
 
 def is_own(code: Any) -> bool:
-    """Whether a class or a function is of this package or of transformers, which leave a model as
-    it is while it generates."""
+    """Whether code is of this package or of transformers, which do not change a model while it
+    generates."""
     return str(getattr(code, "__module__", "")).partition(".")[0] in ("moe_runtime", "transformers")
 
 
@@ -406,10 +379,7 @@ _MOST_OTHERS = 16
 
 
 def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> Any:
-    """The recording of a cache, the store's from then on; None where there is none.
-
-    Those go that alone hold another cache, and those whose cache is gone.
-    """
+    """The recording of a cache, or None; drops those whose cache is gone or not needed."""
     first: RecordedStep | None = store.recorded
     if first is None or (not first.others and first.cache is cache):
         return first
@@ -427,7 +397,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
 
 
 def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
-    """Makes a recording the store's; the one before it stays beside it."""
+    """Makes a recording the store's; the one before becomes one of its others."""
     before: RecordedStep | None = store.recorded
     if before is recorded:
         return

@@ -1,4 +1,4 @@
-"""Loaded models on a GPU, whose decode steps are recorded and prepared in no time."""
+"""Loaded models on a GPU, whose decode steps are recorded and prepared ahead of the device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "po
 
 
 def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
-    """Has the decode steps of a loaded model recorded as CUDA graphs."""
+    """Records the decode steps of a loaded model as CUDA graphs."""
     if model.device.type == "cuda":
         fuse_steps(model)
         # Torch's threads spin after each of its operations on the host, beside the one that queues
@@ -75,7 +75,7 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
 
 
 def fuse_steps(model: PreTrainedModel) -> None:
-    """Makes one kernel each of the products of one token, and of what lies between them."""
+    """Fuses the products of one token, and what lies between them."""
     replace_dense_layers(model)
     fuse_routers(model)
     fuse_device_attention(model)
@@ -91,11 +91,9 @@ class RecordedDecoding:
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """As in transformers, with a static cache where nothing else was asked for.
+        """As in transformers, with a static cache for greedy decoding and sampling.
 
-        The memory of a static cache stays where it is, which is what a graph needs. It is used for
-        greedy decoding and sampling, where the number of new tokens is given. A cache that is
-        returned can grow.
+        A static cache stays where it is, which a graph needs. A cache that is returned can grow.
         """
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
@@ -132,7 +130,7 @@ class RecordedDecoding:
         return self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """A setting of `generate`, by whoever gives one."""
+        """A setting of `generate`, of the call or the model."""
         places = (getattr(each, name, None) for each in (config, cast(Any, self).generation_config))
         found = (options.get(name), *places)
         return next((value for value in found if value is not None), None)
@@ -154,14 +152,14 @@ class RecordedDecoding:
         )
 
     def _takes_own_cache(self, config: Any, options: dict[str, Any]) -> bool:
-        """Whether nobody asked for another kind of cache than a static one."""
+        """Whether no other kind of cache than a static one is asked for."""
         own = cast(Any, self).generation_config.cache_implementation
         given = options.get("cache_implementation")
         kind = getattr(config, "cache_implementation", None) if given is None else given
         return own is None and kind in (None, "static")
 
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
-        """Greedy decoding and sampling, by `decode_ahead` where that has all that it needs."""
+        """Greedy decoding and sampling, by `decode_ahead` where possible."""
         for name in _NOT_OF_STEPS:  # which transformers hands on to the model
             given.pop(name, None)
         if self._can_be_ahead(input_ids, given):
@@ -183,19 +181,15 @@ class RecordedDecoding:
     def new_cache(
         self, num_sequences: int, num_tokens: int, last: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A static cache as `generate` takes it, for who calls the model in a loop of their own.
-
-        Steps with it are recorded. Tensors of inference mode are used again within it alone.
+        """A static cache as `generate` takes it, for callers with a loop of their own.
 
         Args:
-            num_sequences: that it is filled for.
-            num_tokens: of each, those to come included.
-            last: what was returned before, whose tokens are no longer wanted: where it is as large,
-                its memory and what was recorded with it are used again.
+            num_tokens: of each sequence, those to come included.
+            last: what was returned before: where it is as large, its memory and recording are
+                reused.
 
         Returns:
-            The cache, by the name of the argument; nothing where a model keeps something else than
-            keys and values of all tokens, or cannot have them in one place.
+            The cache, by the name of the argument; nothing where the model has no static cache.
         """
         name = cache_name(cast(Any, self).forward)
         self._caches.give_back(last.get(name))
@@ -206,7 +200,7 @@ class RecordedDecoding:
         return {} if cache is None else {name: cache}
 
     def knows_positions(self, cache: Any) -> bool:
-        """Whether steps of this cache, which is static, need nothing but the last tokens."""
+        """Whether steps of this static cache need nothing but the last tokens."""
         return cache in self._unpadded
 
     def prepare_inputs_for_generation(
@@ -220,7 +214,7 @@ class RecordedDecoding:
     ) -> dict[str, Any]:
         """As in transformers; later steps without padding need the last tokens alone.
 
-        Positions and the mask are what the model makes of the cache, within a graph.
+        Positions and the mask are made of the cache within a graph.
         """
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
@@ -257,7 +251,7 @@ def decode_ahead(
     synced_gpus: bool = False,
     **given: Any,
 ) -> Any:
-    """Greedy decoding and sampling as in transformers.
+    """Greedy decoding and sampling as in transformers, the next step queued ahead of the host.
 
     Tokens, scores and what processors and criteria are called with are those of its own loop. What
     a streamer changes in the model counts from the next call of `generate` on.
@@ -265,11 +259,6 @@ def decode_ahead(
     Args:
         model: a `RecordedDecoding`.
         input_ids: the prompts ``[B, T]``, where the model is.
-        logits_processor: changes logits.
-        stopping_criteria: says which sequences have ended.
-        generation_config: of the call; outputs of layers are not asked for.
-        streamer: is given the tokens of each step.
-        synced_gpus: never.
         given: what the model is called with, a static cache among it.
 
     Returns:
@@ -337,16 +326,12 @@ def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
 
 
 def _runs_own(part: Any) -> bool:
-    """Whether a processor or a criterion is no foreign one, and calls none."""
+    """Whether a processor or a criterion is of transformers or ours, and calls nothing foreign."""
     return is_own(type(part)) and all(map(is_own, filter(callable, vars(part).values())))
 
 
 class _LateCheck(LogitsProcessor):
-    """As `FiniteLogits`, without a wait for the device: what is refused later is zero until then.
-
-    Attributes:
-        are_finite: ``[1]``, of the last call.
-    """
+    """As `FiniteLogits`, without a wait: logits that will be refused are zero until then."""
 
     are_finite: torch.Tensor
 
@@ -356,10 +341,9 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens: from logits on the device to what the host knows of them.
+    """Selects the next tokens on the device, and copies them to the host.
 
-    Attributes:
-        is_known: whether nobody's own code runs for it.
+    ``is_known`` says that no foreign code runs for it.
     """
 
     def __init__(
@@ -390,11 +374,7 @@ class _TokenSelection:
         self._logits: Any = () if asks and config.output_logits else None
 
     def select(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
-        """Queues the choice of a token for each sequence, and a copy of it to the host.
-
-        Returns:
-            The sequences with their new tokens.
-        """
+        """Queues the choice of a token for each sequence; returns the longer sequences."""
         logits_BV = logits_BTV[:, -1].to(dtype=torch.float32, copy=True)
         scores_BV = self._processor(ids_BT, logits_BV)
         if self._scores is not None:
@@ -419,11 +399,7 @@ class _TokenSelection:
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:
-        """The tokens on the host, and whether all sequences have ended.
-
-        Raises:
-            CheckpointError: logits are not finite.
-        """
+        """The tokens on the host, and whether all sequences have ended."""
         found, copied = self._pending
         while not copied.query() and self._graphs.count_one():
             """The host has nothing better to do."""
@@ -438,7 +414,6 @@ class _TokenSelection:
         return found[:num], is_end
 
     def result(self, ids_BT: torch.Tensor, cache: Any) -> Any:
-        """What `generate` returns."""
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         if not self._config.return_dict_in_generate:

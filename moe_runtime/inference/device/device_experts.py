@@ -16,7 +16,7 @@ from moe_runtime.inference.device.misses import HostPart, Misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 from moe_runtime.memory.device.device import Event, Told
 from moe_runtime.memory.device.device_store import DeviceStore, Residents, use_arriving
 from moe_runtime.types import ExpertKey
@@ -34,13 +34,11 @@ class Routed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the host knows of a step of a layer, once it was copied.
+    """What the host knows of a step of a layer, behind the event ``copied``.
 
     Attributes:
-        ids_TK: experts of each token.
-        values_TD: what they are given; None where the CPU computes nothing.
-        copied: behind which both are there.
-        used: who was chosen, to be counted; the tensors may be others' when that is done.
+        values_TD: inputs of the experts; None where the CPU computes nothing.
+        used: the chosen experts, to be counted; the tensors may be reused by then.
     """
 
     ids_TK: torch.Tensor
@@ -58,48 +56,37 @@ class Sums(Protocol):
         ...
 
     @property
-    def takes_rows(self) -> bool:
-        """As of `SlottedProducts`."""
-        ...
+    def takes_rows(self) -> bool: ...
 
-    def add(self, experts: Any, /) -> None:
-        """As `SlottedProducts.add`."""
-        ...
+    def add(self, experts: Any, /) -> None: ...
 
-    def give(self, rows_N: torch.Tensor, y_ND: torch.Tensor) -> None:
-        """As `SlottedProducts.give`."""
-        ...
+    def give(self, rows_N: torch.Tensor, y_ND: torch.Tensor) -> None: ...
 
 
 class DeviceExperts(OffloadedExperts):
     """As `OffloadedExperts`, for a store of slots that kernels take as one stack.
 
-    What is resident is launched before the host knows which experts were chosen: kernels find the
-    slot of an expert in a table on the device. The choices are copied to the host beside that. A
-    layer that is resident as a whole waits for nothing; any other for this copy, which was queued
-    before the products. Then only what was not resident is computed, as it arrives, and the sums
-    are made once, in the order of the choices: the same bits whoever was resident.
+    Residents are launched before the host knows the choices: kernels find an expert's slot in a
+    table on the device. A layer that is resident as a whole waits for nothing; any other for a copy
+    of the choices. Then only misses are computed, as they arrive. Sums are made once, in the order
+    of the choices: the same bits in any case.
 
-    With `misses`, the CPU may compute experts of a few tokens that are not resident, where they lie
-    in the host's memory. Its rows join the same sums, but are not the bits of the device.
-
-    While a step is recorded, `recording` gives the sums ``[T, D]``, which are computed when it is
-    replayed (`inference.device.decode_graphs`).
+    With `misses`, the CPU may compute experts of a few tokens in host memory; its rows join the
+    same sums, with other bits. While a step is recorded, `recording` gives the sums ``[T, D]``.
 
     Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
-    a format that the kernels do not read go the way of `OffloadedExperts`.
+    a format that the kernels do not read are computed as by `OffloadedExperts`.
     """
 
     misses: Misses | None = None
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
     def _make_step(self, weights: ExpertWeights) -> None:
-        """That step is the host's."""
+        """The short path of the host is not used."""
 
     def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As `OffloadedExperts.compute`."""
         routed = Routed(hidden_states, top_k_index, top_k_weights)
         if not self.has_stack(hidden_states.dtype) or not top_k_index.numel():
             return super().compute(*routed)
@@ -126,7 +113,7 @@ class DeviceExperts(OffloadedExperts):
         )
 
     def products(self, routed: Routed) -> SlottedProducts:
-        """What sums the experts of these tokens, none of which is computed yet."""
+        """What sums the experts of these tokens."""
         activation = self._activation_now()
         assert is_kernels(activation)
         return SlottedProducts(*routed, self.num_experts, activation)
@@ -134,7 +121,7 @@ class DeviceExperts(OffloadedExperts):
     def found(
         self, products: Sums, routed: Routed, told: Told, used: Callable[[], Sequence[ExpertKey]]
     ) -> Found:
-        """What a recorded step tells of its choices, and of what they are given."""
+        """What a recorded step tells of its choices and their inputs."""
         plans = self._plans(products, routed.hidden_TD, routed.weights_TK)
         return Found(told.numbers, told.values[0] if plans else None, told, used)
 
@@ -183,7 +170,7 @@ class DeviceExperts(OffloadedExperts):
                 self._compute(routing._replace(keys=keys), add)
 
     def keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
-        """The experts of a step, those wanted most last."""
+        """The experts of a step, most wanted last."""
         return [self._keys[expert] for expert in self.experts_of(ids_TK)]
 
     def experts_of(self, ids_TK: torch.Tensor) -> list[int]:
@@ -200,12 +187,10 @@ class DeviceExperts(OffloadedExperts):
         return visited[order].tolist()
 
     def keys_of(self, experts: Iterable[int]) -> list[ExpertKey]:
-        """Those that there are, in this order."""
         return [self._keys[expert] for expert in experts if 0 <= expert < self.num_experts]
 
     def _plans(self, products: Sums, *differentiated: torch.Tensor) -> bool:
-        """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,
-        which are of what the device computes."""
+        """Whether the CPU may compute a part: not of long prompts, nor with gradients."""
         return (
             self.misses is not None
             and products.takes_rows

@@ -35,16 +35,14 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 STREAM_BYTES = 2**28
-"""Bytes of experts on their way to a device while a prompt streams through a layer: half of them
-take a link of 55 GB/s 2.4 ms, and the host queues them and what computes them in 1 ms."""
+"""Of experts in flight while a prompt streams through a layer: half take a link of 55 GB/s 2.4 ms,
+and the host queues them in 1 ms."""
 
 WORKSPACE_BYTES = 2 * 2**25
-"""Set aside for what cuBLAS keeps: 32 MiB on Hopper for each stream that it was used on, which are
-the caller's and that of recordings."""
+"""For cuBLAS: 32 MiB on Hopper for each stream, the caller's and that of recordings."""
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
-    """The same experts, those of a layer alike in their slots."""
     layouts = {
         key: lay_out_on_device(layout, experts.matrices[key.layer])
         for key, layout in experts.layouts.items()
@@ -53,17 +51,15 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
 
 
 def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
-    """Experts as they lie on a device, and bytes to set aside there for what libraries keep."""
+    """Experts as they lie on a device, and bytes to set aside there for libraries."""
     return experts_on_device(experts), WORKSPACE_BYTES
 
 
 def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:
     """What the policy `auto` is on a device.
 
-    Returns:
-        ``lru`` where steps may read experts that the device lacks where they lie in the host's
-        memory: who comes to stay there is not up to a policy, and to choose one by what is routed
-        somebody would have to hear of it within a step; else ``auto``.
+    ``lru`` where steps may read misses in the host's memory: a policy has no part in who stays
+    there, and choosing one would need a listener within each step.
     """
     num_layers = len({key.layer for key in experts.layouts})
     is_read_there = has_room(
@@ -142,10 +138,9 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
+    """As `SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
-        """Takes the slots and how experts lie in them."""
         self._device = device
         self._stacks: dict[int, StackedExperts | QuantizedExperts] = {}
         self._taken: dict[tuple[int, torch.dtype], bool] = {}
@@ -163,7 +158,6 @@ class DeviceStacks:
                     self._stacks[layer] = stack
 
     def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """As ``SlotStacks.takes``."""
         if (layer, dtype) not in self._taken:
             self._taken[layer, dtype] = self._can_take(layer, dtype)
         return self._taken[layer, dtype]
@@ -174,23 +168,20 @@ class DeviceStacks:
             return False
         if isinstance(stack, StackedExperts):
             return stack.dtype == dtype
-        from moe_runtime.kernels.expert_mlp.quantized.quantized_triton import problem
+        from moe_runtime.kernels.expert_mlp.triton_path import quantized_problem
 
-        return problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
+        return quantized_problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
 
     def num_experts(self, layer: int) -> int:
-        """As ``SlotStacks.num_experts``."""
         return self._num_experts[layer]
 
     def stack(
         self, layer: int, slots: Slots, into: Tensor | None = None
     ) -> StackedExperts | QuantizedExperts | None:
-        """As ``SlotStacks.stack``."""
         table = self._device.upload(slots, into)
         return self.stack_over(layer, table) if into is None else None
 
     def stack_over(self, layer: int, table: Tensor) -> StackedExperts | QuantizedExperts:
-        """As ``SlotStacks.stack_over``."""
         return replace(self._stacks[layer], slot_of_expert=table)
 
 

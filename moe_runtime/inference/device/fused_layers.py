@@ -1,4 +1,4 @@
-"""Attention layers in steps of one token on a GPU, with one kernel before attention itself."""
+"""Layers of a model on a GPU in steps of one token: attention, sums and norms, and routers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.rms_norm import FORMS
-from moe_runtime.kernels.rms_norm.residual import add_rms_norm
+from moe_runtime.kernels.rms_norm.op import add_rms_norm
 from moe_runtime.kernels.triton_support import is_interpreted
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ _ARRIVALS = "moe_runtime_arrivals"
 
 
 def fuse_device_attention(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on a GPU that qualify a way of their own for steps of
-    one token a sequence with a static cache."""
+    """Gives the attention layers of a model on a GPU that qualify a fused step with a static
+    cache."""
     masks = AddedMasks()
     for module in model.modules():
         if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
@@ -62,24 +62,21 @@ def fuse_device_attention(model: PreTrainedModel) -> None:
 
 
 class AddedMasks:
-    """Masks as attention adds them, made once for all layers of a step that are given the same one.
+    """Masks as attention adds them, made once for all layers of a step.
 
     SDPA makes them anew for every layer, and copies those whose rows are no multiple of 8 long.
-
-    Attributes:
-        first: the layer with which a step begins.
+    ``first`` is the layer with which a step begins.
     """
 
     def __init__(self) -> None:
-        """Knows none."""
         self.first: DeviceAttention | None = None
         self._known = WeakTensorKeyDictionary()
 
     def added(self, mask: torch.Tensor, dtype: torch.dtype, layer: DeviceAttention) -> torch.Tensor:
-        """What is added to scores for a mask ``[B, 1, 1, S]`` that allows; others are as they are.
+        """What is added to scores for a mask ``[B, 1, 1, S]`` that allows.
 
-        So are those of which torch does not know whether somebody changed them. Not every change
-        is one that torch counts, so the first layer makes its mask in any case.
+        Masks of inference mode, whose changes torch does not count, stay as they are; the first
+        layer makes its mask in any case.
         """
         if layer is self.first:
             self._known.clear()
@@ -99,15 +96,13 @@ class AddedMasks:
 class DeviceAttention(FusedAttention):
     """The ``forward`` of an attention layer on a GPU.
 
-    Attributes:
-        is_known: whether its attention is SDPA or eager, as transformers has them.
+    ``is_known`` says that its attention is SDPA or eager, as transformers has them.
     """
 
     shows_weights = _EAGER
     takes_prompts = False
 
     def __init__(self, module: Any, masks: AddedMasks) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         super().__init__(module)
         self._masks = masks
         self._attend, eager = self._functions[-1], self._functions[-2]
@@ -117,7 +112,6 @@ class DeviceAttention(FusedAttention):
             self._served = ATTENTION
 
     def _functions_now(self) -> list[Any]:
-        """As of any layer, and its attention."""
         found = super()._functions_now()
         registered, eager = found[2], found[-1]
         if self._attention != _EAGER:
@@ -202,11 +196,10 @@ def _static_layer(cache: Any, index: int) -> Any:
 
 
 def _arrivals_of(layer: Any) -> torch.Tensor | None:
-    """What `rotary_step` moves the length of a cached layer on with, and keeps with it: two steps
-    of one cache never overlap.
+    """The counter by which `rotary_step` advances the length of a cached layer, kept with the
+    layer.
 
-    None for rows, whose caller says their places, and within a recording if there is none yet: what
-    is made there is memory of the graph.
+    None for rows, whose places are given, and where a recording would own the new memory.
     """
     length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
     if length.ndim:
@@ -226,18 +219,17 @@ def _norm_of(module: Any, name: str) -> RowNorm | None:
 
 
 class _Handed:
-    """A sum and what a norm makes of it; outside of the module, whose settings stay the same."""
+    """A sum and its norm, outside of the module, whose settings stay the same."""
 
     def __init__(self) -> None:
         # at once: other threads may call the model
         self._given: tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]] | None = None
 
     def give(self, total: torch.Tensor, normed: torch.Tensor, *made_with: Any) -> None:
-        """Keeps both until the norm is called."""
         self._given = total, normed, (total._version, *made_with)
 
     def take(self, total: torch.Tensor, *made_with: Any) -> torch.Tensor | None:
-        """What was given with this sum, once; None if another one was, or anything has changed."""
+        """What was given with this sum, once; None where another was, or anything has changed."""
         given, self._given = self._given, None
         if given is None or given[0] is not total or given[2] != (total._version, *made_with):
             return None
@@ -245,21 +237,19 @@ class _Handed:
 
 
 class HandedNorm(SmallBatchRMSNorm):
-    """A normalisation that may have been computed by who made its input."""
+    """A normalisation that may have been computed with its input."""
 
     def __init__(self, norm: SmallBatchRMSNorm) -> None:
-        """Takes the place of a norm."""
         super().__init__(norm.__dict__["replaced"], norm.eps, norm.form)
         self._handed = _Handed()
         self.train(norm.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As of a `SmallBatchRMSNorm`."""
         normed = self._handed.take(hidden_states, *self._made_with())
         return super().forward(hidden_states) if normed is None else normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``residual + x``, ``[..., D]``, which this norm is to be asked for next."""
+        """``residual + x``, ``[..., D]``, and its norm for the next call."""
         weight = self._parameters.get("weight")
         tensors = x, residual, weight
         kinds = {(t.device, t.dtype, t.shape[-1:]) for t in tensors if t is not None}
@@ -283,13 +273,10 @@ class HandedNorm(SmallBatchRMSNorm):
 class ResidualLayer:
     """The ``forward`` of a decoder layer.
 
-    Attributes:
-        following: the norm that comes next, and the module that calls it; None where that is not
-            known.
+    ``following`` is the norm that comes next and the module that calls it, if known.
     """
 
     def __init__(self, layer: torch.nn.Module, form: ResidualForm) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         self._layer: Any = layer
         self._own = type(layer).forward
         self._form = form
@@ -298,7 +285,6 @@ class ResidualLayer:
         self.following: tuple[HandedNorm, torch.nn.Module] | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As of the layer: ``[B, Q, D]`` to the same."""
         parts = [self._layer._modules.get(name) for name in self._form.parts]
         if args or not self._is_able(hidden_states, parts):
             own = type(self._layer).forward
@@ -327,14 +313,13 @@ class ResidualLayer:
 
 
 def _are_observed(*modules: torch.nn.Module) -> bool:
-    """Whether code that is called before or behind one may change what it gets or gives, in ways
-    that torch does not count."""
+    """Whether hooks may change what modules get or give, uncounted by torch."""
     hooks = (hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
     return any(hooks) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def fuse_residuals(model: torch.nn.Module) -> None:
-    """Gives the known decoder layers of a model on a GPU sums which are normalised at once."""
+    """Fuses the sums of known decoder layers on a GPU with the norms that follow."""
     for parent in [*model.modules()]:
         for layers in [*parent.children()]:
             if isinstance(layers, torch.nn.ModuleList):
@@ -389,10 +374,9 @@ def fuse_routers(model: torch.nn.Module) -> None:
 
 
 class FusedRouter:
-    """The ``forward`` of a router, with a way of its own for few tokens."""
+    """The ``forward`` of a router, with a path of its own for few tokens."""
 
     def __init__(self, module: torch.nn.Module, form: RouterForm) -> None:
-        """Takes the place of a router's method; ``form`` is what it computes."""
         self._module: Any = module
         self._own = type(module).forward
         self._settings = self._settings_now()
@@ -424,11 +408,10 @@ class FusedRouter:
         )
 
     def _shapes_now(self) -> tuple[Any, ...]:
-        """The names of its tensors, each of which has its part in what it computes."""
         return tuple((name, each.shape) for name, each in tensors_of(self._module).items())
 
     def _settings_now(self) -> dict[str, Any]:
-        """Everything that a router knows beside its tensors, but for this object."""
+        """All attributes but tensors and this object."""
         own = vars(self._module)
         names = own.keys() - _OF_MODULES | {"training"}
         return {name: own[name] for name in sorted(names) if name != "forward"}
@@ -442,7 +425,7 @@ def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
 def compute_router(
     form: RouterForm, hidden: Tensor, tensors: dict[str, Any], impl: ChoiceImpl
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the router does; what is neither its weight nor its bias is added for the choice alone."""
+    """As the router does; a tensor besides weight and bias is added for the choice alone."""
     rows_TD, weight, bias = hidden.flatten(0, -2), tensors["weight"], tensors.get("bias")
     if form.product == "wide":
         rows_TD, weight = rows_TD.float(), weight.float()

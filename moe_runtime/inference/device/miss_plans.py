@@ -1,13 +1,10 @@
-"""Who computes the experts that a device lacks: the CPU where they lie, or the device once copied.
+"""Plans the experts that a device lacks: computed by the CPU, or by the device once copied.
 
-HybriMoE's schedule of one layer (arXiv 2504.05897), for an engine that launches what is resident
-before the host knows who was chosen: what is left to decide is the missing experts. The link brings
-the heaviest ones, the CPU takes the others; how many are brought is tried out, each number is
-simulated and the best one wins. Experts that come from disk are there later than the others, so
-one more plan is tried, which takes them in the order in which they are there.
-
-What the CPU computes would be missing the next time as well. So the link, as long as it has nothing
-else to do, brings some of that too, for later layers' calls: nothing waits for it.
+HybriMoE's schedule of one layer (arXiv 2504.05897), for an engine that launches residents before
+the host knows the choices. The link brings the heaviest experts, the CPU takes the others; each
+number of copies is simulated and the best one wins. Experts from disk come later, so one more plan
+takes all in the order of their arrival. The idle link also brings experts that the CPU computes,
+for later calls.
 """
 
 from __future__ import annotations
@@ -17,11 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WEIGHT = 0.1
-"""Of the latest measurement in a running mean: the last ten or so count."""
+"""Of the latest measurement in a running mean: about the last ten count."""
 TRIED = 0.01
-"""Of the planned time that a side had nothing to do: so much may go into finding out its speed."""
+"""Share of the planned time of an idle side that may go into measuring its speed."""
 IDLE_PLANS = RESTED_LAYERS = 16
-"""Plans in a row without the CPU, after which so many layers do without a plan until the next."""
+"""Plans in a row without the CPU, after which so many layers do without a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +27,9 @@ class MissCosts:
 
     Attributes:
         cpu_s: of one expert on the CPU, by its number of rows.
-        copy_s: to bring one expert from RAM to the device; one after the other.
-        launch_s: of the product of an expert that was brought; one after the other.
-        read_s: to read one expert from disk into RAM; one after the other.
+        copy_s: to bring one expert from RAM to the device.
+        launch_s: of the product of an expert that was brought.
+        read_s: to read one expert from disk into RAM.
         return_s: to bring what the CPU computed to the device, once for all of it.
         residents_s: of the products that the device computes before those of arrivals.
     """
@@ -49,10 +46,10 @@ class MissPlan(NamedTuple):
     """Who computes what, in order.
 
     Attributes:
-        copied: experts that are brought to the device, and stay there.
+        copied: experts that are brought to the device.
         computed: experts that the CPU computes.
-        seconds: predicted, until both are done.
-        kept: those of `computed` that the link brings meanwhile, to be there the next time.
+        seconds: predicted.
+        kept: those of `computed` that the link brings meanwhile, for the next time.
     """
 
     copied: tuple[int, ...]
@@ -72,10 +69,7 @@ class _Miss(NamedTuple):
 def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCosts) -> MissPlan:
     """Plans the missing experts of a layer for the least predicted time.
 
-    Args:
-        rows: number of rows of each missing expert.
-        on_disk: those of them that are not in RAM; they are read heaviest first.
-        costs: measured ones.
+    ``rows`` are the rows of each; those in ``on_disk`` are read heaviest first.
 
     Raises:
         ValueError: an expert without rows.
@@ -105,7 +99,6 @@ def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCo
 
 
 def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> MissPlan:
-    """The same where nothing is read; each number of copies follows from the one before."""
     link_s, device_s, left_s = 0.0, costs.residents_s, sum(cpu_s) + costs.return_s
     best_s, number = max(device_s, left_s if order else 0.0), 0
     for brought, own_s in enumerate(cpu_s, 1):
@@ -123,7 +116,7 @@ def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> Miss
 def _with_kept(
     copied: list[int], computed: list[int], seconds: float, worth: list[int], costs: MissCosts
 ) -> MissPlan:
-    """With as many of those that are worth it as the link has time for."""
+    """Adds as many of the worthwhile experts as the link has time for."""
     idle_s = seconds - len(copied) * costs.copy_s
     number = min(len(worth), int(idle_s / costs.copy_s)) if worth and costs.copy_s else 0
     return MissPlan((*copied,), (*computed,), seconds, (*worth[:number],))
@@ -142,7 +135,7 @@ def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) ->
 
 
 def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], list[_Miss]]:
-    """Each expert to whoever has it done first."""
+    """Each expert to the side that has it done first."""
     copied: list[_Miss] = []
     computed: list[_Miss] = []
     link_s, cpu_s = 0.0, costs.return_s
@@ -159,25 +152,18 @@ def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], l
 
 
 class RunningMean:
-    """An exponential average.
-
-    Attributes:
-        seconds: 0 before the first measurement.
-    """
+    """An exponential average in seconds; 0 before the first measurement."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Takes a measurement."""
         before = self.seconds or seconds
         self.seconds = before + (seconds - before) * WEIGHT
 
 
 class MissSpeeds:
-    """What missing experts cost here, and what is done with them because of that.
-
-    It takes seconds and has no clock, so the same measurements give the same plans.
+    """What missing experts cost here, and the plans made of it. It has no clock of its own.
 
     Attributes:
         launch: of the product of an expert that was brought to the device.
@@ -194,22 +180,18 @@ class MissSpeeds:
         self._idle_plans = self._rested = 0
 
     def rests(self) -> bool:
-        """Whether the next layer does without a plan, since the last ones had nothing for the CPU.
-
-        What a plan needs to know takes the host time while the device waits.
-        """
+        """Whether the next layer does without a plan, since the last plans did not use the CPU."""
         return self._idle_plans >= IDLE_PLANS and self._rested < RESTED_LAYERS
 
     def rested(self) -> None:
-        """A layer that lacked experts had no plan."""
+        """A layer with misses had no plan."""
         self._rested += 1
 
     def computed(self, num_rows: int, seconds: float) -> None:
-        """The CPU computed an expert for so many rows."""
         self._cpu.setdefault(num_rows, RunningMean()).add(seconds)
 
     def cpu_s(self, num_rows: int) -> float:
-        """Seconds of one expert on the CPU; of numbers that were not measured, from the nearest."""
+        """Seconds of one expert on the CPU; for unmeasured numbers of rows, by the nearest."""
         known = self._cpu.get(num_rows)
         if known is not None:
             return known.seconds
@@ -226,18 +208,14 @@ class MissSpeeds:
         read_s: float,
         has_residents: bool,
     ) -> MissPlan:
-        """Who computes the missing experts of a layer.
+        """Plans the missing experts of a layer; its seconds are 0 where a speed was not known.
 
         Args:
             rows: number of rows of each.
             on_disk: those of them that are not in RAM.
-            copy_s: seconds that a copy has the link for; 0 if none was measured so far. It takes as
-                long as the host takes to ask for it, if that is more.
+            copy_s: seconds that a copy has the link for; 0 if none was measured.
             read_s: seconds of a read from disk into RAM.
             has_residents: whether the device has others of the layer to compute.
-
-        Returns:
-            A plan; its seconds are 0 where a speed was not known.
         """
         heaviest_first = sorted(rows, key=lambda expert: (-rows[expert], expert))
         if not self._cpu or not copy_s:

@@ -15,7 +15,7 @@ import torch
 from moe_runtime.config import MISSES, require_known
 from moe_runtime.inference.device.miss_plans import MissPlan, MissSpeeds
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
+from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.store import ExpertStore
@@ -25,12 +25,9 @@ Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
 
 
 class Misses:
-    """Who computes missing experts of few rows: the device once they are copied, or the CPU.
+    """Missing experts of few rows: computed by the device once copied, or by the CPU.
 
     The two sum in different orders, so the last bits of a result depend on who computed it.
-
-    Attributes:
-        speeds: measured while it runs.
     """
 
     def __init__(
@@ -42,15 +39,7 @@ class Misses:
         is_planned: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes the tiers of a model.
-
-        Args:
-            store: of the device.
-            lower: of the host.
-            bind: a slot of the host as the weights of an expert.
-            is_planned: whether speeds decide; otherwise the CPU computes every missing expert.
-            clock: seconds, as the reads of the stores have them.
-        """
+        """``is_planned`` lets speeds decide; otherwise the CPU computes every missing expert."""
         self.store = store
         self.lower = lower
         self.bind = bind
@@ -68,7 +57,7 @@ class Misses:
         self._given = layer, self.clock()
 
     def goes_on(self, layer: int) -> None:
-        """The device has its work up to the choices of a layer, whatever it waited for before."""
+        """The device has its work up to the choices of a layer."""
         if self._given is not None and layer > self._given[0]:
             self.speeds.back.add(self.clock() - self._given[1])
         self._given = None
@@ -76,13 +65,7 @@ class Misses:
     def plan(
         self, layer: int, rows: Mapping[int, Sequence[int]], residents: frozenset[int]
     ) -> MissPlan:
-        """What becomes of the experts of a layer that are neither resident nor on their way.
-
-        Args:
-            layer: whose experts they are.
-            rows: routed rows of each expert that is asked for.
-            residents: experts that the device computes already.
-        """
+        """Plans the experts of a layer that are neither resident nor on their way."""
         wanted = [(ExpertKey(layer, e), 1.0) for e in rows if e not in residents]
         missing = [key for key, _ in Guesses(self.store).absent(wanted)] if wanted else []
         if not missing:
@@ -102,7 +85,7 @@ class Misses:
 
 
 class HostPart:
-    """The experts of one layer that the CPU computes."""
+    """The experts of one layer that the CPU computes, from ``x_TD`` on the host."""
 
     def __init__(
         self,
@@ -114,17 +97,6 @@ class HostPart:
         num_choices: int,
         activation: ExpertActivation,
     ) -> None:
-        """Computes nothing yet.
-
-        Args:
-            misses: of the model.
-            layer: whose experts they are.
-            keys: the experts.
-            rows: routed rows of each.
-            x_TD: what they are given, on the host.
-            num_choices: experts of a token.
-            activation: of the experts.
-        """
         self._misses = misses
         self._layer, self._left = layer, [*keys]
         self._rows = rows
@@ -135,11 +107,7 @@ class HostPart:
         self._done: list[torch.Tensor] = []
 
     def compute(self) -> None:
-        """Computes what was not computed so far; what is on disk is read first.
-
-        Raises:
-            CheckpointError: it could not be read.
-        """
+        """Computes what is left; what is on disk is read first."""
         if not self._left:
             return
         with self._misses.lower.lease(self._left) as lease:
@@ -168,11 +136,8 @@ class HostPart:
         self._done.append(y_ND)
 
     def finish(self, give: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Computes what is left, and gives all rows to the sums on the device.
-
-        Args:
-            give: takes rows, see `SlottedProducts.give`.
-        """
+        """Computes what is left, and gives all rows to the sums on the device
+        (`SlottedProducts.give`)."""
         self.compute()
         self._misses.gives(self._layer)
         device = self._misses.store.device
@@ -188,15 +153,7 @@ def open_misses(
     lower: ExpertStore[torch.Tensor] | None,
     bind: Bind,
 ) -> None:
-    """Has the CPU compute missing experts.
-
-    Args:
-        mode: ``"cpu"`` for all of them, or ``"auto"``.
-        modules: `DeviceExperts` of a model.
-        store: the tier that experts are computed from.
-        lower: the tier below, of the host.
-        bind: a slot of the host as the weights of an expert.
-    """
+    """Has the CPU compute missing experts: all of them (``"cpu"``), or as planned (``"auto"``)."""
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
@@ -205,11 +162,10 @@ def open_misses(
 
 
 def check_misses(misses: str, place: torch.device, *, is_alone: bool) -> None:
-    """Refuses a way to treat missing experts that there is none of, or none of here.
+    """Refuses a name that nothing has, a model on the CPU, and experts divided among processes.
 
     Raises:
-        ValueError: nothing has the name, or the model is not on a device, or several processes
-            divide its experts.
+        ValueError: one of these.
     """
     require_known("misses", misses, MISSES)
     if place.type == "cpu" and misses != "device":

@@ -18,33 +18,25 @@ from transformers.cache_utils import (
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
 _LEAST_STEP = 64
-"""Tokens: lengths of caches are multiples of it, or of an eighth of the power of two below them."""
+"""Lengths of caches are multiples of it, or of an eighth of the power of two below them."""
 
 
 class StaticCaches:
     """The caches of one model's calls of `generate`.
 
-    A recorded step is good for the memory that it was recorded with. The cache of the last call is
-    used again, if a new one would be as large: then the step is recorded already. Its recording
-    keeps it alive, nobody else does.
+    The cache of the last call is reused if a new one would be as large: then its step is recorded
+    already. Only its recording keeps it alive.
     """
 
     def __init__(self) -> None:
-        """Has none."""
         self._made, self._in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
         self._free: list[weakref.ref[Any]] = []  # one at most
 
     def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
-        """A cache with nothing in it, for the caller alone until it is given back.
+        """An empty cache, for the caller alone until it is given back.
 
-        Args:
-            config: of the model.
-            num_sequences: that it will be filled for, whose prompts have more tokens than one.
-            num_tokens: of each, those to come included.
-            most: tokens that memory was set aside for; a cache of more has no room to spare.
-
-        Returns:
-            The cache; None where layers keep something else than keys and values of all tokens.
+        A cache of more than ``most`` tokens has no room to spare. None where layers keep something
+        else than keys and values of all tokens.
         """
         length = max(num_tokens, min(_rounded(num_tokens), most))
         cache = None
@@ -61,24 +53,21 @@ class StaticCaches:
         return cache
 
     def give_back(self, cache: Any) -> None:
-        """Its tokens are no longer wanted; nothing happens where it is none of these."""
+        """Its tokens are no longer wanted; does nothing where it is none of these."""
         if self.is_own(cache):
             self._in_use.discard(cache)
             self._free[:] = [weakref.ref(cache)]
 
     def is_in_use(self, cache: Any) -> bool:
-        """Whether it is taken, so that its memory is held whoever else holds it."""
         return cache in self._in_use
 
     def is_own(self, cache: Any) -> bool:
-        """Whether it is one of these, and no caller's."""
         return cache is not None and cache in self._made
 
 
 def static_cache(config: Any, num_tokens: int) -> Any:
-    """A static cache that keeps so many tokens in every layer, also in those that attend to the
-    last ones only, as their masks say; None where layers keep something else.
-    """
+    """A static cache of so many tokens in every layer, sliding windows included; None where layers
+    keep something else."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     cache = StaticCache(config, max_cache_len=num_tokens)
     known = StaticLayer, StaticSlidingWindowLayer
@@ -94,7 +83,7 @@ def is_static(cache: Any) -> bool:
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether it is a static cache that has its memory, or one of rows, which always has it."""
+    """Whether it is a static cache that has its memory, or one of rows."""
 
     if type(cache) is RowCache:
         return True
@@ -116,10 +105,7 @@ def _rounded(num_tokens: int) -> int:
 
 
 def _fits(cache: Any, num_sequences: int, length: int) -> bool:
-    """Whether it is what a new one of this length would be once it is filled.
-
-    Tensors of inference mode can be changed within it alone.
-    """
+    """Whether it is what a new one of this length would be once filled, in this inference mode."""
     return is_filled(cache) and all(
         layer.batch_size == num_sequences
         and layer.max_cache_len == length
@@ -131,18 +117,11 @@ def _fits(cache: Any, num_sequences: int, length: int) -> bool:
 class RowLayer(StaticLayer):
     """Keys and values of one layer, one row of places for each sequence.
 
-    A token is written to the place that ``cumulative_length`` has for its sequence. Nothing is
-    counted here: the caller says the places of every step, so that a step that failed is forgotten.
+    A token is written to the place that ``cumulative_length`` has for its sequence; the caller sets
+    the places of every step, so that a failed step is forgotten.
     """
 
     def __init__(self, keys_BGLD: Any, values_BGLV: Any, places_B: torch.Tensor) -> None:
-        """Takes memory that is there.
-
-        Args:
-            keys_BGLD: contiguous.
-            values_BGLV: likewise.
-            places_B: int64, of the next token of each sequence, on the device.
-        """
         super().__init__(keys_BGLD.shape[2])
         self.keys, self.values, self.cumulative_length = keys_BGLD, values_BGLV, places_B
         self.dtype, self.device = keys_BGLD.dtype, keys_BGLD.device
@@ -154,7 +133,7 @@ class RowLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes one token of each sequence, ``[B, G, 1, D]``; gives all places."""
+        """Writes one token of each sequence, ``[B, G, 1, D]``; returns all places."""
         keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
         for cached, new in ((keys, key_states), (values, value_states)):
             cached[self._rows_B, :, self.cumulative_length] = new.squeeze(2)
@@ -164,16 +143,14 @@ class RowLayer(StaticLayer):
 class RowCache(StaticCache):
     """A static cache of such layers, for steps of one token a sequence.
 
-    Attributes:
-        num_cached: tokens of a sequence in the mean, as the host knows them.
+    ``num_cached`` is the mean number of tokens of a sequence, as the host knows it.
     """
 
     def __init__(self, config: Any, layers: Sequence[RowLayer]) -> None:
-        """Takes layers."""
         super().__init__(config, max_cache_len=1)
         self.layers[:] = layers
         self.num_cached = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """What the host knows: nobody waits for the device."""
+        """What the host knows, without a wait for the device."""
         return self.num_cached

@@ -1,9 +1,8 @@
 """How the experts of a recorded step are computed when it is replayed.
 
-Where all are resident, it is one graph; likewise where those that are not lie in host memory that
-kernels read. Otherwise it is recorded in parts: one ends with the experts of a layer that are
-resident, and tells the host of its choices before them; the next begins with the sums. What a layer
-lacks is queued in between, as without a recording, and joins the same sums: the same bits.
+Where all are resident, or lie in host memory that kernels read, it is one graph. Otherwise it is
+recorded in parts: one ends with the residents of a layer, and tells the host of its choices; the
+next begins with the sums. Misses are queued in between, and join the same sums: the same bits.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from moe_runtime.memory.device.host_tables import (
 from moe_runtime.types import ExpertKey
 
 MOST_REFUSED = 8
-"""Steps in a row that find experts in neither memory, before they are recorded in parts; after as
-many of these it is looked whether all are there."""
+"""Steps in a row that find experts in neither memory, before they are recorded in parts; and steps
+in parts between two looks whether all are there."""
 
 
 class StepExperts(ABC):
@@ -39,7 +38,7 @@ class StepExperts(ABC):
 
     Attributes:
         is_over: whether the next step is to be recorded anew.
-        is_one_graph: whether the host has probably nothing to do in the midst of the next step.
+        is_one_graph: whether the next step probably does not wait for the host.
     """
 
     is_over = False
@@ -55,11 +54,8 @@ class StepExperts(ABC):
 
     @abstractmethod
     def replay(self, last: Graph) -> bool:
-        """Queues the step, whose last graph this is.
-
-        Returns:
-            Whether it is queued: not where experts are not where they have to be.
-        """
+        """Queues the step, with its last graph; False where experts are not where they have to
+        be."""
 
 
 def experts_of_step(
@@ -83,7 +79,7 @@ def experts_of_step(
 
 
 def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None:
-    """Has what fetches experts compiled and loaded, as nothing should be within a recording."""
+    """Compiles and loads the kernels that fetch experts, which a recording must not."""
     kinds = {(one.tables.sources_EP.shape, one.word_bytes): one for one in tables.layers.values()}
     for (shape, word_bytes), places in kinds.items():
         slots_E = tables.slots_E[: shape[0]]
@@ -96,8 +92,8 @@ def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None
 def _tables(
     store: DeviceStore[Any], modules: Sequence[DeviceExperts], num_choices: int
 ) -> HostTables | None:
-    """Where every expert is that may be asked for; None where somebody has to hear within a step,
-    or a layer may lack experts."""
+    """Where every expert is that may be asked for; None where a listener needs each layer, or
+    experts are missing."""
     if not all(map(_is_quiet, modules)) or any(m.misses is not None for m in modules):
         return None
     if store.host_tables is None:
@@ -115,13 +111,13 @@ def _all_keys(modules: Sequence[DeviceExperts]) -> list[ExpertKey]:
 
 
 def _is_quiet(experts: DeviceExperts) -> bool:
-    """Whether nobody has to hear of a layer within a step."""
+    """Whether no listener needs to hear of a layer within a step."""
     listens = experts.listeners.routed or experts.listeners.demanded
     return not listens and experts.store is not None and experts.store.listener is None
 
 
 class _OneGraph(StepExperts):
-    """What has nothing to ask the host within a step, which hears of the choices afterwards."""
+    """A step that does not wait for the host, which hears of the choices afterwards."""
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
@@ -146,9 +142,8 @@ class _OneGraph(StepExperts):
     def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         """Queues the step; None where it cannot be.
 
-        Returns:
-            What ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
-            this recording, whose memory may be given up before.
+        Else what ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
+        this recording, whose memory may be given up before.
         """
 
 
@@ -178,7 +173,7 @@ class ResidentExperts(_OneGraph):
 
 
 class FetchedExperts(_OneGraph):
-    """Some experts are in host memory, from where the device fetches those that are chosen."""
+    """Some experts are in host memory, from where the device fetches the chosen ones."""
 
     def __init__(
         self,
@@ -221,7 +216,7 @@ class FetchedExperts(_OneGraph):
 
 
 class ExpertsInParts(StepExperts):
-    """What a layer lacks is queued between two graphs."""
+    """Misses of a layer are queued between two graphs."""
 
     is_one_graph = False
 
@@ -297,8 +292,6 @@ class RecordedLayer:
     """The experts of one layer in a recorded step, to which missing ones are added.
 
     Attributes:
-        sums: queues the sums of all experts.
-        takes_rows: as of `SlottedProducts`.
         arrived_E: where the slots are of those that arrived.
         following: the next layer, which is prepared while the device computes this one.
     """
@@ -312,14 +305,7 @@ class RecordedLayer:
         recorder: GraphRecorder,
         tables_2E: torch.Tensor,
     ) -> None:
-        """Records the residents and those that arrive, whoever they will be.
-
-        Args:
-            experts: of the layer.
-            routed: what the layer is called with.
-            recorder: of the step; the part before the sums is ended.
-            tables_2E: slots of residents and of those that arrived, filled before a replay.
-        """
+        """Records residents and arrivals; ``tables_2E`` has their slots, filled before a replay."""
         assert isinstance(experts.store, DeviceStore)
         assert experts.store.stacks is not None, "the layer has a stack"
         self._experts, self._routed, self._store = experts, routed, experts.store
@@ -338,20 +324,16 @@ class RecordedLayer:
         self._arrivals = recorder.cut()
 
     def add(self, experts: Any) -> None:
-        """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
         self._arrivals.replay()
 
     def replay(self) -> bool:
-        """Replays the part with this layer's choices and residents, and queues what it lacks.
-
-        Returns:
-            Whether the whole layer was resident.
-        """
+        """Replays the layer's choices and residents, and queues what it lacks; says whether all
+        were resident."""
         self._experts.complete(self, self._routed, self._launch)
         return self._listed is not None and self._listed.are_all
 
     def prepare(self) -> None:
-        """To be called before each replay: forgets the choices of the step before."""
+        """Drops the choices of the step before; to be called before each replay."""
         self._told.settle()
         if not self._is_counted:
             self._store.count_behind(self._told)

@@ -1,8 +1,5 @@
 """The runtime's kernels as an experts backend of transformers: ``experts_implementation``.
 
-One function serves every model that transformers builds with its experts interface. A gate whose
-values agree with a formula of the kernels is computed by them, any other runs as the model has it.
-
 Shape suffixes: T tokens, K top-k, E experts, D model.
 """
 
@@ -38,14 +35,11 @@ _SCALES: dict[torch.dtype, ScaleName] = {
 def register_with_transformers() -> None:
     """Makes ``experts_implementation="moe_runtime"`` known to transformers.
 
-    From then on ``from_pretrained(..., experts_implementation="moe_runtime")`` and
-    ``model.set_experts_implementation("moe_runtime")`` use the runtime's kernels for every model
-    whose experts transformers builds with its experts interface, in generation and in training.
-    Experts of fp8 checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their codes.
-    Those of gpt-oss have no such interface where transformers keeps them in 4 bits: on a GPU, and
-    on a CPU with ``use_kernels=True``, they stay with its own kernels from the Hub. Else it loads
-    them in bf16, as under ``Mxfp4Config(dequantize=True)``, and they are this one's. Calling it
-    again changes nothing.
+    ``from_pretrained`` and ``model.set_experts_implementation`` then use the runtime's kernels for
+    every model whose experts transformers builds with its experts interface, in generation and in
+    training. Experts of fp8 checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their
+    codes. gpt-oss has this interface where transformers loads it in bf16, not where it keeps its 4
+    bits (on a GPU, or with ``use_kernels=True``). Calling it again changes nothing.
     """
     private.ExpertsInterface.register(BACKEND_NAME, experts_forward)
     private.FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
@@ -54,13 +48,15 @@ def register_with_transformers() -> None:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward pass of an experts module of transformers.
+    """The forward pass of an experts module of transformers, ``self``.
+
+    A gate whose values agree with a formula of the kernels is computed by them, any other as the
+    model has it.
 
     Args:
-        self: The module: its parameters, its layout flags and its gate.
         hidden_states: ``[T, D]``.
-        top_k_index: ``[T, K]``; ids of no expert (expert parallelism marks the slots of other ranks
-            with ``num_experts``) add nothing.
+        top_k_index: ``[T, K]``; ids of no expert add nothing (expert parallelism marks slots of
+            other ranks with ``num_experts``).
         top_k_weights: ``[T, K]`` gate weights.
 
     Returns:
@@ -84,12 +80,12 @@ def fp8_experts_forward(
 ) -> Tensor:
     """As `experts_forward`, for experts in 8 or 4 bits with scales, which are frozen.
 
-    They are computed from their codes, by Triton on a GPU and in C on a CPU, and never widened in a
-    forward pass; activations are not rounded to 8 bits, unlike in transformers' own backends.
+    They are computed from their codes; activations are not rounded to 8 bits, unlike in
+    transformers' own backends.
 
     Raises:
-        UnsupportedModelError: Weights or scales are of a type that is not known, or it is not
-            known which rows share a scale.
+        UnsupportedModelError: the type of weights or scales, or which rows share a scale, is not
+            known.
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     inputs, down = (
@@ -157,12 +153,7 @@ def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedS
 
 
 def _group(name: str, size: int, num_groups: int, block: int | None, num_parts: int = 1) -> int:
-    """Rows or columns that share a scale; 0 for all of them.
-
-    Raises:
-        UnsupportedModelError: Scales of gate and up that were put together, the last of each for
-            less than a block, are as many as those of blocks of both, or another number.
-    """
+    """Rows or columns that share a scale; 0 for all of them."""
     if num_groups == 1:
         return 0
     if block is not None and -(-size // block) == num_groups:

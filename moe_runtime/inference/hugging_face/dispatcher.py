@@ -1,10 +1,8 @@
-"""Our dispatcher under `transformers`' expert parallelism, for every model it can spread.
+"""Our dispatcher under `transformers`' expert parallelism (5.23 or newer).
 
-transformers 5.23 lets others say how the tokens of an experts module reach their ranks
-(`EPImplementation`); earlier versions do not. After `register_expert_parallelism()`, load with
-`DistributedConfig(ep_size=..., ep_implementation="moe_runtime")` under `torchrun`: generation and
-training then go through `moe_runtime.parallel`, and each rank's rows through whichever experts
-implementation was chosen.
+After `register_expert_parallelism()`, load under `torchrun` with `DistributedConfig(ep_size=...,
+ep_implementation="moe_runtime")`: tokens then go through `moe_runtime.parallel`, and rows of a rank
+through the chosen experts implementation.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S experts of a rank.
 """
@@ -39,12 +37,12 @@ def register_expert_parallelism(
     """Registers the dispatcher with transformers; call it before loading a model.
 
     Args:
-        name: What `DistributedConfig.ep_implementation` is to be.
-        overlap: How communication is hidden; without chunks by default.
-        timeout_s: Seconds after which waiting for another rank is an error that names it.
+        name: what `DistributedConfig.ep_implementation` is to be.
+        overlap: how communication is hidden; without chunks by default.
+        timeout_s: seconds after which waiting for another rank is an error that names it.
 
     Raises:
-        UnsupportedModelError: The installed transformers has no such interface.
+        UnsupportedModelError: the installed transformers has no such interface.
     """
     try:
         from transformers.distributed.expert_parallel import (
@@ -98,19 +96,16 @@ def spread_experts(
     batch_group: dist.ProcessGroup | None,
     overlap: Overlap,
 ) -> Tensor:
-    """`[T, D]`: the weighted outputs of the experts for each of a rank's tokens.
+    """``[T, D]``: the weighted outputs of the experts for each of a rank's tokens.
 
     Args:
-        x_TD: `[T, D]`.
-        ids_TK: `[T, K]` expert numbers of the whole layer.
-        weights_TK: `[T, K]`.
-        experts_forward: This rank's experts, called with rows, their local expert `[R, 1]` and
+        x_TD: ``[T, D]``.
+        ids_TK: ``[T, K]`` expert numbers of the whole layer.
+        weights_TK: ``[T, K]``.
+        experts_forward: this rank's experts, called with rows, their local expert ``[R, 1]`` and
             weights of 1.
-        transport: The ranks among which the experts are spread.
-        slots: Where the experts lie.
-        batch_group: Ranks that all hold this batch (tensor parallelism); each then takes an equal
-            part of the tokens, so that none is computed twice.
-        overlap: How communication is hidden.
+        batch_group: ranks that all hold this batch (tensor parallelism); each takes an equal part
+            of the tokens.
     """
     num_tokens = x_TD.shape[0]
     if batch_group is not None:

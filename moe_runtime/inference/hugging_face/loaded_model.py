@@ -1,7 +1,6 @@
 """What a loaded model answers otherwise than other transformers models, or refuses to.
 
-Everything that is not here is transformers' own. ``docs/transformers-features.md`` lists what that
-comes to.
+``docs/transformers-features.md`` lists what that comes to.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ def as_loaded_model(
     steps: Steps,
     max_tokens: int,
 ) -> None:
-    """Makes a model with offloaded experts one that knows what cannot be asked of it.
-
-    Its class becomes a subclass of its own class, under the same name.
-    """
+    """Makes the class of a model with offloaded experts a subclass of itself, under the same
+    name."""
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours = GeneratingModel if model.can_generate() else LoadedModel
@@ -61,8 +58,7 @@ _beside_graphs: Any = torch.compiler.disable(
 class LoadedModel:
     """Comes before the class of a model from transformers whose experts are in files.
 
-    Attributes:
-        checkpoint_folder: where they are.
+    ``checkpoint_folder`` is where they are.
     """
 
     checkpoint_folder: Path
@@ -97,7 +93,6 @@ class LoadedModel:
 
         Args:
             save_directory: the folder; files of other names in it stay.
-            is_main_process: whether this process writes.
             state_dict: what to write instead of the model's own parameters; nothing for experts.
             options: ``max_shard_size``, ``variant`` and others of transformers; those that have no
                 meaning here are refused by name.
@@ -163,7 +158,6 @@ class LoadedModel:
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """As in torch, but refused where it would ask for gradients of experts."""
         if requires_grad:
             raise UnsupportedUseError(
                 "requires_grad_() would train the experts too, which are in the checkpoint's "
@@ -246,7 +240,7 @@ class GeneratingModel(LoadedModel):
 
 
 def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses to give a training loop a loss that nothing can be trained by."""
+    """Refuses a loss in training mode that would train nothing."""
     if kwargs.get("labels") is None or not torch.is_grad_enabled():
         return
     given = itertools.chain(args, kwargs.values(), model.parameters())
@@ -264,18 +258,14 @@ _INSTEAD = {
     "Grad": "use backward() or torch.autograd.grad",
     "Jvp": "use backward() or torch.autograd.grad",
 }
-"""By torch's name of a transform, what to do in its place."""
+"""What to do instead of a transform of torch."""
 
 _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 """Under which torch passes around tensors without content."""
 
 
 def require_plain_call() -> None:
-    """Refuses a call whose tensors have no content that a kernel could read.
-
-    Raises:
-        UnsupportedUseError: torch traces, or a transform of ``torch.func`` is under way.
-    """
+    """UnsupportedUseError where torch traces, or a transform of ``torch.func`` is under way."""
     if torch._C._get_tracing_state() is not None:
         refuse_tracing("torch.jit.trace")
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
@@ -291,11 +281,7 @@ def require_plain_call() -> None:
 
 
 def refuse_tracing(who: str) -> NoReturn:
-    """Says that no graph of a loaded model can be made.
-
-    Raises:
-        UnsupportedUseError: always.
-    """
+    """UnsupportedUseError: no graph of a loaded model can be made."""
     raise UnsupportedUseError(
         f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
         "which makes graphs between them, or give it the model that from_pretrained of "

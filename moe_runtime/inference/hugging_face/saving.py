@@ -1,4 +1,4 @@
-"""A loaded model as a checkpoint: its dense weights as they are, its experts out of their files."""
+"""Saves a loaded model as a checkpoint; its experts are copied from their files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, require_plain
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import TensorsOf
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import QUANTIZATION_FILE, build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.safetensors_index import write_index
 from moe_runtime.checkpoints.settings_check import QUANTIZATION_NAMES
 from moe_runtime.checkpoints.strict_json import parse_object
@@ -42,12 +41,8 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How to divide and name the files of a checkpoint.
-
-    Attributes:
-        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
-        variant: a word in the names of the files, or None.
-    """
+    """How to divide and name the files of a checkpoint; ``max_shard_size`` in bytes, or such as
+    ``"5GB"``."""
 
     max_shard_size: int | str = "50GB"
     variant: str | None = None
@@ -101,23 +96,20 @@ def save_around_experts(
 ) -> None:
     """Writes a loaded model as a checkpoint that transformers loads.
 
-    The folder is replaced when all is whole; what is in it beside weights goes over.
+    The folder is replaced when all is whole; other files than weights are kept.
 
     Args:
-        model: gives configuration and generation settings.
         checkpoint_folder: has the experts.
-        folder: where to.
         state: everything else, by the model's names.
-        options: for the files.
-        versions: of the files that the model's experts are in; a save over the checkpoint itself
-            adds those that it wrote.
+        versions: of the files of the model's experts; a save over the checkpoint itself adds those
+            that it wrote.
 
     Raises:
         CheckpointError: the checkpoint is not what it was when it was loaded.
         OSError: it cannot be written; what was there stays.
         UnsupportedModelError: experts of the family cannot be unpacked.
         UnsupportedUseError: quantised weights were changed, or a packed checkpoint would be
-            written over.
+            overwritten.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -162,7 +154,7 @@ def _exporter_for(
 ) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
     """Where a checkpoint's experts lie, what writes others like it, and what gives it experts.
 
-    Of a packed one, what writes the plain one that it stands for.
+    For a packed one, what writes the plain one that it was packed from.
     """
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
@@ -174,7 +166,7 @@ def _exporter_for(
 
 
 def _copy_quantization(source: Path, folder: Path) -> None:
-    """Says of quantised weights in one folder what is said in another."""
+    """Copies the settings of quantised weights to another folder."""
     files = source / "config.json", folder / "config.json"
     said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
     for name in QUANTIZATION_NAMES:
@@ -190,11 +182,7 @@ def _copy_quantization(source: Path, folder: Path) -> None:
 
 
 def _require_same_files(experts: ExpertMap, versions: set[FileVersion]) -> None:
-    """Refuses to copy experts out of files that are not those of the model any more.
-
-    Raises:
-        CheckpointError: a file was replaced, changed or removed since it was opened.
-    """
+    """CheckpointError where a file was replaced, changed or removed since it was opened."""
     layouts = experts.layouts.values()
     for path in sorted({extent.file for layout in layouts for extent in layout.extents}):
         if not path.exists() or file_version(path) not in versions:

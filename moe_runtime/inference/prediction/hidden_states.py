@@ -24,10 +24,9 @@ def record_hidden(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Routes, np.ndarray]:
-    """Runs a model that ``load`` returned over texts and keeps what each layer's gate was given.
+    """Runs a loaded model over texts and keeps what each layer's gate was given.
 
-    Returns:
-        The routes, and ``[T, L, D]`` float16.
+    Returns the routes, and ``[T, L, D]`` float16.
     """
     shape = shape_of(cast(Any, model).moe.facts.signature)
     hidden: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]

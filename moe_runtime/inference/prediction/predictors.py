@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
-    """The estimator that a caller named: trained, from a file, or one that needs no training.
+    """The named estimator: trained, from a file, or one that needs no training.
 
     Raises:
         CheckpointError: the file cannot be used, or belongs to another model.
@@ -33,10 +33,7 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
 
 
 def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
-    """Memory that a trained estimator's tables take: part of the budget.
-
-    Without training there are only counts of a few kilobytes; they are in the fixed reserve.
-    """
+    """Memory of a trained estimator's tables. Untrained counts are in the fixed reserve."""
     if not is_file_name(predictor):
         return 0
     return sum(array.nbytes for array in estimator.state().values())
@@ -47,8 +44,7 @@ def find_gate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
 
-    A gate is the module beside the experts, or a part of one, whose weight has a row for every
-    expert.
+    It is the module next to the experts, or a part of one, whose weight has a row for every expert.
 
     Raises:
         UnsupportedModelError: the layer has no such module.
@@ -89,7 +85,6 @@ def find_gates(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same values; integers of 64 bits as they are, all others as float32."""
     # each of these costs as much as a small gate, even where it has nothing to do
     if tensor.requires_grad:
         tensor = tensor.detach()

@@ -37,15 +37,9 @@ if TYPE_CHECKING:
 def _bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> list[list[GateRanking]]:
-    """Has an estimator that reads hidden states take them as tensors, where the model computes.
+    """Binds an estimator of hidden states to the model's own gates, as tensors where it computes.
 
-    The gates are the model's own, not copies.
-
-    Returns:
-        Whom to ask about a layer, by distance and layer; none for other estimators.
-
-    Raises:
-        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
+    Returns rankings by distance and layer; none for other estimators.
     """
     if not isinstance(estimator, NextGate):
         return []
@@ -71,7 +65,7 @@ def _bind_ranker(
 
 
 class PrefetchListener(Listener):
-    """Tells a prefetcher of steps, and of the routing of layers while it wants to hear of them."""
+    """Passes steps, and the routing of layers while it is wanted, to a prefetcher."""
 
     def __init__(
         self,
@@ -81,7 +75,6 @@ class PrefetchListener(Listener):
         needs_weights: bool,
         needs_hidden: bool,
     ) -> None:
-        """Joins steps with a prefetcher."""
         self._prefetcher = prefetcher
         self._look_ahead = look_ahead
         self._needs_weights = needs_weights
@@ -90,14 +83,12 @@ class PrefetchListener(Listener):
         self._no_weights = np.zeros((0, 0), np.float32)
 
     def begin(self, step: Step) -> None:
-        """Ends what ended, and has the first layers guessed."""
         for request in step.ended:
             self._prefetcher.finish(request)
         self._prefetcher.step(step.requests, lambda: step.token_ids)
         self.hears_demands = self.follows_requests = self._prefetcher.wants_layers
 
     def demanded(self, routing: LayerRouting) -> None:
-        """Has the next layers guessed."""
         prefetcher, look_ahead = self._prefetcher, self._look_ahead
         layer, keys, hidden_TD, ids_TK, weights_TK = routing
         if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
@@ -112,7 +103,6 @@ class PrefetchListener(Listener):
         prefetcher.routed(event, keys)
 
     def forget(self) -> None:
-        """The step failed."""
         self._prefetcher.forget()
 
 
@@ -127,7 +117,7 @@ def open_prefetcher(
     share: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
-    """Lets a prefetcher listen to every forward pass of a model from now on.
+    """Opens a prefetcher that listens to every forward pass of a model.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
@@ -173,7 +163,7 @@ def open_prefetcher(
 class TokenLookAhead:
     """Guesses from the tokens' hidden states, by the gates of the coming layers.
 
-    Says what ``LookaheadPredictor`` says, less what is too improbable to matter.
+    As ``LookaheadPredictor``, less what is too improbable to matter.
     """
 
     def __init__(
@@ -198,7 +188,7 @@ class TokenLookAhead:
         self.take_counts = native.take_counts
 
     def takes(self, ids_TK: torch.Tensor, hidden_TD: torch.Tensor) -> bool:
-        """Whether the machine code was made for these: how many, how wide, of which type."""
+        """Whether the machine code was made for these shapes and types."""
         return (
             ids_TK.shape[0] <= MOST_TOKENS
             and ids_TK.shape[1] == self._top_k
@@ -212,7 +202,7 @@ class TokenLookAhead:
     def look(
         self, layer: int, ids_TK: torch.Tensor, hidden_TD: torch.Tensor, horizon: int
     ) -> list[Guess]:
-        """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
+        """Notes a layer's routing and guesses the next layers', nearest first."""
         native = self._native
         number = native.look(layer, ids_TK, hidden_TD, horizon)
         experts, chances = native.experts[:number], native.chances[:number]
@@ -229,7 +219,7 @@ def make_token_look_ahead(
     least_chance: float,
     share: ExpertPartition | None,
 ) -> TokenLookAhead | None:
-    """The look-ahead, if the native code can ask these gates."""
+    """The look-ahead, if the native code takes these gates."""
     if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
         return None
     shape = estimator.shape

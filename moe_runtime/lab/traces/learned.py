@@ -160,7 +160,7 @@ def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSi
     arrays = header.get("arrays")
     if not isinstance(arrays, dict) or not set(map(str, arrays.values())) <= _DTYPES:
         raise CheckpointError(f"{archive.path}: the header announces arrays of unknown types")
-    if kind is _TRAINED and header.get("predictor") not in PREDICTORS:
+    if kind is _TRAINED and header.get("predictor") not in list(PREDICTORS):
         raise CheckpointError(
             f"{archive.path}: predictor {header.get('predictor')!r} is not known, expected one of "
             f"{', '.join(sorted(PREDICTORS))}"

@@ -38,15 +38,12 @@ class CudaCopy:
         self.begun, self.done = begun, done
 
     def query(self) -> bool:
-        """As ``Event.query``."""
         return self.done.query()
 
     def synchronize(self) -> None:
-        """As ``Event.synchronize``."""
         self.done.synchronize()
 
     def seconds_after(self, before: CudaCopy | None) -> float:
-        """As ``Copy.seconds_after``."""
         took_ms = self.begun.elapsed_time(self.done)
         if before is not None:
             took_ms = min(took_ms, before.done.elapsed_time(self.done))
@@ -54,8 +51,7 @@ class CudaCopy:
 
 
 class CudaTold:
-    """Locked memory that a graph copies to; the host looks at it, which takes it less than an event
-    and needs no call of CUDA's."""
+    """Locked memory that a graph copies to. The host polls it: cheaper than an event."""
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
@@ -66,17 +62,14 @@ class CudaTold:
         self._stream = torch.cuda.current_stream(device.place)
 
     def query(self) -> bool:
-        """As ``Event.query``."""
         return NOT_TOLD not in self._looked_at.tolist()
 
     def synchronize(self) -> None:
-        """As ``Event.synchronize``."""
         self.settle()
         if not self.query():
             raise RuntimeError("a graph has ended and did not tell the host what it had to")
 
     def settle(self) -> None:
-        """As ``Told.settle``."""
         num_looks = 0
         while not self.query():
             num_looks += 1
@@ -85,7 +78,6 @@ class CudaTold:
             select.select((), (), (), 0)  # threads that copy have their turn; a sleep takes longer
 
     def forget(self) -> None:
-        """As ``Told.forget``."""
         self._stream = self._device.computing_here()
         self._looked_at.fill(NOT_TOLD)
 
@@ -120,7 +112,6 @@ class CudaRecorder:
             self._within.__exit__(None, None, None)
 
     def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> CudaTold:
-        """As ``GraphRecorder.tell``."""
         self._sources += (sources := [one.contiguous() for one in (*values, numbers)])
         told = CudaTold(self._device, numbers, *values)
         self._beside.wait_stream(self._stream)
@@ -131,13 +122,11 @@ class CudaRecorder:
         return told
 
     def cut(self) -> torch.cuda.CUDAGraph:
-        """As ``GraphRecorder.cut``."""
         done = self.end()
         self._begin()
         return done
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """As ``GraphRecorder.end``."""
         graph = self._graph
         assert graph is not None
         if self._sources:
@@ -165,10 +154,8 @@ class CudaRecorder:
 class CudaDevice:
     """A CUDA or ROCm device.
 
-    Copies run on four streams, demands, read-aheads, those back to the host and of numbers there,
-    which are made once, as the two of recordings: cuBLAS keeps memory for each stream that it was
-    ever used on.
-    Nothing here waits for the computation: the copies do, on the device.
+    Streams are made once, since cuBLAS keeps memory for each stream it was used on. The host waits
+    for no computation here; copies do, on the device.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -186,7 +173,6 @@ class CudaDevice:
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """As ``Device.allocate``."""
         try:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
         except torch.OutOfMemoryError:
@@ -199,15 +185,12 @@ class CudaDevice:
         return memory
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """As ``Device.pin``."""
         pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
 
     def reads_host(self, memory: torch.Tensor) -> bool:
-        """As ``Device.reads_host``."""
         return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
-        """As ``Device.compute_here``."""
         number: int = torch._C._cuda_getCurrentRawStream(self._index)
         if number not in self._computing:
             stream = torch.cuda.current_stream(self.place)
@@ -220,7 +203,6 @@ class CudaDevice:
     def upload(
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As ``Device.upload``."""
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
@@ -231,7 +213,6 @@ class CudaDevice:
     def download(
         self, numbers: torch.Tensor, *, is_kept: bool = False
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """As ``Device.download``."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied, here = torch.cuda.Event(), self.computing_here()
         if not is_kept:
@@ -246,16 +227,13 @@ class CudaDevice:
         return found, copied
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """As ``Device.send``."""
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values).to(self.place, non_blocking=True)
 
     def wait_here(self, event: CudaCopy) -> None:
-        """As ``Device.wait_here``."""
         self.computing_here().wait_event(event.done)
 
     def vacate(self, *slots: torch.Tensor, still: Sequence[Any] = ()) -> list[Any]:
-        """As ``Device.vacate``."""
         return [*(stream.record_event() for stream in tuple(self._computing.values())), *still]
 
     def copy(
@@ -264,7 +242,6 @@ class CudaDevice:
         after: Sequence[Any],
         priority: Priority,
     ) -> CudaCopy:
-        """As ``Device.copy``."""
         stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
         begun = torch.cuda.Event(enable_timing=True)
         for event in after:
@@ -275,7 +252,6 @@ class CudaDevice:
         return CudaCopy(begun, done)
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """As ``Device.copy_back``."""
         done = torch.cuda.Event(blocking=True)
         self.compute_here()
         for event in self.vacate():
@@ -285,12 +261,11 @@ class CudaDevice:
         return done
 
     def drain(self) -> None:
-        """As ``Device.drain``."""
         for stream in (*self._copies.values(), self._back):
             stream.synchronize()
 
     def computing_here(self) -> torch.cuda.Stream:
-        """The caller's current stream, which takes torch long to make anew."""
+        """The caller's current stream, which torch is slow to make anew."""
         return self._computing[self.compute_here()]
 
     def queue(
@@ -305,7 +280,6 @@ class CudaDevice:
                 target.copy_(source, non_blocking=True)
 
     def record(self) -> CudaRecorder:
-        """As ``Device.record``."""
         return CudaRecorder(self, self._recording, self._telling)
 
 
@@ -314,18 +288,14 @@ def _locked_like(source: torch.Tensor) -> torch.Tensor:
 
 
 def open_device(place: torch.device) -> Device:
-    """The device of a place that is not the CPU.
-
-    Raises:
-        ValueError: it is none of CUDA or ROCm.
-    """
+    """The device of a place that is not the CPU; ValueError where it is neither CUDA nor ROCm."""
     if place.type != "cuda":
         raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")
     return CudaDevice(place)
 
 
 def find_runtime() -> Any:
-    """The runtime of CUDA that torch has loaded; None where it has another one."""
+    """The CUDA runtime that torch has loaded, or None."""
     try:
         # its calls here do not wait, so other threads need not have their turn meanwhile
         runtime = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
@@ -340,18 +310,8 @@ def find_runtime() -> Any:
 def queue_copies(
     runtime: Any, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int
 ) -> None:
-    """Queues copies of contiguous bytes.
-
-    Torch's own copies look for what a tensor may be, which takes the host longer than the call.
-
-    Args:
-        runtime: of CUDA.
-        parts: sources and targets.
-        stream: its handle.
-
-    Raises:
-        RuntimeError: the runtime refuses one.
-    """
+    """Queues copies of contiguous bytes by `cudaMemcpyAsync`: torch's own copies cost the host
+    more."""
     for source, target in parts:
         addresses = target.data_ptr(), source.data_ptr()
         if status := runtime.cudaMemcpyAsync(*addresses, source.numel(), _ANY_WAY, stream):
@@ -360,12 +320,7 @@ def queue_copies(
 
 
 def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
-    """Whether a GPU has registered host memory at its address on the host.
-
-    Args:
-        runtime: of CUDA.
-        memory: which was registered.
-    """
+    """Whether a GPU has registered this host memory at its address on the host."""
     found, address = ctypes.c_void_p(), memory.data_ptr()
     if runtime.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0):
         runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
@@ -376,16 +331,10 @@ def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
 def pin_in_parts(
     runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
 ) -> None:
-    """Registers host memory with CUDA until the tensor goes, and then gives it back.
+    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes.
 
     A copy must not cross two registrations, nor may these share a page: a part is a number of whole
     slots that ends with a page.
-
-    Args:
-        runtime: ``torch.cuda.cudart()``, or what has its functions.
-        memory: page-aligned, ``uint8``.
-        slot_bytes: copies begin and end in one slot.
-        part_bytes: how much is registered at once, about.
 
     Raises:
         CapacityError: the system does not allow so much; nothing is registered then.

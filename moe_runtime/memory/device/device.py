@@ -1,4 +1,4 @@
-"""What a tier needs of a device: memory, and copies into it that run beside the computation."""
+"""What a tier needs of a device: memory, and copies into it that overlap with computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from moe_runtime.memory.reads import Priority
 
 NOT_TOLD = -(2**31)
-"""In place of a number that a graph has yet to tell."""
+"""In place of a number that a graph has not written yet."""
 
 
 class Event(Protocol):
@@ -23,7 +23,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when the device has come this far; what failed on the way is raised."""
+        """Waits until the device has come this far; raises what failed on the way."""
         ...
 
 
@@ -31,19 +31,16 @@ class Copy(Event, Protocol):
     """The end of a copy into a slot."""
 
     def seconds_after(self, before: Any) -> float:
-        """Seconds for which the copy had the link, once the device has come this far.
-
-        Args:
-            before: the copy that ended before this one, whose time is its own; None for none.
-        """
+        """Seconds for which the copy had the link, less the time of the copy that ended before
+        it."""
         ...
 
 
 class Told(Event, Protocol):
-    """What a graph tells the host in the middle of each replay: the event is that it has.
+    """Host memory that a graph writes in the middle of each replay; the event says that it has.
 
     Attributes:
-        numbers: host memory, integers; valid from the event until ``forget``.
+        numbers: integers; valid from the event until ``forget``.
         values: likewise, of any type.
     """
 
@@ -51,16 +48,16 @@ class Told(Event, Protocol):
     values: Sequence[torch.Tensor]
 
     def settle(self) -> None:
-        """Returns when no replay that was queued before will write here."""
+        """Waits until no replay that was queued before will write here."""
         ...
 
     def forget(self) -> None:
-        """To be called before a replay, once it has settled."""
+        """Clears the numbers before a replay, once it has settled."""
         ...
 
 
 class Graph(Protocol):
-    """Work of a device that was recorded, and is computed when it is replayed."""
+    """Recorded work of a device."""
 
     def replay(self) -> None:
         """Queues the work on the current stream."""
@@ -78,12 +75,8 @@ class GraphRecorder(Protocol):
     def __exit__(self, *failure: object) -> None: ...
 
     def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> Told:
-        """Has the graph tell the host numbers and values of the device, beside what follows.
-
-        Args:
-            numbers: integers above ``NOT_TOLD``; they and the values stay until the graph ends.
-            values: of any type.
-        """
+        """Has the graph copy integers above ``NOT_TOLD`` and values to the host, in parallel with
+        what follows."""
         ...
 
     def cut(self) -> Graph:
@@ -91,38 +84,23 @@ class GraphRecorder(Protocol):
         ...
 
     def end(self) -> Graph:
-        """Ends the last graph.
-
-        Raises:
-            RuntimeError: there was work that cannot be recorded.
-        """
+        """Ends the last graph; RuntimeError where there was work that cannot be recorded."""
         ...
 
 
 class Device(Protocol):
-    """Memory for slots, and streams of copies that last as long as the device is used.
-
-    All methods may be called from several threads.
-    """
+    """Memory for slots, and streams of copies. All methods may be called from several threads."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, ``uint8``.
-
-        Raises:
-            CapacityError: there is not so much.
-        """
+        """Memory of the device, ``uint8``; CapacityError where there is not so much."""
         ...
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """Locks host memory of slots in place until it goes, for copies at full speed.
-
-        Raises:
-            CapacityError: the system does not allow so much locked memory.
-        """
+        """Locks host memory of slots until it goes; CapacityError where the system refuses."""
         ...
 
     def reads_host(self, memory: torch.Tensor) -> bool:
-        """Whether kernels can read pinned host memory at the addresses that it has on the host."""
+        """Whether kernels can read pinned host memory at its addresses on the host."""
         ...
 
     def compute_here(self) -> int:
@@ -132,13 +110,9 @@ class Device(Protocol):
     def upload(
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Numbers of the device, for work that is queued on the current stream.
+        """Numbers on the device, in ``into`` or new memory, for work queued on the current stream.
 
-        New memory may be written to later whatever mode of inference it was made in.
-
-        Args:
-            numbers: as many as there are places; they may change later.
-            into: where they go; new memory if omitted.
+        New memory may be written to in any inference mode. The source may change afterwards.
         """
         ...
 
@@ -147,37 +121,21 @@ class Device(Protocol):
     ) -> tuple[torch.Tensor, Event]:
         """Copies numbers to the host behind what the current stream has queued; does not wait.
 
-        Args:
-            numbers: of the device.
-            is_kept: nobody writes them again, so that what is queued later need not come later.
-
-        Returns:
-            Host memory, and the event behind which it holds them.
+        Nothing writes the numbers again where ``is_kept``: later work need not wait for the copy.
+        Returns host memory, and the event behind which it holds them.
         """
         ...
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the host on the device, for work that is queued on the current stream."""
+        """Values of the host on the device, for work queued on the current stream."""
         ...
 
     def wait_here(self, event: Any) -> None:
-        """The caller's current stream goes on behind a copy; the host does not wait.
-
-        Args:
-            event: what ``copy`` returned.
-        """
+        """The caller's current stream waits for a ``copy``; the host does not."""
         ...
 
     def vacate(self, *slots: torch.Tensor, still: Sequence[Event] = ()) -> Sequence[Any]:
-        """What slots held is given up: the work that was queued until now, and may read it still.
-
-        Args:
-            slots: memory of the device.
-            still: behind which copies back from them are over.
-
-        Returns:
-            Events, one of each stream that computes, and those of the copies.
-        """
+        """Events of all queued work that may still read these slots, and those in ``still``."""
         ...
 
     def copy(
@@ -186,28 +144,22 @@ class Device(Protocol):
         after: Sequence[Any],
         priority: Priority,
     ) -> Copy:
-        """Queues copies into vacated slots behind what ``vacate`` returned, and does not wait.
+        """Queues copies from host memory into vacated slots, behind the events of ``vacate``.
 
-        Args:
-            parts: host memory, unchanged until the event, and as many bytes of a slot, which
-                nobody reads but behind the event; both ``uint8``.
-            after: what ``vacate`` returned.
-            priority: a demand is not queued behind what is read ahead.
+        Parts are pairs of ``uint8`` tensors of one size. The sources must stay unchanged until the
+        returned event, and nothing may read the targets before it.
         """
         ...
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queues copies to the host behind all work of streams that compute; does not wait.
+        """Queues copies from the device to pinned host memory, behind all work queued so far.
 
-        Args:
-            parts: memory of the device, unchanged until the event, and as many bytes of host memory
-                that was pinned, which nobody touches but behind the event, or kernels that are
-                queued already; both ``uint8``.
+        Neither side may be changed before the returned event.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when no copy writes any more: for where an exception left one to itself."""
+        """Waits until no copy writes any more: for where an exception left one under way."""
         ...
 
     def record(self) -> GraphRecorder:

@@ -1,8 +1,7 @@
 """Where the tensors of an expert lie in a slot of a device: alike for every expert of a layer.
 
-In the host's memory an expert lies as it did in its file, at an offset that differs from expert to
-expert, and in the order of the file. On a device all experts of a layer lie alike and without gaps,
-so one product can take the whole slab as a stack and find each expert by its slot.
+In host memory each expert lies as in its file. On a device all experts of a layer lie alike, so one
+product takes the whole slab as a stack and finds each expert by its slot.
 """
 
 from __future__ import annotations
@@ -17,20 +16,14 @@ from torch import Tensor
 from moe_runtime.memory.layout import ExpertLayout, Extent
 
 ALIGNMENT = 256
-"""Bytes: tensors begin at multiples of it, for which kernels load 16 bytes at once."""
+"""Bytes: tensors begin at multiples of it, so that kernels load 16 bytes at once."""
 
 _FOLLOWS = {"up": "gate", "up_bias": "gate_bias"}
 """What lies directly behind what, so that the two are one tensor of the stack."""
 
 
 class CopyPart(NamedTuple):
-    """Bytes of one copy, from a slot of the host to one of the device.
-
-    Attributes:
-        source: where they begin in the host's slot.
-        place: where they begin in the device's slot.
-        num_bytes: how many.
-    """
+    """Bytes of one copy: offsets in the host's slot and in the device's slot."""
 
     source: int
     place: int
@@ -46,13 +39,8 @@ class _Run(NamedTuple):
 
 
 def lay_out_on_device(layout: ExpertLayout, names: Sequence[str]) -> ExpertLayout:
-    """The same tensors one after the other: down first, as most files have it, so that an expert of
-    such a file is one copy; then those of their names' order.
-
-    Args:
-        layout: of the expert in the host's memory.
-        names: of its tensors.
-    """
+    """The same tensors one after the other, ``down`` first as in most files: then an expert is one
+    copy."""
     places, end, last = [0] * len(names), 0, ""
     for run in sorted(
         _runs(layout), key=lambda run: (names[run.members[0]] != "down", run.members)
@@ -86,15 +74,7 @@ def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart,
 def parts_alike(experts: Sequence[Sequence[CopyPart]]) -> list[list[CopyPart]] | None:
     """The copies of several experts, cut so that all of them fill the same places of a slot.
 
-    An expert whose tensors lie in two files comes in more parts than one whose tensors follow each
-    other in one file.
-
-    Args:
-        experts: what brings each of them to the device.
-
-    Returns:
-        For each expert parts of the same places and sizes, in the order of the places; None where
-        the experts do not fill the same bytes.
+    Returns None where the experts do not fill the same bytes.
     """
     cuts = sorted({c for parts in experts for _, at, size in parts for c in (at, at + size)})
     found: list[list[CopyPart]] = []
@@ -112,14 +92,13 @@ def parts_alike(experts: Sequence[Sequence[CopyPart]]) -> list[list[CopyPart]] |
 
 
 class SlabViews(NamedTuple):
-    """The slots of a slab as stacks of the experts' tensors, logically `[S, rows, columns]`.
+    """The slots of a slab as stacks of the experts' tensors, logically ``[S, rows, columns]``.
 
     Attributes:
         gate_up: ``[S, 2F, D]``, or ``[S, F, D]`` without a gate.
         down: ``[S, D, F]``.
         gate_up_bias: ``[S, 2F]``, ``[S, F]`` or None.
         down_bias: ``[S, D]`` or None.
-        has_gate: whether there is one.
         is_concatenated: whether the gate's rows come before those of up; otherwise they alternate.
     """
 
@@ -134,17 +113,8 @@ class SlabViews(NamedTuple):
 def stack_slots(
     memory: Tensor, slot_bytes: int, layout: ExpertLayout, names: Sequence[str]
 ) -> SlabViews | None:
-    """All slots as stacks of the tensors of experts that lie in them like this.
-
-    Args:
-        memory: of the slab, ``uint8``.
-        slot_bytes: of each slot.
-        layout: of the experts in their slots.
-        names: of their tensors.
-
-    Returns:
-        None where tensors are quantised, or gate and up do not make one tensor.
-    """
+    """All slots as stacks; None where tensors are quantised, or gate and up do not make one
+    tensor."""
     num_slots = len(memory) // slot_bytes
     if any("." in name for name in names) or len({t.dtype for t in layout.tensors}) != 1:
         return None
@@ -152,7 +122,7 @@ def stack_slots(
     stride = slot_bytes // base.element_size()
 
     def stack(name: str, *, twice: int = 0) -> Tensor:
-        """A tensor of all slots; with another as many elements behind it, both in turn."""
+        """A tensor of all slots; ``twice`` elements behind it begins a second one."""
         member = names.index(name)
         tensor = layout.tensors[member]
         shape, strides = [*tensor.shape], [*tensor.stride]

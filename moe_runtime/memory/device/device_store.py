@@ -1,4 +1,4 @@
-"""The store of experts in slots of a device, its leases, and what kernels take of it."""
+"""The store of experts in slots of a device, its leases, and what kernels read of it."""
 
 from __future__ import annotations
 
@@ -23,47 +23,36 @@ W = TypeVar("W")
 R = TypeVar("R")
 
 _MOST_UNCOUNTED = 64
-"""Uses of residents that wait to be counted, of a layer or of a whole step each."""
+"""Uses of residents that wait to be counted."""
 
 Slots = npt.NDArray[np.int32]
-"""``[E]``: of each expert of a layer, below 0 for none."""
+"""``[E]``: the slot of each expert of a layer, below 0 for none."""
 
 
 class SlotStacks(Protocol):
-    """How kernels take the experts of a layer where they lie in the slots of a device."""
+    """How kernels take the experts of a layer where they lie in slots of a device."""
 
     def takes(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether kernels take the slots of a layer as one stack, for rows of this type."""
         ...
 
-    def num_experts(self, layer: int) -> int:
-        """Experts of the layer."""
-        ...
+    def num_experts(self, layer: int) -> int: ...
 
     def stack(self, layer: int, slots: Slots, into: torch.Tensor | None = None) -> Any:
-        """All slots, and for each expert of the layer the one that it lies in, below 0 for none.
+        """All slots, and the slot of each expert, for work queued on the current stream.
 
-        For work that is queued on the caller's current stream.
-
-        Args:
-            layer: of the experts.
-            slots: of each expert of the layer.
-            into: memory of the device for them, ``[E]`` int32, over which a stack was made before
-                and none is now; new memory if omitted.
+        The slots are written over ``into`` (``[E]`` int32 of the device) where it is given: then
+        nothing is returned, and a stack over it exists already.
         """
         ...
 
-    def stack_over(self, layer: int, table: torch.Tensor) -> Any:
-        """As ``stack``, with slots that are found in a table of the device: ``[E]`` int32."""
-        ...
+    def stack_over(self, layer: int, table: torch.Tensor) -> Any: ...
 
 
 class Residents:
     """The experts of a layer that are in slots of a device.
 
     Attributes:
-        slots: of each expert of the layer, below 0 for those that are not there.
-        experts: who is there.
         are_all: whether they are the whole layer, kept by the policy.
         stream: on whose stream kernels may take them.
     """
@@ -71,7 +60,6 @@ class Residents:
     def __init__(
         self, layer: int, slots: Slots, stacks: SlotStacks, stream: int, *, are_kept: bool
     ) -> None:
-        """Takes what the attributes are made of."""
         self.slots, self.stream = slots, stream
         self.experts = frozenset(np.flatnonzero(slots >= 0).tolist())
         self.are_all = are_kept and len(self.experts) == len(slots)
@@ -79,18 +67,17 @@ class Residents:
 
     @cached_property
     def stack(self) -> Any:
-        """What kernels take; None where there is nobody."""
+        """The stack that kernels take, or None where there are no residents."""
         return self._make_stack() if self.experts else None
 
 
 class Planned(NamedTuple):
-    """Misses of a layer whose copies may be under way still.
+    """Misses of a layer whose copies may still be under way.
 
     Attributes:
         seconds: predicted.
         begun_s: when the copies were asked for.
         host_s: when the CPU had done its part.
-        reads: the copies.
     """
 
     seconds: float
@@ -102,9 +89,8 @@ class Planned(NamedTuple):
 class DeviceLease(Lease[W]):
     """A hold on experts of a device, which are handed out when their copies are queued.
 
-    The caller's current stream waits for the copies of what is handed out, the host for none. A
-    policy that decides after the use whether to keep an expert is asked once it has arrived, so
-    then the host waits too.
+    The caller's current stream waits for the copies, not the host. A policy that decides after the
+    use is asked once an expert has arrived: then the host waits too.
     """
 
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -128,7 +114,7 @@ class DeviceLease(Lease[W]):
         return self._store.stream_batch if self._streaming else len(self._keys)
 
     def _admit(self) -> None:
-        """What is resident below is copied together, but what only passes through the tier."""
+        """Copies what is resident below together, except what only passes through the tier."""
         if self._wanted:
             self._store.fetcher.expect(frozenset(self._wanted))
         while len(self._wanted) > 1 and self._above is None:
@@ -154,11 +140,9 @@ class DeviceLease(Lease[W]):
         return [key for key in keys if key not in set(started)]
 
     def _take_ready(self) -> list[ExpertKey]:
-        """What is there goes first, then those whose copies are queued.
+        """Residents first, then those whose copies are queued.
 
-        These come together, and are computed together once they have all arrived, where a few
-        tokens want few experts; of a stream those of one copy, so that the device computes them
-        while the next ones are copied.
+        Of a stream, the experts of one copy are computed while the next ones are copied.
         """
         found = super()._take_ready()
         while self._streaming and self._resident and 0 < len(found) < self._batch_size:
@@ -194,18 +178,16 @@ class DeviceLease(Lease[W]):
 class DeviceStore(TierStore[W]):
     """Experts in slots of a device.
 
-    A lease is for work that is queued on the caller's current stream while the lease yields: it may
-    be any stream, and may change from lease to lease.
+    A lease is for work queued on the caller's current stream while the lease yields; the stream may
+    change from lease to lease.
 
     Attributes:
-        device: whose slots they are.
-        stacks: how kernels take them, if they do.
-        recorded: a step that is replayed over these slots, which goes with them.
-        host_tables: of experts that steps read in the host's memory, where they do.
+        stacks: how kernels take the slots, if they do.
+        recorded: a step that is replayed over these slots.
+        host_tables: of experts that steps read in the host's memory.
     """
 
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
-        """Takes the device, and what ``ExpertStore`` takes."""
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
         self.stacks: SlotStacks | None = None
@@ -220,17 +202,14 @@ class DeviceStore(TierStore[W]):
             fetcher.lower.is_above = lambda key: (above := own()) is not None and above.has(key)
 
     def has(self, key: ExpertKey) -> bool:
-        """Whether an expert is in a slot, as a look without the lock has it."""
+        """Whether an expert is in a slot, as seen without the lock."""
         return is_resident(self._entries.get(key))
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
     ) -> DeviceLease[W]:
-        """As ``ExpertStore.lease``.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
-        """
+        """As ``ExpertStore.lease``; MoERuntimeError where a copy failed that work was queued
+        behind."""
         self.fetcher.raise_failure()
         self.device.compute_here()
         self._count_uses(waits=True)
@@ -239,28 +218,20 @@ class DeviceStore(TierStore[W]):
     def use_resident(
         self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
     ) -> R | None:
-        """As ``ExpertStore.use_resident``, for work that is queued on the current stream.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
-        """
         self.fetcher.raise_failure()
         self.device.compute_here()
         return super().use_resident(keys, use)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self._slab.slot_bytes
 
     @property
     def stream_batch(self) -> int:
-        """Experts of a stream that are copied and computed together: those of half of its slots, so
-        that the device computes them while others are copied."""
+        """Half of the stream's slots: the device computes these experts while others are copied."""
         return -(-self._stream_slots // 2)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        """As ``ExpertStore.read_ahead``; what is resident below is copied together."""
         with self._changed:
             room = min(len(self._free), self._stream_slots - len(self._streamed))
             absent = [key for key in dict.fromkeys(keys) if key not in self._entries]
@@ -277,22 +248,13 @@ class DeviceStore(TierStore[W]):
         return self.stacks is not None and self.stacks.takes(layer, dtype)
 
     def launch_residents(self, layer: int, launch: Callable[[Any], object]) -> Residents:
-        """Queues work on all experts of a layer that are in their slots; nothing is waited for.
-
-        Args:
-            layer: one with a stack.
-            launch: is given the stack, unless nobody is there; it must not wait.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
-        """
+        """Gives ``launch`` the stack of a layer's residents, unless there are none; it must not
+        wait."""
         return self.with_residents(layer, lambda found: found.experts and launch(found.stack))
 
     def with_residents(self, layer: int, queue: Callable[[Residents], object]) -> Residents:
-        """As ``launch_residents``, but the work is queued whoever is there.
-
-        Nobody is evicted while it is queued, and what fills a slot later runs behind it.
-        """
+        """Queues work on a layer's residents: none leaves meanwhile, and what fills a slot later
+        runs behind it."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._changed:
@@ -306,11 +268,8 @@ class DeviceStore(TierStore[W]):
     def with_same_residents(
         self, expected: Mapping[int, Residents], queue: Callable[[], object]
     ) -> bool:
-        """As ``with_residents`` for several layers, if all are as they were found before.
-
-        Returns:
-            Whether they are; otherwise nothing is queued.
-        """
+        """Queues work if all these layers have the same residents as before; says whether they
+        have."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._changed:
@@ -322,12 +281,7 @@ class DeviceStore(TierStore[W]):
             return True
 
     def stack_of(self, keys: Sequence[ExpertKey], into: torch.Tensor | None = None) -> Any:
-        """What kernels take of experts of one layer that a lease has just yielded.
-
-        Args:
-            keys: the experts.
-            into: as of ``SlotStacks.stack``.
-        """
+        """What kernels take of experts of one layer that a lease has just yielded."""
         assert self.stacks is not None, "the layer has a stack"
         layer = keys[0].layer
         slots = np.full(self.stacks.num_experts(layer), -1, np.int32)
@@ -337,23 +291,15 @@ class DeviceStore(TierStore[W]):
         return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
-        """Counts the use of residents once the device has told who they were, and somebody looks.
-
-        Args:
-            event: when it has.
-            used: says who, those wanted most last; called behind the event.
-        """
+        """Counts the use of residents later: ``used`` names them behind ``event``, most wanted
+        last."""
         with self._changed:
             self._uncounted.append((event, used))
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self.count_one()
 
     def count_one(self) -> bool:
-        """Counts what was to be counted later, the oldest first, for who has to wait anyway.
-
-        Returns:
-            Whether the device has told of it.
-        """
+        """Counts the oldest deferred use; says whether the device has got so far."""
         with self._changed:
             if not self._uncounted or not self._uncounted[0][0].query():
                 return False
@@ -363,7 +309,7 @@ class DeviceStore(TierStore[W]):
             return True
 
     def count_behind(self, event: Event) -> None:
-        """Counts what waits for an event that is about to be used anew, and all before it."""
+        """Counts what waits for an event that is about to be reused, and all before it."""
         with self._changed:
             while any(waited_for is event for waited_for, _ in self._uncounted):
                 self._uncounted[0][0].synchronize()
@@ -372,15 +318,9 @@ class DeviceStore(TierStore[W]):
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
     ) -> bool:
-        """Counts the use of what was launched with the residents, if that is all that a step wants.
+        """Counts the use of the residents, if a step wants no others.
 
-        Then nothing has to be leased: nobody else takes a slot before the launched work has ended.
-
-        Args:
-            residents: of a layer, as ``with_residents`` returned them.
-            ids: experts that are wanted.
-            event: as of ``count_later``.
-            keys: as ``used`` of ``count_later``.
+        Then nothing has to be leased: no slot is overwritten before the launched work has ended.
         """
         if self._streamed or self.listener is not None or not residents.experts.issuperset(ids):
             return False
@@ -388,10 +328,10 @@ class DeviceStore(TierStore[W]):
         return True
 
     def bring(self, keys: Sequence[ExpertKey]) -> None:
-        """Begins to copy experts behind all demands, and keeps them as if a lease had asked.
+        """Copies experts behind all demands, and keeps them as if a lease had asked.
 
-        For what was computed elsewhere and will perhaps be asked for again. Nobody waits for it,
-        and what is leased stays. A policy that decides after a use is not asked: it gets nothing.
+        For experts that were computed elsewhere and may be asked for again. A policy that decides
+        after a use gets nothing.
         """
         self._count_uses(waits=False)  # who was just used gives no slot
         with self._changed:
@@ -411,13 +351,13 @@ class DeviceStore(TierStore[W]):
         begun_s: float,
         host_s: float,
     ) -> None:
-        """Counts misses of a layer: what the CPU computed, and the time of those that were planned.
+        """Counts misses of a layer: those the CPU computed, and the time of those that were
+        planned.
 
         Args:
             copied: those that a lease has just demanded.
-            num_computed: those that the CPU computed.
-            seconds: predicted for both; 0 if that was no plan.
-            begun_s: when that began, of ``time.perf_counter``.
+            seconds: predicted for all; 0 where nothing was predicted.
+            begun_s: when it began, of ``time.perf_counter``.
             host_s: when the CPU had done its part.
         """
         with self._changed:
@@ -430,20 +370,17 @@ class DeviceStore(TierStore[W]):
             self._count_plans()
 
     def stats(self) -> StoreStats:
-        """As ``ExpertStore.stats``; waits for the device where it has not told who was used."""
         self._count_uses(waits=True)
         with self._changed:
             self._count_plans()
         return super().stats()
 
     def reset_stats(self) -> None:
-        """As ``ExpertStore.reset_stats``."""
         self._count_uses(waits=True)
         self._planned.clear()
         super().reset_stats()
 
     def close(self) -> None:
-        """As ``ExpertStore.close``; what kernels take lives on with who still has it."""
         self._residents.clear()
         self._slots.clear()
         self.stacks = self.recorded = self.host_tables = None
@@ -467,13 +404,12 @@ class DeviceStore(TierStore[W]):
         passes: bool = False,
         priority: Priority = Priority.DEMAND,
     ) -> list[ExpertKey]:
-        """Begins one copy of experts of a layer that are resident below, if there are slots.
+        """Begins one copy of experts of a layer that are resident below, as far as there are slots.
 
         Args:
-            keys: none of them is here or on its way.
-            keep: those that the policy knows; the others pass through.
-            passes: whether they are of a stream, which takes slots of its own.
-            priority: of the copy, which stays what it is.
+            keys: absent experts.
+            keep: those that the policy holds; the others pass through.
+            passes: whether they belong to a stream, which has slots of its own.
 
         Returns:
             Those that are on their way now.
@@ -554,7 +490,6 @@ class DeviceStore(TierStore[W]):
         self._note(key)
 
     def reset(self) -> None:
-        """As ``ExpertStore.reset``."""
         self._residents.clear()
         self._slots.clear()
         super().reset()
@@ -566,21 +501,18 @@ def use_arriving(
     residents: Residents,
     launch: Callable[[Sequence[ExpertKey]], object],
 ) -> Sequence[ExpertKey]:
-    """Copies the missing experts of a layer, and queues work on them behind the copy.
+    """Copies the missing experts of a layer and queues work on them, as one operation.
 
-    A lease is several operations, between which other threads may take slots. Here all is one,
-    which takes the host less time: who takes a slot after it fills it behind the work that is
-    queued now.
+    A lease is several operations, which cost the host more.
 
     Args:
-        store: of the experts; nobody listens to it.
-        keys: the experts of the step, those wanted most last.
-        residents: of the layer, with which work is queued already.
-        launch: queues work on experts, which are in their slots by then; it must not wait.
+        keys: the experts of the step, most wanted last.
+        residents: of the layer; work on them is queued already.
+        launch: queues work on experts that are in their slots by then; it must not wait.
 
     Returns:
-        Those that are still to be leased: all where one is on its way or lies on the disk, or
-        where the policy decides after the use, and those for which there are no slots now.
+        Those that are still to be leased: all where one is under way or on disk, or the policy
+        decides after the use; else those without slots.
 
     Raises:
         MoERuntimeError: a copy failed that earlier work was queued behind.

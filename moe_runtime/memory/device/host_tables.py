@@ -1,10 +1,9 @@
 """Misses that a device reads where they lie in the host's memory, without the host's help.
 
-Where every expert is either in a slot of the device or in host memory that is locked, a step needs
-nobody to tell it apart: kernels find each expert in tables on the device, and read what is not
-there over the link. The host hears afterwards who was chosen. An expert comes to stay where it was
-wanted clearly more often of late than the one whose slot it would get (Einziger et al., "TinyLFU",
-ACM TOS 2017), so that the link carries hardly anything twice.
+Where every expert is in a slot of the device or in locked host memory, kernels find each expert in
+tables on the device and read the absent ones over the link. The host hears afterwards which were
+chosen. An expert is admitted where it was used clearly more often of late than the one it would
+replace (Einziger et al., "TinyLFU", ACM TOS 2017).
 
 Shape suffixes: L layers, E experts, P parts of an expert, T tokens, K choices.
 """
@@ -41,7 +40,6 @@ class LayerPlaces(NamedTuple):
     """Where the experts of a layer are.
 
     Attributes:
-        keys: of the experts.
         tables: on the device.
         offsets_EP: of parts in a slot of the host.
         word_bytes: as of ``fetch_experts``.
@@ -59,7 +57,6 @@ class HostTables:
     """Tables of a device's experts and of those in the host's memory below it.
 
     Attributes:
-        layers: by their numbers.
         slots_E: where kernels find the slots of a layer's experts while it is computed.
         slots: ``[S, B]``, the memory of all slots.
     """
@@ -71,7 +68,6 @@ class HostTables:
         layers: Mapping[int, LayerPlaces],
         slots_E: torch.Tensor,
     ) -> None:
-        """Takes what ``open_host_tables`` has found."""
         self.layers, self.slots_E = layers, slots_E
         self.slots = store._slab.bytes.view(-1, store._slab.slot_bytes)
         self._store, self._lower = store, lower
@@ -82,16 +78,13 @@ class HostTables:
         self._uses_LE = np.zeros((1 + max(layers), num_experts), np.float32)
 
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
-        """Queues work on all experts of the layers, if each of them can be read.
-
-        Args:
-            queue: must not wait.
+        """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
 
         Returns:
-            Who is on the device; None where nothing was queued.
+            The residents by layer; None where nothing was queued.
 
         Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind, or the experts were
+            MoERuntimeError: a copy failed that earlier work was queued behind, or the model was
                 closed.
         """
         store, lower = self._store, self._lower
@@ -115,11 +108,11 @@ class HostTables:
             return dict(self._listed)
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
-        """Counts who was chosen in a step, and lets those stay that are wanted most.
+        """Counts the choices of a step, and admits what is used most.
 
         Args:
-            listed: who was on the device then.
-            ids: experts that were chosen, by layers, those wanted most last.
+            listed: the residents during the step.
+            ids: chosen experts by layer, most wanted last.
         """
         store = self._store
         with store._changed:
@@ -160,7 +153,7 @@ class HostTables:
         return True
 
     def _admit(self, key: ExpertKey) -> None:
-        """Begins to copy an expert that is to stay, unless who would go is wanted as much."""
+        """Begins to copy an expert, unless the one it would replace is used as much."""
         store, lower = self._store, self._lower
         if key in store._entries or store.is_closed:
             return
@@ -189,17 +182,12 @@ class HostTables:
 def open_host_tables(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> HostTables | None:
-    """Tables for the layers of a model, with slots for what is fetched.
-
-    Args:
-        store: of the device; it is given the tables.
-        layers: all experts, by layers.
-        num_choices: experts of a token: as many slots hold nobody from then on.
+    """Makes tables for the layers of a model, with ``num_choices`` slots for fetched experts.
 
     Returns:
         None where the device cannot read the host's memory, experts of a layer differ in what they
-        fill of a slot, slots are few, not every expert has a place in one of the two memories, or a
-        policy decides after each use who stays.
+        fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
+        each use.
     """
     lower = store.fetcher.lower
     if (
@@ -243,14 +231,7 @@ def has_room(
 ) -> bool:
     """Whether the two memories have slots for all experts, but the device's alone has not.
 
-    In every layer one may be in both: it was copied before the one that left was given back.
-
-    Args:
-        num_slots: of the device, those included that are to hold what is fetched.
-        num_below: of the host.
-        num_experts: in all layers.
-        num_layers: that have experts.
-        num_choices: experts of a token.
+    In every layer one may be in both: it is copied before the one that leaves is copied back.
     """
     is_enough = num_experts + num_layers <= num_slots - num_choices + num_below
     return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
@@ -259,7 +240,6 @@ def has_room(
 def tiers_have_room(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> bool:
-    """As ``has_room`` of a device's store and the one below it."""
     return has_room(
         store._slab.num_slots, store.fetcher.lower.num_slots,
         num_experts=sum(map(len, layers.values())), num_layers=len(layers), num_choices=num_choices,
@@ -267,11 +247,9 @@ def tiers_have_room(
 
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
-    """Begins to read experts that are in neither memory, for which nobody has to leave both.
+    """Begins to read experts that are in neither memory, without evicting another's only copy.
 
-    Args:
-        store: of the device, with room for all experts.
-        keys: of the experts; those that are there or on their way are taken out of it.
+    Removes those that are there or under way from ``keys``.
     """
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"

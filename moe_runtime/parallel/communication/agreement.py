@@ -14,11 +14,7 @@ from moe_runtime.parallel.communication.watch import check_agreement
 
 
 def require_same(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Compares texts between processes; a collective call.
-
-    Args:
-        transport: The processes.
-        facts: What must be equal, by name; the names are the same in all processes.
+    """Compares texts by name between processes; a collective call with the same names everywhere.
 
     Raises:
         RankFailureError: A process has another text, or another number of them.

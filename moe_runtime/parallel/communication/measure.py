@@ -1,4 +1,4 @@
-"""Measured cost of an exchange, for those who choose by it."""
+"""Measured cost of an exchange."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ def time_exchanges(
         transport: The group, of at least two ranks.
         sizes: Bytes that a rank sends to the others together.
         repeats: Exchanges of each size; the first does not count.
-        device: Where the bytes lie.
-        clock: Seconds from any moment on.
 
     Returns:
-        `(bytes sent by a rank, median seconds of this rank)` for each size: what
-        `moe_runtime.parallel.cluster.fit_link` makes a link of.
+        `(bytes sent by a rank, median seconds of this rank)` for each size, as `fit_link` takes
+            them.
 
     Raises:
         ValueError: The group has one rank only.
@@ -72,14 +70,7 @@ def measure_link(
 ) -> Link:
     """Latency and bandwidth of an exchange between all ranks, the same on all of them.
 
-    A collective call. Of every size the slowest rank's time counts: a collective ends when it does.
-
-    Args:
-        transport: The group, of at least two ranks.
-        sizes: Bytes that a rank sends to the others together.
-        repeats: Exchanges of each size; the first does not count.
-        device: Where the bytes lie.
-        clock: Seconds from any moment on.
+    A collective call; arguments as of `time_exchanges`. The slowest rank's time of a size counts.
     """
     measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device, clock=clock)
     own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])

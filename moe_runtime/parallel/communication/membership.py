@@ -1,10 +1,6 @@
-"""Process groups that come and go while their processes live: the ground of elasticity.
+"""Process groups that come and go while their processes live, independent of the default group.
 
-The default group of `torch.distributed` is fixed when a process starts. Groups made here belong to
-no default group, so a group of another size can be made, and used, while the old one still serves.
-All of it goes through gloo, for tensors on the CPU.
-
-Shape suffixes: P ranks, N numbers, R bytes.
+All of it goes through gloo, for tensors on the CPU. Shape suffixes: P ranks, N numbers, R bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +20,8 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 
 def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> Store:
-    """What all processes of a service share: opened by one, which keeps it, joined by the others.
-
-    Args:
-        host: Address of the keeper.
-        port: 0 takes a free one, for the keeper.
-        is_keeper: Whether this process keeps it.
-        timeout_s: Seconds to wait for the keeper, and for every answer.
-    """
+    """What all processes of a service share: opened by its keeper (port 0: a free one), joined by
+    others."""
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit
@@ -43,14 +33,7 @@ def open_group(
 ) -> dist.ProcessGroup:
     """Makes a gloo group of the processes that call this with the same store and name.
 
-    Returns when all of them have come. The group is independent of the default group.
-
-    Args:
-        store: What the processes share, for example a `TCPStore`.
-        name: Of the group; used once in the life of the store.
-        rank: This process's rank in the group.
-        size: Number of processes.
-        timeout_s: Seconds to wait for the others, here and in the group's collectives.
+    Returns when all of them have come. A name is used once in the life of the store.
 
     Raises:
         RankFailureError: A process did not come.
@@ -84,17 +67,10 @@ def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: 
 def exchange_bytes(
     transport: Transport, messages: Mapping[int, bytes], note: int = 0
 ) -> tuple[dict[int, bytes], list[int]]:
-    """Sends bytes to some ranks; a collective call.
+    """Sends bytes to some ranks, this one included; a collective call.
 
-    Where no rank has anything to send, only a few numbers travel.
-
-    Args:
-        transport: The group.
-        messages: What goes to which rank, this one included.
-        note: A number for everybody.
-
-    Returns:
-        The bytes that came by the rank they came from, and every rank's note.
+    Where no rank has anything to send, only a few numbers travel. Returns the bytes by the rank
+    they came from, and every rank's note.
     """
     numbers_PN = torch.zeros((transport.size, 3), dtype=torch.int64)
     for rank, message in messages.items():

@@ -1,9 +1,6 @@
 """How rows travel between the ranks of an expert-parallel group.
 
-A transport moves variable numbers of rows between all pairs of ranks. Dispatch and combine use
-only the protocol below, so another way of moving rows (shared memory, one-sided writes) fits under
-them without change: it is told what every rank sends and receives (`routes`), and then moves rows
-along a route, forwards or back, any number of times.
+Another way of moving rows (shared memory, one-sided writes) fits under dispatch by this protocol.
 
 Shape suffixes: P ranks, C chunks, N numbers, R rows, D model.
 """
@@ -30,21 +27,14 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves rows between the ranks of a group. All ranks call it in the same order.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: number of ranks.
-    """
+    """Moves rows between the ranks of a group. All ranks call it in the same order."""
 
     rank: int
     size: int
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
-        """Sends row `p` to rank `p`; `[P, N]` int64 in and out, row `p` from rank `p`.
-
-        They may lie on any device, whatever the backend takes, and arrive where they were.
-        """
+        """Sends row `p` to rank `p`, on any device; `[P, N]` int64 in and out, row `p` from rank
+        `p`."""
         ...
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
@@ -54,13 +44,9 @@ class Transport(Protocol):
     def exchange(
         self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
     ) -> Pending:
-        """Starts moving rows, ordered by destination; `reverse` takes them back.
+        """Starts moving rows, ordered by destination; `reverse` takes them back along the route.
 
-        Args:
-            rows_RD: What to move.
-            route: The way.
-            reverse: Whether the rows travel from the end of the route to its beginning.
-            out: Where to write what arrives, to save a copy; may be ignored.
+        `out` is where to write what arrives, to save a copy; may be ignored.
         """
         ...
 
@@ -74,18 +60,15 @@ class _FlatRoute:
 class FlatTransport:
     """One variable all-to-all over the whole group: NCCL or gloo, whichever the group has.
 
-    Rows that stay on their rank never reach it. Bytes sent by a rank are exactly its rows for other
-    ranks times the bytes of a row.
+    Args:
+        timeout_s: Seconds after which waiting for another rank is an error that names it. On a GPU
+            the backend's own timeout holds.
+
+    Raises:
+        ValueError: This process is not in the group, or the timeout is not positive.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Raises `ValueError` if this process is not in the group or the timeout is not positive.
-
-        Args:
-            group: The ranks among which experts are spread.
-            timeout_s: Seconds after which waiting for another rank is an error that names it. On a
-                GPU the backend's own timeout holds.
-        """
         self._group = group
         self._watch = CollectiveMonitor(group, timeout_s)
         self.rank = self._watch.rank
@@ -139,13 +122,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class _GridRoute:
-    """Rows of one chunk as blocks.
-
-    Attributes:
-        sent_NM: rows for each (node, local rank).
-        middle_MN: rows of each local rank of this node for each node's rank of this local number.
-        received_NM: rows from each (node, local rank).
-    """
+    """Rows of one chunk as blocks: sent to and received from each (node, local rank); in the middle
+    of each local rank of this node for each node's rank of this local number."""
 
     sent_NM: Tensor
     middle_MN: Tensor
@@ -155,9 +133,14 @@ class _GridRoute:
 class HierarchicalTransport:
     """Two-dimensional all-to-all: within the node first, then between equal local ranks.
 
-    Between nodes there are `m` times fewer messages, each `m` times larger, than in the flat
-    exchange (`m` ranks per node). What arrives is the same, in the same order. From Tutel, here
-    for ragged rows: the counts of the middle step travel with one small exchange per layer.
+    Between nodes there are `m` times fewer messages, each `m` times larger (`m` ranks per node).
+    What arrives is the same, in the same order. From Tutel, here for ragged rows: the counts of the
+    middle step travel with one small exchange per layer.
+
+    Args:
+        inside: The ranks of this node.
+        across: The ranks of the same local number on all nodes. The rank in the whole group is
+            `rank across * ranks inside + rank inside`.
     """
 
     def __init__(
@@ -167,14 +150,6 @@ class HierarchicalTransport:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Raises `ValueError` as `FlatTransport` does.
-
-        Args:
-            inside: The ranks of this node.
-            across: The ranks of the same local number on all nodes. The rank in the whole group is
-                `rank across * ranks inside + rank inside`.
-            timeout_s: As in `FlatTransport`.
-        """
         self._inside, self._across = inside, across
         self._watch_inside = CollectiveMonitor(inside, timeout_s)
         self._watch_across = CollectiveMonitor(across, timeout_s)

@@ -1,13 +1,8 @@
-"""Who is missing: waiting for a collective, and naming the rank that it waits for.
+"""Waiting for a collective, and naming the rank that is missing.
 
-A collective that fails says that a connection closed or that time ran out, not whose fault it was.
-Nothing is exchanged for this while all goes well. A rank that has waited for some time leaves notes
-in the key-value store; when the wait ends badly, a rank that leaves none is missing: the rank that
-was stopped, not those that wait for it elsewhere.
-
-A missing rank may itself wait, at another exchange or in another group. So a note says that a
-thread of its process waits, and for which processes, and is renewed as long as that is so. The
-search follows the notes to the process where no note is written, or none is renewed.
+A rank that has waited for some time leaves a note in the key-value store: that a thread of its
+process waits, and for which processes. It renews the note while that is so. When the wait ends
+badly, the search follows the notes to the process that writes or renews none.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ _POLL_S = 0.02
 
 
 def backend_limit(timeout_s: float) -> timedelta:
-    """How long a group's own collectives may wait, if who is missing is to be known in time."""
+    """How long a group's own collectives may wait, so that the missing rank is known in time."""
     return timedelta(seconds=timeout_s - min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE))
 
 
@@ -63,7 +58,6 @@ class Note:
         stamp: Differs from one note of a thread to its next.
         step: The exchange it waits in, counted by its group.
         others: The processes that it waits for, or that it has named.
-        thread: Differs between the threads of a process.
     """
 
     has_given_up: bool
@@ -92,11 +86,7 @@ class Notes:
     """The notes of all processes that share a store, whatever groups they form."""
 
     def __init__(self, store: dist.Store, process: str) -> None:  # pyright: ignore[reportPrivateImportUsage]
-        """
-        Args:
-            store: Of any group.
-            process: Name of this process, without spaces.
-        """
+        """`process` is the name of this process, without spaces."""
         # Each group sees the store through a prefix of its own.
         while isinstance(store, dist.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
             store = store.underlying_store
@@ -110,21 +100,21 @@ class Notes:
         return threading.get_ident() in self._own.lines
 
     def wait_for(self, others: Iterable[str], step: int) -> None:
-        """Says that this thread waits now; to be repeated while it does."""
+        """Notes that this thread waits now; to be repeated while it does."""
         self._write("waits", step, others)
 
     def give_up_on(self, others: Iterable[str], step: int) -> None:
-        """Says whom this thread has named as missing."""
+        """Notes the processes that this thread has named as missing."""
         self._write("names", step, others)
 
     def take_back(self) -> None:
-        """Says that this thread goes on."""
+        """Removes the note of this thread."""
         with self._own.lock:
             self._own.lines.pop(threading.get_ident(), None)
             self._put()
 
     def take_all_back(self) -> None:
-        """Says that this process goes on with all its threads."""
+        """Removes the notes of all threads of this process."""
         with self._own.lock:
             self._own.lines.clear()
             self._put()
@@ -170,13 +160,6 @@ class Inquiry:
         notes_of: Callable[[str], Sequence[Note]],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """
-        Args:
-            process: Who asks.
-            others: Whom it waits for.
-            notes_of: The last notes of a process, one for each of its threads.
-            has_ended: Whether a process is known to be gone.
-        """
         self._process = process
         self._others = tuple(others)
         self._notes_of = notes_of
@@ -187,7 +170,7 @@ class Inquiry:
         self.waiting: set[str] = set()
 
     def look(self) -> None:
-        """Reads the notes once more and says anew who has ended, is missing, or waits."""
+        """Reads the notes again and finds which processes have ended, are missing, or wait."""
         self.ended, self.missing, self.waiting = set(), set(), set()
         notes_by_process = self._notes_ahead()
         ahead, seen = list(self._others), {self._process}
@@ -208,7 +191,7 @@ class Inquiry:
                 self.missing.add(process)
 
     def _notes_ahead(self) -> dict[str, Sequence[Note]]:
-        """The notes of all that any note leads to: who writes a second one shows later."""
+        """The notes of all processes that any note leads to."""
         found: dict[str, Sequence[Note]] = {}
         ahead = [*self._others]
         while ahead:
@@ -226,13 +209,7 @@ def _others_of(notes: Iterable[Note]) -> list[str]:
 
 
 class CollectiveMonitor:
-    """Waits for the collectives of one process group.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: number of processes.
-        timeout_s: seconds after which a wait ends with `RankFailureError`.
-    """
+    """Waits for the collectives of one process group, `timeout_s` at most."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Leaves this process's address in the store.
@@ -283,11 +260,7 @@ class CollectiveMonitor:
         return PendingRows(self, work, out, rows, self._step, what)
 
     def all_reduce(self, group: dist.ProcessGroup, values: Tensor, what: str) -> None:
-        """Sums a tensor over the ranks, in place.
-
-        Raises:
-            RankFailureError: A rank died, stalled or is at another collective.
-        """
+        """Sums a tensor over the ranks, in place."""
         self._meet()
         self._step += 1
         try:
@@ -299,13 +272,10 @@ class CollectiveMonitor:
 
     @contextlib.contextmanager
     def over_torch(self, what: str) -> Iterator[None]:
-        """Names who is missing when a collective of torch's own fails within the block.
+        """Names the missing rank when a collective of torch's own fails within the block.
 
         FSDP2, `DTensor`s and checkpoints wait as long as the backend lets them, which
         `backend_limit` makes shorter than `timeout_s`. All ranks enter the block.
-
-        Args:
-            what: What is done in the block.
 
         Raises:
             RankFailureError: A rank died or stalled.
@@ -321,12 +291,9 @@ class CollectiveMonitor:
         self._go_on()
 
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
-        """Waits for a collective.
+        """Waits for a collective, and watches for ended processes.
 
-        The death of a process is looked for, too: what is missing here may be kept back by a rank
-        that lives and waits for the dead one. It is not an error at once, as a process may also
-        have ended in good order, with its part of this collective done; the store that it may have
-        kept goes with it.
+        An ended process is no error at once: it may have done its part of this collective.
 
         Raises:
             RankFailureError: It failed, took longer than `timeout_s`, or a process has ended and
@@ -357,7 +324,8 @@ class CollectiveMonitor:
                 return
 
     def _has_one_ended(self, step: int) -> bool:
-        """Notes that this rank waits; whether a process has ended, be it the one with the store."""
+        """Notes that this rank waits; whether a process has ended, the keeper of the store
+        included."""
         try:
             self._notes.wait_for(self._members(), step)
         except RuntimeError:
@@ -365,19 +333,13 @@ class CollectiveMonitor:
         return bool(self.ended_ranks())
 
     def _go_on(self) -> None:
-        """Takes back what this thread has noted."""
         if self._notes.is_left:
             # Without the store no process reads it.
             with contextlib.suppress(RuntimeError):
                 self._notes.take_back()
 
     def _meet(self) -> None:
-        """Waits for all addresses, once: a rank of another protocol is refused before messages
-        of other sizes than expected are on their way.
-
-        Raises:
-            RankFailureError: A rank has another protocol, or does not come.
-        """
+        """Waits for all addresses, once; refuses a rank of another protocol before messages."""
         if self._met is not None:
             return
         deadline = time.monotonic() + self.timeout_s
@@ -393,7 +355,7 @@ class CollectiveMonitor:
         self._met = list(members)
 
     def ended_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes ran on this machine and are gone, for no other's fault."""
+        """Ranks of this machine whose processes are gone, and had not named another."""
         try:
             return tuple(
                 rank
@@ -457,7 +419,7 @@ class CollectiveMonitor:
         return culprits, did
 
     def _at_another_step(self, members: list[str], step: int) -> set[str]:
-        """Who waits in another exchange of this group, where everybody waits."""
+        """Processes that wait in another exchange of this group."""
         return {
             process
             for process in members
@@ -466,8 +428,8 @@ class CollectiveMonitor:
         }
 
     def _stay_for(self, waiting: set[str]) -> None:
-        """Lives until those that wait have found out as well, if they do soon: this process may
-        keep the store, and must not be taken for the one that was missing."""
+        """Lives until those that wait know as well: this process may keep the store, or look
+        missing."""
         until = time.monotonic() + self._note_s
         while time.monotonic() < until:
             if all(self._has_given_up(process) or _has_ended(process) for process in waiting):
@@ -489,7 +451,7 @@ class CollectiveMonitor:
 
 
 class PendingRows:
-    """Rows on their way. Keeps what is being sent alive until it has left."""
+    """Rows that travel. Keeps what is being sent alive until it has left."""
 
     def __init__(
         self,
@@ -508,11 +470,7 @@ class PendingRows:
         self._what = what
 
     def wait(self) -> Tensor:
-        """The rows that arrived, in the order of the ranks that sent them.
-
-        Raises:
-            RankFailureError: A rank died, stalled or is at another collective.
-        """
+        """The rows that arrived, in the order of the ranks that sent them."""
         if self._sent is not None:
             self._watch.wait(self._work, self._step, self.rows.device.type == "cpu", self._what)
             self._sent = None
@@ -520,12 +478,7 @@ class PendingRows:
 
 
 def check_agreement(what: Iterable[tuple[str, int]], theirs_PN: Tensor, rank: int) -> None:
-    """Compares this rank's numbers with those of all ranks.
-
-    Args:
-        what: Name and own value of each number.
-        theirs_PN: `[P, N]` int64 on the CPU: the numbers of every rank.
-        rank: This rank.
+    """Compares this rank's numbers with `[P, N]` int64 those of all ranks, on the CPU.
 
     Raises:
         RankFailureError: Some rank has other numbers.

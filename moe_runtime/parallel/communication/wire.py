@@ -1,11 +1,8 @@
-"""How rows are written while they travel between ranks.
+"""How rows are encoded while they travel between ranks.
 
-`exact` is the default and sends the rows as they are. `bf16` and `fp8` are lossy and must be asked
-for; only rows that leave their rank are rounded. With `fp8`, dispatched rows travel as e4m3 with
-one fp32 scale for every 128 columns (DeepSeek-V3's scheme), and what is summed afterwards (outputs
-and gradients) travels as bf16.
-
-Shape suffixes: R rows, D model, B bytes of a row, G groups of columns.
+`exact` is the default. `bf16` and `fp8` are lossy; only rows that leave their rank are rounded.
+With `fp8`, dispatched rows travel as e4m3 with one fp32 scale for every 128 columns (DeepSeek-V3),
+and what is summed afterwards (outputs and gradients) travels as bf16.
 """
 
 from __future__ import annotations
@@ -81,11 +78,7 @@ def _num_groups(width: int) -> int:
 
 
 def wires(name: WireName) -> tuple[Wire, Wire]:
-    """How dispatched rows are written, and how outputs and gradients are.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """How dispatched rows are encoded, and how outputs and gradients are."""
     if name == "exact":
         return ExactWire(), ExactWire()
     if name == "bf16":

@@ -1,8 +1,7 @@
 """From one set of ranks and one placement to the next, prepared while the present one serves.
 
-The steps are ElasticMoE's: processes that join have loaded the dense weights before they are
-called; experts then travel from rank to rank, those that stay do not move; the next group connects;
-and only when all of that is done do the ranks switch to the new epoch, between two passes.
+ElasticMoE's steps: processes that join have loaded the dense weights; experts travel from rank to
+rank; the next group connects; then the ranks switch to the new epoch, between two passes.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What all processes concerned are told. A rank keeps its number from epoch to epoch.
+    """What all processes concerned get. A rank keeps its number from epoch to epoch.
 
     Attributes:
         epoch: number of the epoch that it leads to.
         num_old: ranks of the present epoch; 0 at the start.
         members: numbers of the processes: all that are in either epoch, by rank.
-        slots: ``[L][S]`` experts of the next placement.
-        transfers: ``(layer, expert, from rank, to rank)`` of every page that travels.
+        slots: `[L][S]` experts of the next placement.
+        transfers: `(layer, expert, from rank, to rank)` of every page that travels.
     """
 
     epoch: int
@@ -76,18 +75,15 @@ class Change:
 
     @property
     def placement(self) -> Placement:
-        """The next placement."""
         return Placement(
             expert_of_slot=np.array(self.slots), num_experts=self.num_experts, num_gpus=self.num_new
         )
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Change:
-        """What ``to_json`` wrote."""
         value = json.loads(text)
         for name in ("slots", "transfers"):
             value[name] = tuple(map(tuple, value[name]))
@@ -95,13 +91,10 @@ class Change:
 
 
 def decide(store: Store, change: Change) -> bool:
-    """Lets the ranks switch when all of them are ready; for rank 0 to call now and then.
-
-    Returns:
-        Whether they may switch now.
+    """Whether the ranks may switch now: all are ready; for rank 0 to call now and then.
 
     Raises:
-        RankFailureError: some rank cannot; all of them are told to give the change up.
+        RankFailureError: some rank cannot; all of them give the change up.
     """
     prefix = f"epoch/{change.epoch}"
     if store.check([f"{prefix}/failed"]):
@@ -117,15 +110,11 @@ class ChangePreparation:
     """One rank's part of a change, up to the switch; runs in a thread of its own.
 
     Pages in use are only read, so the rank goes on computing with them.
-
-    Attributes:
-        transport: the next group, for a rank that belongs to it.
     """
 
     def __init__(
         self, change: Change, rank: int, pages: ExpertPages, store: Store, timeout_s: float
     ) -> None:
-        """Starts preparing."""
         self.change = change
         self.rank = rank
         self.arrivals: dict[ExpertKey, torch.Tensor] = {}

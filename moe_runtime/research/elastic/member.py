@@ -1,12 +1,12 @@
 """One process of an elastic generation service, and the requests that it generates for.
 
-All ranks hold the dense weights and generate for requests of their own; the routed experts are
-spread over them. A step is an exchange of messages, then one forward pass for each request of the
-rank that has most of them; a rank with fewer takes part without tokens. Rank 0 gives the orders.
+All ranks hold the dense weights; the routed experts are spread over them. A step is an exchange of
+messages, then one forward pass for each request of the rank that has most of them; a rank with
+fewer takes part without tokens. Rank 0 gives the orders.
 
-A request that moves takes its keys and values along where they lie as plain tensors. Other caches
-(windows, recurrent states) are built again on the new rank by the very passes that built them: the
-prompt, then token by token. Either way the next token has the bits that it would have had.
+A request that moves takes its keys and values along where they are plain tensors. Other caches
+(windows, recurrent states) are built again on the new rank by the passes that built them. Either
+way the next token has the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class ElasticRequest:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: most tokens to generate.
         temperature: 0 takes the most likely token.
         top_p: samples among the most likely tokens that together have this probability.
         seed: of the sampling; every request has a random state of its own.
@@ -56,14 +55,9 @@ class ElasticRequest:
 
 
 class RunningRequest:
-    """A request on the rank that generates for it.
-
-    Attributes:
-        unreported: how many of them the service has not been told of.
-    """
+    """A request on the rank that generates for it; `unreported` tokens are new to the service."""
 
     def __init__(self, number: int, request: ElasticRequest, ends: frozenset[int]) -> None:
-        """A request that has not begun; ``ends`` are the tokens that end a text."""
         self.number = number
         self.request = request
         self.tokens: list[int] = []
@@ -113,7 +107,7 @@ class RunningRequest:
         return int(torch.multinomial(scores_1V.softmax(-1), 1, generator=self._random))
 
     def take_report(self) -> list[int]:
-        """The tokens that the service has not been told of; from now on it has."""
+        """The tokens that are new to the service."""
         first = len(self.tokens) - self.unreported
         self.unreported = 0
         return self.tokens[first:]
@@ -137,7 +131,6 @@ class RunningRequest:
 
     @classmethod
     def unpack(cls, data: bytes, ends: frozenset[int], config: Any) -> RunningRequest:
-        """The request that ``pack`` wrote, for a model of this configuration."""
         header = json.loads(_metadata(data)["request"])
         asked = header["request"] | {"prompt": tuple(header["request"]["prompt"])}
         found = cls(header["number"], ElasticRequest(**asked), ends)
@@ -176,11 +169,11 @@ class Orders(Protocol):
     """Rank 0's side of the messages."""
 
     def write(self) -> Mapping[int, dict[str, Any]]:
-        """What is to be told to which rank in this step."""
+        """The orders of this step, by rank."""
         ...
 
     def read(self, rank: int, report: dict[str, Any]) -> None:
-        """Takes note of what a rank reports."""
+        """Takes the report of a rank."""
         ...
 
 
@@ -188,12 +181,6 @@ class Member:
     """A process with a loaded model, inside or outside of the service."""
 
     def __init__(self, model: SpreadModel, store: Store, *, timeout_s: float) -> None:
-        """Does not join yet.
-
-        Args:
-            model: the model, without experts.
-            timeout_s: seconds after which waiting for another process is an error.
-        """
         self.model = model
         self._spread = model.spread
         self._store = store
@@ -203,13 +190,10 @@ class Member:
         self._reports_loads = False
 
     def join(self, change: Change, rank: int, *, decides: bool = False) -> bool:
-        """Prepares to be a rank of the next epoch, and enters it when all are ready.
+        """Prepares to be a rank of the next epoch, and enters it when all are ready; whether it
+        did.
 
-        Args:
-            decides: whether this process says when; rank 0 does at the start.
-
-        Returns:
-            Whether the change took place.
+        `decides` on rank 0 at the start.
 
         Raises:
             RankFailureError: this process decides, and some rank cannot be made ready.
@@ -231,10 +215,8 @@ class Member:
         return True
 
     def serve(self, orders: Orders | None = None) -> None:
-        """Generates until this rank has left the group or the service ends.
-
-        Args:
-            orders: their source on rank 0; None on the others.
+        """Generates until this rank has left the group or the service ends; `orders` on rank 0
+        only.
 
         Raises:
             RankFailureError: another rank died or stalled.
@@ -308,11 +290,7 @@ class Member:
         return not order.get("close", False)
 
     def _switch_epoch(self, ranks: dict[int, int]) -> bool:
-        """Enters the prepared epoch; requests move to their new ranks. False where this one left.
-
-        Args:
-            ranks: the rank of the next epoch of each request.
-        """
+        """Enters the prepared epoch; requests move to their new ranks. False if this one left."""
         preparation, self._preparation = self._preparation, None
         assert preparation is not None, "a switch of epochs without a preparation"
         present, change = self._spread.epoch, preparation.change

@@ -1,14 +1,11 @@
 """Routed experts spread over ranks whose number changes, without a changed bit.
 
-Each expert is a page: in memory of its own, found by a table. Pages arrive beside those in use, the
-table is turned, and what is no longer wanted is given back. A page that stays is neither moved nor
-copied (ElasticMoE's remap of virtual pages; here the kernels take the address of each expert). It
-is no cache: the placement says which experts are here, and none is evicted or fetched on demand.
+Each expert is a page in memory of its own, found by a table. Pages arrive beside those in use, the
+table is turned, and what is no longer wanted is freed (ElasticMoE's remap of virtual pages).
 
-Every rank computes a row by the calls that one process with all experts would make: the rows of one
-rank for one expert are a call of their own, however many ranks send rows to that expert, and the
-sum over a token's experts is formed on the token's own rank. Therefore neither the number of ranks
-nor the placement nor what the other ranks compute meanwhile changes a result.
+Every rank computes a row by the calls of one process with all experts: the rows of one rank for one
+expert are a call of their own, and the sum over a token's experts is formed on its own rank. So
+neither the number of ranks nor the placement nor other ranks' work changes a result.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S slots of a rank, P ranks, L layers, E
 experts.
@@ -46,14 +43,9 @@ if TYPE_CHECKING:
 
 
 class ExpertPages:
-    """The experts that one rank holds.
-
-    Attributes:
-        peak_bytes: the most that pages took, with those that arrive while the old ones still serve.
-    """
+    """The experts that one rank holds; `peak_bytes` counts arriving pages too."""
 
     def __init__(self, experts: ExpertMap) -> None:
-        """Starts without a page."""
         self._layouts = experts.layouts
         self._bind = bind_weights(experts)
         self._pages: dict[ExpertKey, torch.Tensor] = {}
@@ -65,23 +57,17 @@ class ExpertPages:
         return key in self._pages
 
     def page(self, key: ExpertKey) -> torch.Tensor:
-        """The bytes of an expert that is here: ``uint8``."""
         return self._pages[key]
 
     def weights(self, key: ExpertKey) -> ExpertWeights:
-        """An expert that is here, as the kernels take it."""
         return self._weights[key]
 
     def allocate(self, key: ExpertKey) -> torch.Tensor:
-        """Memory for an expert that is to arrive: ``uint8``; ``switch_epoch`` puts it into use.
-
-        Raises:
-            CapacityError: the memory cannot be had.
-        """
+        """Memory for an expert that is to arrive: `uint8`; `switch_epoch` puts it into use."""
         return aligned_bytes(self._layouts[key].slot_bytes)
 
     def read(self, keys: Collection[ExpertKey]) -> dict[ExpertKey, torch.Tensor]:
-        """Reads experts from the checkpoint into new pages, which ``switch_epoch`` puts into use.
+        """Reads experts from the checkpoint into new pages, which `switch_epoch` puts into use.
 
         Raises:
             CheckpointError: one cannot be read.
@@ -100,7 +86,7 @@ class ExpertPages:
     def switch_epoch(
         self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]
     ) -> None:
-        """Makes these experts the ones that are here; the memory of all others is given back.
+        """Makes these experts the ones that are here; the memory of all others is freed.
 
         Raises:
             ValueError: one of them is neither here nor among the arrivals; then nothing changes.
@@ -121,7 +107,6 @@ class ExpertPages:
 
 
 def keys_of(placement: Placement, rank: int) -> set[ExpertKey]:
-    """The experts of all layers that a rank holds under a placement."""
     return {
         ExpertKey(layer, expert)
         for layer in range(placement.num_layers)
@@ -130,12 +115,11 @@ def keys_of(placement: Placement, rank: int) -> set[ExpertKey]:
 
 
 def slots_used_by(placement: Placement, rank: int) -> np.ndarray:
-    """``[L, E + 1]``: the slot that a rank sends the rows of each expert to.
+    """`[L, E + 1]`: the slot that a rank sends the rows of each expert to.
 
     Its own slot where it has one, else one of the replicas, another one for the next rank. All rows
-    that a rank sends to an expert go to the same replica: how many rows an expert computes at once
-    may decide by which kernel, and so must not depend on the placement. The last column, for
-    choices of no expert, is one behind the last slot.
+    of a rank for an expert go to one replica: the number of rows computed at once may decide the
+    kernel. The last column, for choices of no expert, is one behind the last slot.
     """
     slots_LEC = placement.slots_of_expert
     is_own = (slots_LEC >= 0) & (slots_LEC // placement.slots_per_gpu == rank)
@@ -146,11 +130,7 @@ def slots_used_by(placement: Placement, rank: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Epoch:
-    """The ranks and the placement between two changes.
-
-    Attributes:
-        placement: the experts of all layers on them.
-    """
+    """The ranks and the placement between two changes."""
 
     number: int
     transport: Transport
@@ -158,30 +138,20 @@ class Epoch:
 
 
 class SpreadExperts:
-    """One rank's part in computing the routed experts of all layers.
-
-    Attributes:
-        loads_LE: ``[L, E]`` int64, how often tokens of this rank chose each expert.
-    """
+    """One rank's part in computing all layers; `loads_LE` counts choices of its tokens."""
 
     def __init__(self, pages: ExpertPages, num_layers: int, num_experts: int) -> None:
-        """Starts outside of any epoch; ``enter`` comes first."""
         self.pages = pages
         self.loads_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
         self._epoch: Epoch | None = None
 
     @property
     def epoch(self) -> Epoch:
-        """The epoch that this rank is in."""
         assert self._epoch is not None, "enter() comes first"
         return self._epoch
 
     def enter(self, epoch: Epoch, arrivals: Mapping[ExpertKey, Tensor]) -> None:
-        """Goes over to another epoch, between two passes.
-
-        Raises:
-            ValueError: an expert of this rank has not arrived.
-        """
+        """Switches to another epoch, between two passes."""
         transport, placement = epoch.transport, epoch.placement
         self.pages.switch_epoch(keys_of(placement, transport.rank), arrivals)
         self._epoch = epoch
@@ -190,19 +160,13 @@ class SpreadExperts:
         self._slots_LE = torch.from_numpy(slots_used_by(placement, transport.rank))
 
     def leave(self) -> None:
-        """Goes out of the group: no expert stays here."""
         self.pages.switch_epoch((), {})
         self._epoch = None
 
     def compute(self, module: SpreadModule, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
-        """The outputs of the experts for each choice of this rank's tokens; a collective call.
+        """`[T * K, D]` outputs for each choice of this rank's tokens; a collective call.
 
-        Args:
-            x_TD: ``[T, D]``; T may be 0, and differ between ranks.
-            ids_TK: ``[T, K]`` experts; ids of no expert give rows of zeros.
-
-        Returns:
-            ``[T * K, D]``.
+        T may be 0, and differ between ranks; ids of no expert give rows of zeros.
 
         Raises:
             RankFailureError: a rank died, stalled, or is at another layer.
@@ -260,7 +224,7 @@ class SpreadExperts:
 
 
 class SpreadModule(OffloadedExperts):
-    """The module that stands where a model had its experts, on a rank of a changing group."""
+    """Replaces a model's experts on a rank of a changing group."""
 
     def __init__(
         self,
@@ -271,11 +235,6 @@ class SpreadModule(OffloadedExperts):
         width: int,
         dtype: torch.dtype,
     ) -> None:
-        """Takes a module's place; see ``OffloadedExperts``.
-
-        Args:
-            layer: its index among the layers with experts.
-        """
         super().__init__(experts, layer, following=())
         self._spread = spread
         self._no_token = torch.empty((0, width), dtype=dtype)
@@ -283,11 +242,10 @@ class SpreadModule(OffloadedExperts):
 
     @property
     def activation(self) -> ActivationName | GateFunction:
-        """What an expert does between its products."""
         return self._activation
 
     def expert_rows(self, hidden_TD: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See ``OffloadedExperts``; a collective call."""
+        """A collective call."""
         return self._spread.compute(self, hidden_TD, top_k_index)
 
     def serve_others(self) -> None:
@@ -297,14 +255,10 @@ class SpreadModule(OffloadedExperts):
 
 @dataclass(frozen=True, eq=False)
 class SpreadModel:
-    """What a rank generates with.
+    """What a rank generates with: a transformers model whose experts are `modules`, layer by layer.
 
-    Attributes:
-        model: the transformers model; its experts are ``modules``.
-        modules: one for each layer with experts, in order.
-        signature: what placements must be made for.
-        expert_form: the types of the experts' matrices, and a checksum of how they lie in pages,
-            which ranks send to each other.
+    `signature` is what placements must be made for; `expert_form`, the types of the experts'
+    matrices and a checksum of how they lie in pages, must be equal on all ranks.
     """
 
     model: PreTrainedModel
@@ -322,10 +276,6 @@ class SpreadModel:
 
 def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "auto") -> SpreadModel:
     """Loads everything but the routed experts, on the CPU.
-
-    Args:
-        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
-        dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.

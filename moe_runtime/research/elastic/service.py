@@ -1,8 +1,7 @@
 """A generation service whose ranks come and go while it generates.
 
-Rank 0 lives in the process that makes the service: it takes the requests, gives them to ranks, and
-decides on placements. The other ranks are processes that run ``run_worker`` with its address, on
-this machine or on others.
+Rank 0 lives in the process that makes the service: it takes requests, gives them to ranks, and
+decides on placements. The other ranks are processes that run `run_worker` with its address.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ class ChangeReport:
     """What a change of ranks or placement took.
 
     Attributes:
-        num_ranks: ranks now.
         num_transfers: experts that travelled between ranks.
         num_moved_requests: running requests that went on on another rank.
         prepare_s: seconds from the order to all ranks being ready; the service went on meanwhile.
-        switch_s: seconds from the last orders in the old epoch to the first ones in the new, the
-            step between them included.
+        switch_s: seconds from the last orders in the old epoch to the first ones in the new.
     """
 
     num_ranks: int
@@ -72,11 +69,8 @@ class _Served:
 class _PendingResize:
     """A change that was asked for.
 
-    Attributes:
-        num_ranks: ranks wanted; None for as many as there are.
-        algorithm: of the new placement; None moves as few experts as possible.
-        num_replicas: slots of a layer for second copies, at least.
-        reports: loads by rank, as far as they came.
+    `num_ranks` None keeps their number; `algorithm` None moves as few experts as possible;
+    `num_replicas` are slots of a layer for second copies, at least; `reports` are loads by rank.
     """
 
     future: Future[ChangeReport]
@@ -101,11 +95,6 @@ class Coordinator:
     def __init__(
         self, store: Store, members: Tokens, placement: Placement, *, timeout_s: float
     ) -> None:
-        """Starts with a running epoch 0.
-
-        Args:
-            timeout_s: seconds to wait for processes that a change needs.
-        """
         self.placement = placement
         self._store = store
         self._members = members
@@ -124,19 +113,18 @@ class Coordinator:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the present epoch."""
         return len(self._members)
 
     def submit(
         self, request: ElasticRequest, on_token: Callable[[int], None] | None
     ) -> Future[Tokens]:
-        """Queues a request; ``on_token`` is called from the service's thread."""
+        """Queues a request; `on_token` is called from the service's thread."""
         served = _Served(request, _running_future(), on_token)
         self._commands.put(served)
         return served.future
 
     def change(self, **options: Any) -> Future[ChangeReport]:
-        """Queues a change; options as in ``_PendingResize``."""
+        """Queues a change; options as in `_PendingResize`."""
         resize_request = _PendingResize(_running_future(), **options)
         self._commands.put(resize_request)
         return resize_request.future
@@ -180,7 +168,7 @@ class Coordinator:
         return orders
 
     def read(self, rank: int, report: dict[str, Any]) -> None:
-        """Hands on what a rank generated."""
+        """Takes what a rank generated."""
         for number, tokens in report.get("tokens", {}).items():
             served = self._served[int(number)]
             served.tokens += tokens
@@ -370,7 +358,7 @@ _GOODBYE_S = 5.0
 class ElasticService:
     """Generates with a Mixture-of-Experts model whose experts are spread over a changing group.
 
-    Every answer has the bits that ``moe_runtime.load`` gives it in one process, whatever the number
+    Every answer has the bits that `moe_runtime.load` gives it in one process, whatever the number
     of ranks, the placement, the other requests, and the changes on the way.
 
         service = ElasticService(path)
@@ -379,9 +367,6 @@ class ElasticService:
             answer = service.submit(ElasticRequest(prompt=ids, max_new_tokens=64))
             service.resize(4).result()
             tokens = answer.result()
-
-    Attributes:
-        address: host and port that workers are started with.
     """
 
     def __init__(
@@ -398,7 +383,7 @@ class ElasticService:
 
         Args:
             path: the folder of a checkpoint, or the name of a repository on the hub.
-            dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
+            dtype: the type to compute in, or "auto" for the checkpoint's own.
             host: address of this machine that the workers reach.
             port: 0 takes a free one.
             timeout_s: seconds after which waiting for another process is an error.
@@ -454,24 +439,18 @@ class ElasticService:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that generate now."""
         return self._orders.num_ranks
 
     @property
     def placement(self) -> Placement:
-        """Where the experts lie now."""
         return self._orders.placement
 
     def submit(
         self, request: ElasticRequest, on_token: Callable[[int], None] | None = None
     ) -> Future[Tokens]:
-        """Queues a request.
+        """Queues a request; the result is its new tokens.
 
-        Args:
-            on_token: called with every new token, from the service's thread.
-
-        Returns:
-            The new tokens, once all of them are there.
+        `on_token` is called with every new token, from the service's thread.
 
         Raises:
             ValueError: prompt and new tokens exceed the positions that the model knows.
@@ -486,11 +465,11 @@ class ElasticService:
         return self._orders.submit(request, on_token)
 
     def resize(self, num_ranks: int) -> Future[ChangeReport]:
-        """Goes over to more or fewer ranks, with the fewest transfers of experts.
+        """Changes to more or fewer ranks, with the fewest transfers of experts.
 
-        Waits for processes that stand by where it takes more of them; generation goes on meanwhile.
-        The ranks with the highest numbers leave; their requests go on on others. A process that
-        left stands by again.
+        Waits for standby processes where it takes more of them; generation goes on meanwhile. The
+        ranks with the highest numbers leave; their requests go on on others. A process that left
+        stands by.
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -500,7 +479,7 @@ class ElasticService:
         """Places the experts anew by what was counted since the last time.
 
         Args:
-            algorithm: a name of ``moe_runtime.research.placement_solvers.ALGORITHMS``.
+            algorithm: a name of `moe_runtime.research.placement_solvers.ALGORITHMS`.
             num_replicas: slots of a layer for second copies, rounded up to what divides.
         """
         check_algorithm(algorithm)
@@ -510,7 +489,7 @@ class ElasticService:
         """Ends the service and its workers, by default when everything asked for is done.
 
         Args:
-            at_once: gives up what is not done: waiting for it raises a ``RankFailureError``.
+            at_once: gives up what is not done: waiting for it raises a `RankFailureError`.
 
         Raises:
             RankFailureError: a rank died or stalled.

@@ -1,4 +1,4 @@
-"""Processes that stand by for an elastic service and compute as a rank while they are called to."""
+"""Processes that stand by for an elastic service and compute as a rank on demand."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ Address = tuple[str, int]
 
 
 def ready_model(path: str | Path, *, dtype: str = "auto", threads: int = 1) -> SpreadModel:
-    """Loads the dense part of a model, to be computed on so many threads by this process.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged or incomplete.
-        UnsupportedModelError: its model is not one that can be spread.
-        ValueError: there would be no thread.
-    """
+    """Loads the dense part of a model, to be computed on so many threads by this process."""
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     library = native_library()
@@ -61,11 +55,7 @@ def run_worker(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     threads: int = 1,
 ) -> None:
-    """Stands by, computes as a rank while it is called to, and ends when the service ends.
-
-    Args:
-        path: the checkpoint that the service generates with.
-        timeout_s: seconds after which waiting for another process is an error.
+    """Stands by, computes as a rank on demand, and ends when the service ends.
 
     Raises:
         CheckpointError: the checkpoint is not the service's.
@@ -91,11 +81,7 @@ def start_local_workers(
     dtype: str = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[BaseProcess]:
-    """Starts workers on this machine; they end when the service does, or with this process.
-
-    Args:
-        timeout_s: seconds that a worker waits for the service.
-    """
+    """Starts workers on this machine; they end when the service does, or with this process."""
     # Forked from a clean process: what has threads, as this one has, must not be forked.
     context = multiprocessing.get_context("forkserver")
     # Imported once, where the server has not been started for something else.

@@ -1,10 +1,8 @@
 """`SparseExperts`: a layer's experts under Hecate's fully sharded sparse data parallelism.
 
-Every expert has one owner. Each iteration the hottest ones of the last few are copied to other
-ranks, behind whatever computes before the layer; once the gate has spoken, more copies may follow;
-gradients of all copies are summed at the owner. From time to time owners change places, so that
-what is not copied is balanced (`reshard_layers`). None of it changes a result beyond the order of
-sums.
+Every expert has one owner. Each iteration the hottest ones are copied to other ranks, behind what
+computes before the layer; gradients of all copies are summed at the owner. Results change by no
+more than the order of sums.
 
 Shape suffixes: T tokens, D model, K choices, R rows, X slots with copies, E experts.
 """
@@ -62,7 +60,6 @@ class CopyRules:
     expert_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for numbers that cannot be."""
         for name, least in (("max_experts", 0), ("slots_per_rank", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -74,27 +71,15 @@ class CopyRules:
 
 
 def hidden_experts(compute_s: float, bytes_per_s: float, expert_bytes: int) -> int:
-    """Experts whose copying takes no longer than the computation before a layer.
-
-    Args:
-        bytes_per_s: Of the slowest link that copies take, as `parallel.cluster.fit_link` makes it
-            of `time_exchanges`.
-    """
+    """Experts whose copying takes no longer than the computation before a layer."""
     return int(compute_s * bytes_per_s / expert_bytes)
 
 
 class SparseExperts(ParallelExperts):
     """Experts of which each has an owner, and the hot ones copies for an iteration.
 
-    Args:
-        num_experts: `E`.
-        hidden_size: `D`.
-        intermediate_size: `F`.
-        groups: As of `ParallelExperts`; whole experts only.
-        rules: How much is copied.
-
-    Attributes:
-        num_copied: experts that this rank sent in the last iteration's forward pass.
+    Arguments as of `ParallelExperts`, whole experts only. `num_copied` counts the experts that this
+    rank sent in the last forward pass.
 
     Raises:
         ValueError: Experts cut into slices, or ranks that do not divide by machines.
@@ -134,8 +119,8 @@ class SparseExperts(ParallelExperts):
     def prepare(self) -> None:
         """Starts this iteration's copies, to be hidden behind what is computed before the layer.
 
-        A collective call, once before each forward pass; without it the forward pass begins with
-        it. No parameter may change in between.
+        A collective call, once before each forward pass, which makes it otherwise. No parameter may
+        change in between.
         """
         self._plan = SparseMaterialisation(
             self.slots, self._copies(), self.transport, ranks_per_node=self.rules.ranks_per_node
@@ -143,7 +128,7 @@ class SparseExperts(ParallelExperts):
         self._pending = self._plan.start(self._owned())
 
     def prepare_before(self, module: nn.Module) -> None:
-        """Has `prepare` called whenever a module is: the attention before the layer, say."""
+        """Has `prepare` called before each forward pass of a module, such as the attention."""
         module.register_forward_pre_hook(lambda *_: self.prepare())
 
     def forward(
@@ -154,7 +139,6 @@ class SparseExperts(ParallelExperts):
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """As of `ParallelExperts`; a collective call."""
         if self._pending is None:
             self.prepare()
         plan, pending = self._plan, self._pending
@@ -238,12 +222,8 @@ def reshard_layers(
 ) -> int:
     """Gives the experts of several layers new owners by their forecasts (Hecate's algorithm 2).
 
-    Every rank ends with the same number of experts over all layers, of one layer perhaps none and
-    of another many. A collective call between two iterations, every hundred or so; where the owners
-    are right already, nothing moves.
-
-    Args:
-        optimizer: Its states of their parameters move along.
+    Every rank ends with the same number of experts over all layers. A collective call between two
+    iterations, every hundred or so; the optimizer's states of the parameters move along.
 
     Returns:
         Experts that travelled, over all ranks.

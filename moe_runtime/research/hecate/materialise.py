@@ -1,12 +1,7 @@
 """Which experts to copy where for one iteration, and which device owns them (Hecate, FSSDP).
 
-`plan_copies` is Hecate's algorithm 1: as many of the hottest experts as can be copied behind the
-computation before the layer, within the memory that each device has for copies. `reshard` is its
-algorithm 2: owners chosen so that what is not copied is balanced. `calibrate` adds copies once the
-gate has spoken, where they gain more than they cost.
-
-Rounding of shares is not specified there; here it is by largest remainder, and what an expert
-cannot use goes to the next.
+Rounding of shares is not specified in the paper; here it is by largest remainder, and what an
+expert cannot use goes to the next.
 """
 
 from __future__ import annotations
@@ -23,17 +18,13 @@ def plan_copies(
     max_experts: int,
     slots_per_device: int,
 ) -> list[list[int]]:
-    """Copies for the next iteration.
+    """Copies for the next iteration (Hecate's algorithm 1).
 
-    Args:
-        loads_E: Expected tokens of each expert, for example the mean of the last five iterations.
-        owner_E: The device that owns each expert.
-        max_experts: Experts whose copying hides behind the computation before the layer.
-        slots_per_device: Copies that a device has room for.
+    As many of the hottest experts as can be copied behind the computation before the layer
+    (`max_experts`), within the copies that each device has room for.
 
     Returns:
-        For each device, the experts to copy to it, hottest first; never one that it owns, at most
-        `slots_per_device`.
+        For each device, the experts to copy to it, hottest first; never one that it owns.
 
     Raises:
         ValueError: Numbers that do not fit each other.
@@ -71,19 +62,17 @@ def calibrate(
     """More copies for this iteration, now that its loads are known (Hecate's calibration).
 
     Algorithm 1 again, with the real loads and the memory that is left, for every number of hottest
-    experts; the best of these plans is taken if the computation that the busiest device is relieved
-    of takes longer than sending the copies, which nothing hides any more.
+    experts. The best plan is taken if the computation that the busiest device is relieved of takes
+    longer than sending the copies, which nothing hides.
 
     Args:
-        loads_E: Tokens of each expert.
-        owner_E: The device that owns each expert.
         copies: What is copied already, for each device.
         slots_per_device: Copies that a device has room for, those in `copies` included.
         token_s: Seconds to compute one token, in all passes.
         expert_s: Seconds to copy one expert and to bring its gradient back.
 
     Returns:
-        For each device, the experts to copy to it besides; empty lists where nothing is gained.
+        For each device, more experts to copy to it; empty lists where nothing is gained.
     """
     num_devices = len(copies)
     holders = _holders(owner_E, copies)
@@ -144,13 +133,10 @@ def reshard(
     devices_per_node: int,
     num_copied: int,
 ) -> list[list[int]]:
-    """Owners of the experts of all layers, the same number of experts for every device.
+    """`owner[layer][expert]`: the same number of experts for every device (Hecate's algorithm 2).
 
     The hottest `num_copied` experts of a layer are copied anyway, so their owners do not matter;
     the others are balanced within their layer.
-
-    Returns:
-        `owner[layer][expert]`.
 
     Raises:
         ValueError: The experts of all layers do not divide by the devices.

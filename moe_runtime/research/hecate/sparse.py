@@ -1,9 +1,8 @@
 """Hecate's fully sharded sparse data parallelism: copies of hot experts for one iteration.
 
-Every expert has one owner, which keeps its parameters and optimizer state. For an iteration, chosen
-experts are copied to other ranks (sparse all-gather), which then compute their own tokens for them;
-the gradients of the copies are summed at the owner (sparse reduce-scatter, the backward pass of the
-first). Which experts are copied where changes the traffic, never the result.
+The owner of an expert keeps its parameters and optimizer state. For an iteration, chosen experts
+are copied to other ranks (sparse all-gather), which compute their own tokens for them; gradients of
+the copies are summed at the owner (the backward pass of the first).
 
 Shape suffixes: T tokens, D model, R rows, S owned slots of a rank, X slots with copies.
 """
@@ -53,8 +52,7 @@ class SparseMaterialisation:
 
         Args:
             owners: Where the experts lie, each on one rank.
-            copies: For each rank, experts to copy to it; those it owns are passed over.
-            ranks_per_node: Consecutive ranks of a machine, for `ExpertSlots.from_ranks`.
+            copies: For each rank, experts to copy to it; those it owns are skipped.
 
         Raises:
             ValueError: An expert has several owners, or the plan does not fit the group.
@@ -70,7 +68,7 @@ class SparseMaterialisation:
         self._add(copies)
 
     def _add(self, copies: Sequence[Sequence[int]]) -> None:
-        """Plans one more exchange of copies; what a rank holds already is passed over."""
+        """Plans one more exchange of copies; what a rank holds already is skipped."""
         owners = self._owners
         if len(copies) != owners.num_ranks:
             raise ValueError(
@@ -108,17 +106,9 @@ class SparseMaterialisation:
     def extend(
         self, copies: Sequence[Sequence[int]], pending: PendingParameters | None = None
     ) -> SparseMaterialisation:
-        """The plan with more copies: Hecate's calibration, once the gate has spoken.
+        """A plan with more copies, once the loads are known (calibration); a collective call.
 
-        A collective call. This plan stays as it is.
-
-        Args:
-            copies: For each rank, experts to copy to it besides.
-            pending: Copies of this plan that are on their way: only what is new is sent, and they
-                become the copies of the new plan.
-
-        Raises:
-            ValueError: The copies do not fit the group.
+        Copies of this plan in `pending` become those of the new plan: only what is new is sent.
         """
         longer = copy.copy(self)
         longer._waves = list(self._waves)
@@ -134,11 +124,7 @@ class SparseMaterialisation:
 
 
 class PendingParameters:
-    """Copies of parameters on their way.
-
-    Attributes:
-        num_empty: slots behind the copies that stay empty.
-    """
+    """Copies of parameters on their way; `num_empty` slots after them stay empty."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -151,11 +137,7 @@ class PendingParameters:
             pending.append(wave.start(parameter))
 
     def wait(self) -> list[Tensor]:
-        """`[X, ...]` for each parameter.
-
-        Raises:
-            RankFailureError: A rank died or stalled.
-        """
+        """`[X, ...]` for each parameter."""
         return [
             torch.cat(
                 [
@@ -192,18 +174,11 @@ def sparse_expert_parallel(
     """One layer of experts with copies; gradients arrive at the owners.
 
     Args:
-        x_TD: `[T, D]` this rank's tokens.
-        experts: What computes them; it may not keep the parameters.
+        experts: What computes the tokens; it may not keep the parameters.
         parameters: `[S, ...]` what this rank owns.
         copies: `plan.start(parameters)`, started earlier to hide it; made here by default.
         rematerialise: Drops the copies after the forward pass and makes them again in the backward
-            pass: memory for more traffic.
-
-    Returns:
-        `[T, D]`.
-
-    Raises:
-        RankFailureError: A rank died, stalled, or has other settings.
+            pass.
     """
     materialised = (copies or plan.start(parameters)).wait()
     again = _Again(plan, parameters, materialised) if rematerialise else None
@@ -236,10 +211,10 @@ def sparse_expert_parallel(
 
 
 class _Again:
-    """Stands in for materialised parameters among what autograd saves, and makes them again.
+    """Replaces materialised parameters among what autograd saves, and makes them again.
 
     Every stage of the backward pass asks for them, so all ranks exchange them at the same point,
-    whether or not rows had come; the last stage lets go of them.
+    with or without rows; the last stage drops them.
     """
 
     def __init__(
@@ -299,7 +274,7 @@ class _Fetch(Function):
 
 
 class _Forget(Function):
-    """Nothing in the forward pass; lets go of the parameters after a stage's backward pass."""
+    """Nothing in the forward pass; drops the parameters after a stage's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, again: _Again) -> Tensor:

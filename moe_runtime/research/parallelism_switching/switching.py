@@ -1,8 +1,7 @@
 """Tutel's switch of parallelism at run time: one layout of weights, any degree for each batch.
 
 With more ranks than experts, `s = ranks / experts` consecutive ranks share an expert, each keeping
-a slice of its hidden dimension. How a batch is computed is chosen anew every time, by what a
-measured link makes cheapest for its tokens, and no parameter moves for good:
+a slice of its hidden dimension. No parameter moves for good:
 
 - degree 0: every rank gathers all experts and computes its own tokens (data parallelism);
 - degree r: each row goes to r ranks, each of which gathers the s / r slices of its run. r = 1 is
@@ -38,10 +37,8 @@ from moe_runtime.routing import Routing
 class AdaptiveParallelism:
     """The degrees that a group of ranks can switch between.
 
-    Attributes:
-        num_shares: `s`, ranks that share an expert; 1 where there are at least as many experts as
-            ranks.
-        degrees: valid degrees: 0 and the divisors of `s`.
+    `num_shares` ranks share an expert (1 with at least as many experts as ranks); valid degrees are
+    0 and its divisors.
     """
 
     def __init__(self, num_experts: int, group: Group | None) -> None:
@@ -90,15 +87,9 @@ class AdaptiveParallelism:
         shared: Callable[[Tensor], Tensor] | None = None,
         impl: ExpertMlpImpl = "auto",
     ) -> Tensor:
-        """Computes a layer with a degree of parallelism; a collective call.
+        """Computes a layer with one of `degrees`, the same on all ranks; a collective call.
 
-        Args:
-            x_TD: `[T, D]` this rank's tokens.
-            own: This rank's slices (`slice_experts` of its experts), not transposed, gates first.
-            degree: One of `degrees`, the same on all ranks.
-
-        Returns:
-            `[T, D]`.
+        `own` are this rank's slices (`slice_experts` of its experts), not transposed, gates first.
 
         Raises:
             ValueError: The degree is not valid, or the layout of the weights is another one.
@@ -187,11 +178,6 @@ def cheapest_degree(
 
     A rank sends `row_bytes` once for every copy of its rows, and receives the rest of the slices it
     computes with: tokens cost more and weights less as the degree grows.
-
-    Args:
-        degrees: Degrees to choose from, as of `AdaptiveParallelism`.
-        row_bytes: Bytes of the dispatched rows of one rank, one copy.
-        beta_s_per_byte: Seconds for each byte that a rank sends.
     """
     shares = max(1, num_ranks // num_experts)
     own_bytes = expert_bytes * num_experts / num_ranks
@@ -213,8 +199,6 @@ class SwitchingExperts(ParallelExperts):
 
     Args:
         num_experts: `E`; this or the number of ranks divides the other.
-        hidden_size: `D`.
-        intermediate_size: `F`.
         groups: As of `ParallelExperts`; a layout's `etp` is then the ranks that share an expert.
         link: What an exchange costs; measured here by default, which is a collective call.
 
@@ -265,7 +249,6 @@ class SwitchingExperts(ParallelExperts):
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """As of `ParallelExperts`; a collective call."""
         x_TD = self._as_experts_read(x_TD)
         self.last_degree = self._cheapest(x_TD, ids_TK) if self.degree is None else self.degree
         return self._switch.run(

@@ -1,12 +1,10 @@
-"""ExFlow's placement: experts that follow each other lie on the same device.
+"""ExFlow's placement: experts that follow each other lie on the same device (arXiv 2401.08383).
 
-A token's expert in one layer says much about its expert in the next. Putting such pairs together
-keeps tokens where they are. The integer programme of ExFlow (arXiv 2401.08383) minimises the hops
-under equal numbers of experts per device; with all other layers fixed it falls apart into one
-assignment problem a layer, which is solved exactly. Sweeps over the layers, forwards and backwards,
-go on until no layer gains; several starts, the best one wins.
+The integer programme minimises hops under equal numbers of experts per device. With all other
+layers fixed it is one assignment problem a layer, solved exactly; sweeps over the layers go on
+until none gains, and the best of several starts wins.
 
-Legend: L layers, E experts, G devices, M = E / G experts of a device.
+Shape suffixes: L layers, E experts, G devices, M = E / G experts of a device.
 """
 
 import math
@@ -26,13 +24,9 @@ class Affinity:
 
     Args:
         num_starts: random starts; more of them find better placements, each costs the same time.
-        seed: of the starts; equal seeds give equal placements.
         node_hop: cost of a hop to another node, in hops between devices of one node.
         time_limit_s: seconds after which the best placement so far counts; then it depends on the
             machine's speed.
-
-    Raises:
-        ValueError: a number is not positive.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class Affinity:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places by the profile's transitions; loads are not looked at."""
         if num_replicas:
             raise ValueError(f"affinity makes no replicas, got {num_replicas}; eplb does")
         slots_needed(profile.num_experts, 0, devices.num_gpus)
@@ -90,17 +83,7 @@ def sweep(
     costs_GG: np.ndarray,
     deadline: Deadline | None = None,
 ) -> np.ndarray:
-    """Improves layer after layer, each to its optimum given its neighbours, until none gains.
-
-    Args:
-        gpus_LE: ``[L, E]`` device of each expert, as many on each device.
-        transitions_LEE: ``[L - 1, E, E]`` tokens between experts of neighbouring layers.
-        costs_GG: ``[G, G]`` cost of a token's way between devices.
-        deadline: after which no further layer is improved.
-
-    Returns:
-        ``[L, E]`` devices, with a total cost that is at most that of the start.
-    """
+    """Improves layer after layer, each to its optimum given its neighbours, until none gains."""
     from scipy.optimize import linear_sum_assignment
 
     gpus = gpus_LE.copy()

@@ -1,6 +1,6 @@
 """Clusters of experts onto devices so that the busiest device's traffic is least (stage 2).
 
-Legend: L layers, Q clusters of a layer = G devices.
+Shape suffixes: L layers, Q clusters of a layer = G devices.
 """
 
 import math
@@ -14,12 +14,7 @@ from moe_runtime.lab.programme import Programme, Term
 
 
 class Deadline:
-    """A moment after which the best that was found counts.
-
-    Args:
-        seconds: until then; infinite by default.
-        clock: seconds from any moment on.
-    """
+    """A moment after which the best that was found counts."""
 
     def __init__(
         self, seconds: float = math.inf, *, clock: Callable[[], float] = time.monotonic
@@ -29,12 +24,10 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; 0 once there are none."""
         return max(0.0, self._end - self._clock())
 
     @property
     def has_passed(self) -> bool:
-        """Whether the search must end."""
         return self.left_s <= 0
 
     def part(self, share: float) -> "Deadline":
@@ -52,7 +45,7 @@ class Mapping:
     """Where the clusters lie.
 
     Attributes:
-        gpus_LQ: ``[L, Q]`` device of each cluster.
+        gpus_LQ: device of each cluster.
         peak_traffic: sum over neighbouring layers of the busiest device's traffic, in cost units.
         is_optimal: the solver proved that no mapping is better.
     """
@@ -65,13 +58,8 @@ class Mapping:
 def map_clusters(traffic_LQQ: np.ndarray, costs_GG: np.ndarray, *, time_limit_s: float) -> Mapping:
     """Assigns the clusters of every layer to devices, one to one.
 
-    Args:
-        traffic_LQQ: ``[L - 1, Q, Q]`` tokens between clusters of neighbouring layers.
-        costs_GG: ``[G, G]`` cost of a token's way between two devices.
-        time_limit_s: for the search, and for the solver where the programme is small enough for it.
-
-    Returns:
-        The best mapping found; never worse than every cluster on the device of its number.
+    `time_limit_s` holds for the search, and for the solver where the programme is small enough.
+    Never worse than every cluster on the device of its number.
     """
     num_layers, num_gpus = len(traffic_LQQ) + 1, len(costs_GG)
     deadline = Deadline(time_limit_s)
@@ -152,11 +140,7 @@ def _local_search(
 def _solve(
     traffic_LQQ: np.ndarray, costs_GG: np.ndarray, bound: float, time_limit_s: float
 ) -> tuple[np.ndarray | None, bool]:
-    """The integer programme: binary choices, products of neighbouring ones, one peak a layer.
-
-    The products are tied to the choices by their sums (a transport problem), which bounds them far
-    tighter than ``product >= one + other - 1``.
-    """
+    """The integer programme: binary choices, products of neighbouring ones, one peak a layer."""
     num_layers, num_gpus = len(traffic_LQQ) + 1, len(costs_GG)
     unit = max(bound, 1e-300)
     programme = Programme()

@@ -1,15 +1,12 @@
 """MoETuner's placement: balance and affinity by two integer programmes (arXiv 2502.06643).
 
-Stage 1 forms clusters of experts, one layer after the other: as many experts in each, the largest
-load within a slack of the least possible, and under that bound as many tokens as possible going to
-the cluster of the same number in the next layer. Stage 2 (``mapping.py``) puts
-the clusters of each layer on devices so that the busiest device's traffic is least.
+Stage 1 forms clusters of experts layer by layer: equal sizes, the largest load within a slack of
+the least possible, and as many tokens as possible staying in the cluster of the same number. Stage
+2 (`mapping.py`) puts clusters on devices so that the busiest device's traffic is least. The paper's
+constraint lists are not public; these programmes are our own. A heuristic start bounds each solver
+call, so that a solver that runs out of time changes nothing.
 
-The paper's constraint lists are not public in text form; the programmes here are our own. Each
-starts from a heuristic whose value bounds the solver, so that a solver that runs out of time can
-only fail to improve.
-
-Legend: L layers, E experts, Q clusters (as many as devices).
+Shape suffixes: L layers, E experts, Q clusters (as many as devices).
 """
 
 from dataclasses import dataclass
@@ -31,8 +28,7 @@ class TwoStage:
     Attributes:
         load_slack: how far the largest load of a cluster may exceed the least possible, as a share
             of it; more slack leaves more room for affinity.
-        time_limit_s: seconds that searches and solver calls together may take; each solver call
-            gets an equal part.
+        time_limit_s: seconds of searches and solver calls together.
         node_hop: cost of a hop to another node, in hops between devices of one node.
     """
 
@@ -50,7 +46,6 @@ class TwoStage:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places by loads and transitions of the whole profile."""
         if num_replicas:
             raise ValueError(f"moetuner makes no replicas, got {num_replicas}; eplb does")
         slots_needed(profile.num_experts, 0, devices.num_gpus)
@@ -71,14 +66,10 @@ class TwoStage:
 def cluster_layers(
     profile: RoutingProfile, num_clusters: int, *, load_slack: float, time_limit_s: float
 ) -> np.ndarray:
-    """Stage 1: the cluster of each expert, ``[L, E]``.
+    """Stage 1: the cluster of each expert, `[L, E]`.
 
-    Two heuristic starts, balanced clusters and ExFlow's clusters brought within the bound, go
-    through all layers with swaps only. The one that keeps more tokens goes through them again,
-    forwards and backwards, each layer with both neighbours and the integer programme.
-
-    Args:
-        load_slack: see ``TwoStage``.
+    Two starts, balanced clusters and ExFlow's clusters brought within the bound, go through all
+    layers with swaps. The one that keeps more tokens goes through them again, with the programme.
     """
     deadline = Deadline(time_limit_s)
     limit_s = time_limit_s / (3 * profile.num_layers)
@@ -158,7 +149,7 @@ def _within_bounds(
 def balance_clusters(
     loads_E: np.ndarray, num_clusters: int, *, time_limit_s: float, gap: float = 1e-3
 ) -> np.ndarray:
-    """Clusters of equal size whose largest load is least: ``[E]`` cluster of each expert.
+    """Clusters of equal size whose largest load is least: `[E]` cluster of each expert.
 
     Heaviest-first packing with swaps, then the integer programme if that leaves a gap to the mean.
     """
@@ -200,14 +191,10 @@ def attract(
     """Clusters of equal size with the largest sum of gains whose loads stay within a bound.
 
     Args:
-        gains_EQ: ``[E, Q]`` what is gained by each expert in each cluster.
-        loads_E: ``[E]`` loads.
-        start: ``[E]`` clusters that keep the bound, the start of the heuristic.
+        gains_EQ: what is gained by each expert in each cluster.
+        start: `[E]` clusters that keep the bound; the result is never worse.
         time_limit_s: for the solver; 0 leaves it at swaps.
         gap: relative distance from the optimum that is good enough.
-
-    Returns:
-        ``[E]`` clusters, never worse than the start.
     """
     num_experts, num_clusters = gains_EQ.shape
     rows = np.arange(num_experts)

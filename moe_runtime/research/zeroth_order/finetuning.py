@@ -28,19 +28,12 @@ class ForwardPassesAlone:
     has_backward = False
 
     def offload(self, model: nn.Module, **places: Any) -> ZerothOrderTraining:
-        """As `offload_zeroth_order`."""
         return offload_zeroth_order(model, optimizer=self.settings, **places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderConfig:
-    """Training by forward passes alone (MeZO, as ZO2 does it).
-
-    Attributes:
-        eps: distance at which the loss is measured to both sides.
-        untouched: experts without tokens: dense_exact moves them as MeZO does, sparse_skip leaves
-            them alone.
-    """
+    """Training by forward passes alone: `eps` and `untouched` as of `ZerothOrder`."""
 
     eps: float = 1e-3
     untouched: Untouched = "dense_exact"
@@ -64,7 +57,6 @@ class ZerothOrderFinetuneConfig(FinetuneConfig):
 
     @property
     def method(self) -> ForwardPassesAlone:
-        """MeZO, with the run's seed and decay."""
         return ForwardPassesAlone(
             ZerothOrder(
                 weight_decay=self.optimizer.weight_decay,

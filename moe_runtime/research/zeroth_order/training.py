@@ -1,17 +1,15 @@
 """Zeroth-order training of a model whose routed experts live elsewhere: forward passes alone.
 
-MeZO measures the loss at two points, to both sides of the parameters along a random direction, and
-moves along it by the difference. Here an expert crosses the disk once per direction and step: when
-it is there, the update of the step before is made up for, it is moved to one side, computed with,
-moved to the other, computed with, moved back, and sent back. The two forward passes of all
-micro-batches go through the model side by side and meet at the experts.
+MeZO measures the loss to both sides of the parameters along a random direction, and moves along it
+by the difference. The two forward passes of all micro-batches go through the model side by side and
+meet at the experts. An expert crosses the disk once per direction and step: it gets the update of
+the step before, is moved to one side, computed with, moved to the other, computed with, moved back,
+and written.
 
-A direction is drawn again from its seed wherever it is needed, so it takes no memory. The seed
-names the step and the tensor, not the order in which tensors come by: experts without tokens move
-as all others do. How far an expert has come is counted in half steps: 2 t before step t, with all
-updates made, and 2 t + 1 after it was moved to both sides and back in step t, whose update waits
-for the slope. The roundings are those of MeZO in memory, moving there and back included, so the
-parameters are the same to the bit. A record is the parameters alone.
+A direction is drawn from its seed wherever it is needed. The seed names step and tensor, not the
+order in which tensors come by. An expert's content is counted in half steps: 2 t before step t, and
+2 t + 1 after it was moved to both sides and back in step t, whose update waits for the slope. The
+roundings are those of MeZO in memory, so the parameters are the same to the bit.
 
 Sources: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 2023); Wang
 et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU
@@ -74,9 +72,8 @@ class ZerothOrder:
         eps: distance at which the loss is measured to both sides.
         weight_decay: decay of matrices; norms and biases do not decay.
         seed: of all directions.
-        untouched: experts that no token of a step was routed to: `dense_exact` moves them as MeZO
-            moves every parameter; `sparse_skip` leaves them as they are, so that a step reads and
-            writes only what it computes with.
+        untouched: experts without tokens in a step: `dense_exact` moves them as MeZO does,
+            `sparse_skip` leaves them, so that a step reads and writes only what it computes with.
     """
 
     lr: float = 1e-7
@@ -127,9 +124,6 @@ _SIDES = (1, -2, 1)
 class SpsaExecutor:
     """Forward passes of layers whose experts come once for both sides.
 
-    Args:
-        sites: the layers' experts; the position is the layer of an `ExpertKey`.
-
     Attributes:
         slopes: projected gradient of each step so far; None where it was not finite.
         rates: learning rate of each step so far.
@@ -149,25 +143,17 @@ class SpsaExecutor:
 
     @property
     def step(self) -> int:
-        """The number of the step under way; the first is 0."""
         return len(self.slopes)
 
     def finish_step(self, slope: float | None, rate: float) -> None:
-        """The step's slope is known; experts are moved by it when they are needed next."""
+        """Takes the step's slope; experts move by it when they are needed next."""
         self.slopes.append(slope)
         self.rates.append(rate)
         self._states.commit()
         self._expect(0, [])
 
     def forward(self, layer: int, inputs: Sequence[LayerInput]) -> list[Tensor]:
-        """One layer: for all micro-batches to both sides in a step, else for one as it is.
-
-        Args:
-            inputs: one of each micro-batch, the first `num_left` of them to the first side.
-
-        Returns:
-            The outputs, `[T, D]` each.
-        """
+        """`[T, D]` outputs of a layer, one of each input: both sides in a step, else as it is."""
         site = self._sites[layer]
         calls = streamed(site, inputs)
         keys = visited(layer, calls)
@@ -184,7 +170,6 @@ class SpsaExecutor:
         return [call.output() for call in calls]
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters after the steps so far, by name."""
         record = self._fetch(key)
         named = self._named(key, record)
         copies = {name: tensor.clone() for name, tensor in named.items()}
@@ -284,30 +269,14 @@ class SpsaExecutor:
 
 
 class SpsaExperts(AbsentExperts):
-    """Routed experts whose parameters are not here, for forward passes to both sides.
-
-    Args:
-        layer: its number among the layers with experts.
-    """
+    """Routed experts whose parameters are not here, for forward passes to both sides."""
 
     def __init__(self, site: ExpertsModuleSpec, layer: int, passes: SpsaExecutor) -> None:
         super().__init__(site, layer, has_gradient=lambda: False)
         self._passes = passes
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`; a backward pass is refused.
-
-        Args:
-            hidden_states: `[T, D]`.
-            top_k_index: `[T, K]`; choices with ids of no expert are passed over.
-            top_k_weights: `[T, K]` gate weights.
-
-        Returns:
-            `[T, D]`.
-
-        Raises:
-            MoERuntimeError: an expert could not be read or written.
-        """
+        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`; a backward pass is refused."""
         x_TD = hidden_states.detach().to(compute_dtype(hidden_states))
         entry = LayerInput(x_TD, top_k_index, top_k_weights.detach())
 
@@ -352,12 +321,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderStep(StepOutcome):
-    """What a step measured; the norm is that of the gradient along the direction.
-
-    Attributes:
-        loss: mean of the losses to both sides.
-        slope: their difference over the distance, the projected gradient.
-    """
+    """What a step measured: the mean `loss` of both sides, their difference over the distance."""
 
     loss: float
     slope: float
@@ -370,12 +334,7 @@ class ZerothOrderStep(StepOutcome):
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What the forward passes of a step found, until the step is taken.
-
-    Attributes:
-        left, right: the losses to both sides, summed over the micro-batches.
-        minus: the dense parameters to the second side.
-    """
+    """The losses to both sides, summed over micro-batches; dense parameters of the second."""
 
     left: float
     right: float
@@ -387,9 +346,6 @@ class ZerothOrderTraining(ExpertTraining):
     """MeZO on a whole model; `offload_zeroth_order` makes it.
 
     A step is `backward`, which makes forward passes alone, and `step`, as of other optimizers.
-
-    Args:
-        model: its experts are replaced.
     """
 
     def __init__(
@@ -415,7 +371,6 @@ class ZerothOrderTraining(ExpertTraining):
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken."""
         return self._passes.step - self.skipped_steps
 
     def backward(
@@ -432,8 +387,8 @@ class ZerothOrderTraining(ExpertTraining):
             The losses, those to the first side first.
 
         Raises:
-            MoERuntimeError: an expert could not be read or written. After this or any other error
-                some experts are moved aside: go on from the last checkpoint.
+            MoERuntimeError: an expert could not be read or written. After any error go on from the
+                last checkpoint: some experts are perturbed.
             RuntimeError: the step that was measured last was not taken.
             UnsupportedUseError: the model got parameters to train after the training was made.
         """
@@ -467,9 +422,6 @@ class ZerothOrderTraining(ExpertTraining):
     def step(self, rate: float | None = None) -> ZerothOrderStep:
         """Moves everything by what `backward` measured; experts when they are needed next.
 
-        Args:
-            rate: learning rate; must be that of `backward`.
-
         Raises:
             RuntimeError: nothing was measured.
             ValueError: the rate is another than `backward` had.
@@ -498,7 +450,7 @@ class ZerothOrderTraining(ExpertTraining):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters as they are after the steps so far, by name."""
+        """A copy of one expert's parameters after the steps so far, by name."""
         return self._passes.expert(key)
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
@@ -521,7 +473,7 @@ class ZerothOrderTraining(ExpertTraining):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what a checkpoint has of `state_dict`, under any budget.
+        """Restores what `state_dict` gave, under any budget.
 
         Raises:
             CheckpointError: it is of another model or seed, or damaged.
@@ -573,26 +525,8 @@ def offload_zeroth_order(
 ) -> ZerothOrderTraining:
     """Fine-tunes a model by forward passes alone, its routed experts off memory.
 
-    The experts' parameters leave the model as in `offload_training`, without moments or gradients.
-
-    Args:
-        model: with `MoELayer`s, or of a family of transformers with its experts interface.
-        host_memory: budget: bytes, a size, a share of what is free, or "auto".
-        storage_dir: an existing folder on a fast disk, for experts beyond the budget.
-        optimizer: settings of MeZO.
-        activation_memory: the part of the budget set aside for activations.
-        io_threads: reads and writes in flight at once.
-        direct: go past the page cache where the file system can.
-        initial: for a model whose expert parameters are on the meta device, as of
-            `offload_training`.
-        resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
-            with: nothing is written there first.
-
-    Raises:
-        CapacityError: a budget or the disk is too small; names the smallest budget that works.
-        CheckpointError: `storage_dir` is missing or cannot be written.
-        UnsupportedModelError: the model has no routed experts that can leave it.
-        ValueError: a size cannot be read, or no parameter requires gradients.
+    The experts' parameters leave the model as in `offload_training`, without moments or gradients;
+    arguments and errors as there. `optimizer` has the settings of MeZO.
     """
     require_trained(model)
     sites = find_sites(model)

@@ -20,16 +20,13 @@ BEGINNING = '{"id": "batch_req_'
 
 
 class AnswerFile:
-    """Answers by request, in the order in which they come until `finish` puts them in order.
+    """Answers by request, in the order in which they come until `finish` sorts them.
 
-    A context manager that leaves whole lines, however it is left.
+    A context manager that leaves whole lines, however it ends.
 
     Args:
         path: of the file; its folder must exist.
         asked: the number of each request, by the id of its answer.
-
-    Attributes:
-        answered: numbers of the requests whose answers are there.
 
     Raises:
         CheckpointError: the file holds something else, or answers to other requests.
@@ -54,18 +51,13 @@ class AnswerFile:
 
     @property
     def answered(self) -> frozenset[int]:
-        """Numbers of the requests whose answers are there."""
         return frozenset(self._places.keys() - self._failed)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a line; what a write that failed left behind the last whole one goes.
+        """Writes a line, whole or not at all.
 
         Args:
-            record: its ``id`` says whose it is, and comes first. One with an ``error`` is none that
-                is kept when the file is taken up again.
-
-        Raises:
-            OSError: the line cannot be written; those before it stay.
+            record: begins with its ``id``. One with an ``error`` is answered again in a later run.
         """
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode()
         assert line.startswith(BEGINNING.encode())
@@ -80,11 +72,7 @@ class AnswerFile:
         self._note(record, len(line))
 
     def finish(self) -> None:
-        """Puts the answers in the order of the requests, one for each; the file is whole before.
-
-        Raises:
-            OSError: that fails; the file holds what it held.
-        """
+        """Sorts the answers by request, one for each, and replaces the file atomically."""
         places = [self._places[number] for number in sorted(self._places)]
         in_order = [start for start, _ in places] == [0, *(end for _, end in places)][:-1]
         if in_order and self._end == (places[-1][1] if places else 0):
@@ -110,11 +98,9 @@ class AnswerFile:
             self._file.close()
 
     def _cut(self) -> None:
-        """Nothing lies behind the last whole line."""
         os.ftruncate(self._file.fileno(), self._end)
 
     def _note(self, record: Mapping[str, Any], num_bytes: int) -> None:
-        """The next line is this one."""
         number = self._asked[record["id"]]
         self._places[number] = (self._end, self._end + num_bytes)
         self._end += num_bytes
@@ -123,7 +109,6 @@ class AnswerFile:
             self._failed.add(number)
 
     def _read(self) -> None:
-        """Finds the answers that are there."""
         for number, line in enumerate(self._file, start=1):
             is_whole = line.endswith(b"\n")
             if not is_whole and line[: len(BEGINNING)] == BEGINNING.encode()[: len(line)]:
@@ -143,7 +128,7 @@ class AnswerFile:
 
 
 def _open(place: Path) -> IO[bytes]:
-    """The file, held against other processes."""
+    """The file, locked against other processes."""
     with contextlib.ExitStack() as stack:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         file = stack.enter_context(os.fdopen(os.open(place, flags, 0o666), "r+b"))
@@ -159,7 +144,6 @@ def _open(place: Path) -> IO[bytes]:
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
-    """A line that one of these files may have."""
     if not line.startswith(BEGINNING.encode()):
         return None
     try:

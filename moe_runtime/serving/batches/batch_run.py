@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import (
+from moe_runtime.checkpoints.opening import (
     find_checkpoint,
     load_tokenizer,
+    open_checkpoint,
     read_config,
     read_generation_config,
 )
-from moe_runtime.checkpoints.opening import open_checkpoint
+from moe_runtime.checkpoints.strict_json import parse_value
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.budget import (
@@ -44,12 +45,11 @@ from moe_runtime.inference.generation import (
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.batches.answer_file import AnswerFile
-from moe_runtime.serving.batches.batch_lines import PromptLine, read_lines
 from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (
+    EngineOptions,
     EngineStatistics,
     FinishReason,
     GenerationRequest,
@@ -57,6 +57,246 @@ from moe_runtime.serving.requests import (
     SamplingOptions,
 )
 from moe_runtime.types import RuntimeStats
+
+CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
+_SAMPLING: dict[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "seed": (int,),
+}
+_OTHERS: dict[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "max_completion_tokens": (int,),
+    "min_tokens": (int,),
+    "stop": (str, list),
+    "stop_token_ids": (list,),
+    "ignore_eos": (bool,),
+    "logit_bias": (dict,),
+    "model": (str,),
+    "user": (str,),
+    "metadata": (dict,),
+}
+_WITHOUT_EFFECT: dict[str, Any] = {
+    **{"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False, "store": False},
+    "tools": [],
+}
+"""Fields that may be given with these values only."""
+_WORDS = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "an object"}
+_LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLine:
+    """What one line asks.
+
+    Attributes:
+        place: file and line, for messages.
+        prompt: a text, or token ids; None where there are messages.
+        custom_id: of a line in OpenAI's batch format; None for a plain one.
+        sampling: fields of `SamplingOptions` that the line gives.
+    """
+
+    number: int
+    place: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    custom_id: str | None
+    model: str | None
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    min_new_tokens: int
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+
+
+def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
+    """All requests of a file; blank lines are none.
+
+    Raises:
+        ValueError: a line is no request, with its number; or there is none at all.
+    """
+    found = []
+    ids: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{file}, line {number}"
+        try:
+            one = _read_line(line, number, place, max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if one.custom_id is not None and ids.setdefault(one.custom_id, number) != number:
+            raise ValueError(
+                f"{place}: custom_id {one.custom_id!r} is that of line {ids[one.custom_id]} too"
+            )
+        found.append(one)
+    if not found:
+        raise ValueError(f"{file}: holds no prompts, expected one a line")
+    return found
+
+
+def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> PromptLine:
+    try:
+        value = parse_value(line.encode())
+    except json.JSONDecodeError as error:
+        said = f"{error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
+        said += f" at character {error.pos + 1}"
+        raise ValueError(f"expected JSON, found {said}") from None
+    except UnicodeEncodeError:
+        raise ValueError("expected JSON, found half a surrogate pair, which is no text") from None
+    except ValueError as error:
+        raise ValueError(f"expected JSON, found {error}") from None
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON string or an object, got {_shown(value)}")
+    custom_id = None
+    body, asked = value, "prompt" if "prompt" in value else "messages"
+    if "custom_id" in value or "body" in value:
+        custom_id, asked, body = _unwrap(value)
+    given: dict[str, Any] = {name: item for name, item in body.items() if item is not None}
+    _check_fields(given, asked)
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
+    limits = [given.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    most_new = _at_least_1(next((n for n in limits if n is not None), max_new_tokens))
+    if (least := given.get("min_tokens", 0)) > most_new:
+        raise ValueError(f"min_tokens: expected at most the {most_new} of the answer, got {least}")
+    return PromptLine(
+        number=number,
+        place=place,
+        prompt=_prompt_of(given["prompt"]) if asked == "prompt" else None,
+        messages=_messages_of(given["messages"]) if asked == "messages" else None,
+        custom_id=custom_id,
+        model=given.get("model"),
+        sampling=_sampling_of(given),
+        max_new_tokens=most_new,
+        min_new_tokens=least,
+        stops=_stops_of(given.get("stop", [])),
+        stop_ids=frozenset(_ids_of(given.get("stop_token_ids", []), "stop_token_ids")),
+        ignore_eos=given.get("ignore_eos", False),
+    )
+
+
+def _unwrap(value: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    known = {"custom_id", "method", "url", "body"}
+    for name in known - value.keys():
+        raise ValueError(f"{name} is missing, which OpenAI's batch format has")
+    for name in value.keys() - known:
+        raise ValueError(f"{name} is no field of OpenAI's batch format")
+    custom_id, body = value["custom_id"], value["body"]
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError(f"custom_id: expected text, got {_shown(custom_id)}")
+    if value["method"] != "POST":
+        raise ValueError(f"method: expected POST, got {_shown(value['method'])}")
+    if value["url"] not in (CHAT_URL, TEXT_URL):
+        raise ValueError(f"url: expected {CHAT_URL} or {TEXT_URL}, got {_shown(value['url'])}")
+    if not isinstance(body, dict):
+        raise ValueError(f"body: expected an object, got {_shown(body)}")
+    return custom_id, "messages" if value["url"] == CHAT_URL else "prompt", body
+
+
+def _check_fields(given: Mapping[str, Any], asked: str) -> None:
+    known = {**_SAMPLING, **_OTHERS, asked: (object,)}
+    if asked not in given:
+        raise ValueError(f"{asked} is missing")
+    if {"prompt", "messages"} <= given.keys():
+        raise ValueError("has a prompt and messages, expected one of the two")
+    for name, value in given.items():
+        if name in _WITHOUT_EFFECT:
+            # 0 is no false, and true is no 1: log-probabilities may be asked for by a 0.
+            if type(value) is type(_WITHOUT_EFFECT[name]) and value == _WITHOUT_EFFECT[name]:
+                continue
+            only = json.dumps(_WITHOUT_EFFECT[name])
+            raise ValueError(f"{name} may only be {only} here, got {_shown(value)}")
+        if name not in known:
+            raise ValueError(f"{name} is not supported; known are {', '.join(sorted(known))}")
+        if asked != name and type(value) not in known[name]:
+            expected = " or ".join(_WORDS.get(kind, "true or false") for kind in known[name])
+            raise ValueError(f"{name}: expected {expected}, got {_shown(value)}")
+    if given.get("min_tokens", 0) < 0:
+        raise ValueError(f"min_tokens must be at least 0, got {given['min_tokens']}")
+
+
+def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: given[name] for name in _SAMPLING if name in given}
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    bias = {}
+    for token, number in given.get("logit_bias", {}).items():
+        if not (token.isascii() and token.isdigit()) or type(number) not in (int, float):
+            raise ValueError(f"logit_bias: expected token ids and numbers, got {_shown(token)}")
+        bias[int(token)] = float(number)
+    if bias:
+        values["logit_bias"] = bias
+    SamplingOptions(**values)  # refuses what is out of range
+    return values
+
+
+def _at_least_1(max_tokens: int) -> int:
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    return max_tokens
+
+
+def _stops_of(stop: str | list[Any]) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ValueError(f"stop: expected a text or a list of texts, got {_shown(stop)}")
+    return tuple(stops)
+
+
+def _ids_of(ids: Sequence[Any], name: str) -> list[int]:
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise ValueError(f"{name}: expected token ids, got {_shown(ids)}")
+    return list(ids)
+
+
+def _prompt_of(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        return _ids_of(prompt, "prompt")
+    raise ValueError(f"prompt: expected a text or token ids, got {_shown(prompt)}")
+
+
+def _messages_of(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages: expected a list of messages, got {_shown(messages)}")
+    return [_message_of(one) for one in messages]
+
+
+def _message_of(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"messages: expected objects with role and content, got {_shown(message)}")
+    for name in message.keys() - {"role", "content", "name"}:
+        raise ValueError(f"messages: {name} is not supported; known are role, content, name")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_texts_of(content))
+    if not isinstance(content, str):
+        raise ValueError(f"messages: content must be text, got {_shown(content)}")
+    return {**message, "content": content}
+
+
+def _texts_of(parts: Sequence[Any]) -> Iterator[str]:
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") != "text":
+            raise ValueError(f"messages: parts of content must be text, got {_shown(part)}")
+        yield text
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
 
 _HASH_DIGITS = 32
 
@@ -66,10 +306,9 @@ class Job:
     """One request of a file.
 
     Attributes:
-        line: that asks it.
         request: for the engine, without the model's own tokens that end an answer.
-        id: of its record: made of the model's name and everything that its answer depends on.
-        stops: texts that end the answer and are no part of it, the model's own among them.
+        id: of its record: a digest of the model's name and everything that its answer depends on.
+        stops: strings that end the answer, the model's own among them.
     """
 
     line: PromptLine
@@ -80,24 +319,17 @@ class Job:
 
 @dataclass(slots=True)
 class _GrowingText:
-    """The text of one answer so far, its parts in order, and why it ends, if it does."""
-
     text: AnswerText
     parts: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
 
     def add(self, piece: Piece) -> None:
-        """Appends what the text grew by."""
         self.parts.append(piece.text)
         self.finish = piece.finish
 
 
 class Batch:
     """The requests of a file; ``chat`` puts prompts that are texts into the chat template.
-
-    Attributes:
-        tokenizer: of the model.
-        end_ids: tokens with which the model ends its texts; known when it is loaded.
 
     Raises:
         ValueError: a line asks for another model, or more than the model can do; with its number.
@@ -150,17 +382,15 @@ class Batch:
         return found
 
     def request_of(self, job: Job) -> GenerationRequest:
-        """What the engine is asked."""
         return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
 
     def is_over(self, job: Job, token: NewToken) -> bool:
-        """Takes a token of an answer; gives whether a stop string ends it here."""
+        """Takes a token; gives whether a stop string ends the answer here."""
         grown = self._growing(job)
         grown.add(grown.text.add(token))
         return grown.finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
-        """The line of an answer, or of what went wrong."""
         line, record = job.line, {"id": job.id}
         grown = self._growing(job)
         del self._texts[job.id]
@@ -218,7 +448,6 @@ class Batch:
         return encoded["input_ids"][0].tolist()
 
     def _growing(self, job: Job) -> _GrowingText:
-        """The text of an answer so far."""
         if job.id not in self._texts:
             decoded = IncrementalText.of(self.tokenizer)
             least = job.request.min_new_tokens
@@ -230,7 +459,6 @@ class Batch:
         return self._texts[job.id]
 
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
-        """As OpenAI's API answers."""
         is_chat = job.line.messages is not None
         answer_fields = (
             {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
@@ -266,18 +494,12 @@ class BatchOutcome:
     """What became of the requests of a file.
 
     Attributes:
-        requests: of the file.
         sampling: how tokens are chosen where a line does not say.
         kept: requests that had an answer before.
-        answered: requests that got one.
-        failed: requests that got none for another reason than an interruption.
         prompt_tokens: of those answered.
         cached_tokens: those of them that another request had computed.
-        new_tokens: of the answers.
-        seconds: from the first request to the last answer.
-        is_interrupted: Ctrl-C ended it.
-        engine: what the engine did; None where it was interrupted, or had nothing to do.
-        stats: what the model did; None where it was not loaded.
+        engine: None where it was interrupted, or had nothing to do.
+        stats: of the model; None where it was not loaded.
     """
 
     requests: int
@@ -294,7 +516,6 @@ class BatchOutcome:
     stats: RuntimeStats | None = None
 
     def count(self, num_prompt_tokens: int, answer: Answer) -> None:
-        """One request has ended."""
         if answer.reason == "error":
             self.failed += 1
             return
@@ -306,20 +527,13 @@ class BatchOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """All that is said about a file of prompts.
+    """Options of `run_batch`.
 
     Attributes:
-        model: folder, GGUF file, or name on the hub.
         file: name of the file of prompts, for messages.
-        output: where answers are written, and those of an earlier run lie.
-        chat: puts prompts that are texts into the model's chat template.
-        temperature: of lines that say none; the checkpoint's where None.
-        top_p: likewise.
-        seed: of lines that say none.
-        max_new_tokens: likewise.
+        temperature: of lines that say none; the checkpoint's where None. Likewise ``top_p``.
         loading: options of ``moe_runtime.load``.
         max_tokens: tokens to load the model for; what `room_for` finds where None.
-        engine: how work is divided.
     """
 
     model: str
@@ -350,8 +564,7 @@ def run_batch(
         on_done: called after each request.
 
     Raises:
-        ValueError: a line cannot be answered, with its number, or an option is out of range; before
-            weights are read.
+        ValueError: a line cannot be answered, with its number, or an option is out of range.
         MoERuntimeError: the model cannot be loaded, the output holds something else, or the engine
             failed.
         OSError: an answer cannot be written.
@@ -380,10 +593,7 @@ def run_batch(
 def _read(
     text: str, settings: BatchSettings, progress: Callable[[str, int, int], None] | None
 ) -> tuple[Batch, list[Job], dict[str, Any]]:
-    """What is asked, if all of it can be answered, and how tokens are chosen by default.
-
-    Lines are judged before anything is fetched, and all but their arithmetic before weights are.
-    """
+    """Checks lines before anything is fetched, and all but their dtype before weights are."""
     top_p = 1.0 if settings.top_p is None else settings.top_p
     check_options(settings.max_new_tokens, settings.temperature or 0.0, top_p, settings.seed)
     lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
@@ -407,7 +617,6 @@ def _read(
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
-    """Tokens to load the model for."""
     needs = [rounded_up(tokens_of(job.request)) for job in jobs]
     if settings.max_tokens is None:
         return room_for(settings.model, needs, settings.engine.most_running, settings.loading)
@@ -454,13 +663,11 @@ def _answer(
 def room_for(
     model: str, needs: Sequence[int], most_running: int, loading: Mapping[str, Any]
 ) -> int:
-    """Tokens to load a model for, so that many requests run at a time and experts keep their room.
+    """Tokens to load a model for, so that many requests run at a time and experts keep their
+    room.
 
-    Room for as many of the longest requests as may run, if the experts fit beside it or it takes
-    no more than a share of the budget (`ROOM_SHARE`); in any case room for the longest one.
-
-    Raises:
-        MoERuntimeError: the checkpoint cannot be used, or memory cannot be had.
+    Room for the longest requests that may run together, where the experts fit in addition or it
+    takes at most one part in `ROOM_SHARE` of the budget; at least room for the longest one.
     """
     longest_first = sorted(needs, reverse=True)
     wanted, longest = sum(longest_first[:most_running]), longest_first[0]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_runtime.serving.engine import Engine, EngineHandle
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import (
     EngineClosedError,
+    EngineOptions,
     EngineStatistics,
     Event,
     Finished,
@@ -33,7 +33,6 @@ class Answer:
 
     Attributes:
         token_ids: of the answer, the one that ended it included.
-        reason: why it ended; ``"stop"`` too where the caller found that it is over.
         message: of an error, one line.
         cached_tokens: tokens of the prompt that another request had computed.
     """
@@ -57,9 +56,7 @@ def answer_all(
     An early end, Ctrl-C too, cancels unfinished requests; finished ones are reported first.
 
     Args:
-        model: a loaded model.
         requests: by number; each fits into the memory that the model was loaded for.
-        options: of the engine.
         on_token: called with each new token, in the caller's thread; gives whether it ends its
             answer.
         on_answer: called once for each request, in the caller's thread.
@@ -81,11 +78,8 @@ def answer_all(
 
 
 def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[int]:
-    """Numbers of requests, those with most to compute first; prompts that begin alike go together.
-
-    Long answers that begin last would be computed by themselves in the end. Prompts that share more
-    lie side by side, so that a prefix is used again before it is given up.
-    """
+    """Longest requests first, so that none runs alone in the end; prompts that begin alike
+    together, so that a prefix is used again before it is evicted."""
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, request in requests.items():
         beginning = request.prompt_ids[:LEAST_SHARED]
@@ -98,23 +92,15 @@ def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[int]:
 
 
 def tokens_of(request: GenerationRequest) -> int:
-    """Most tokens that a request may have, prompt and answer."""
     return len(request.prompt_ids) + request.max_new_tokens
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and the engine's events of it.
+    """A request that has not ended.
 
-    Events are added by the engine's thread and taken one by one by the caller's, where Ctrl-C may
-    come between any two instructions.
-
-    Attributes:
-        answer: as far as events are taken.
-        events: in their order.
-        num_taken: of the events, those that are in the answer.
-        is_taking: whether one of them may be in it by half.
-        handle: once the engine has it.
+    The engine's thread appends events. The caller's takes them one by one; Ctrl-C may come between
+    any two instructions, so ``is_taking`` marks one that may be in the answer by half.
     """
 
     answer: Answer = field(default_factory=Answer)
@@ -125,8 +111,6 @@ class _Open:
 
 
 class _Flow:
-    """Requests on their way into the engine, and what it tells of them."""
-
     def __init__(
         self,
         requests: Mapping[int, GenerationRequest],
@@ -143,7 +127,6 @@ class _Flow:
         self._open_tokens = 0
 
     def run(self, engine: Engine) -> None:
-        """Until all are answered."""
         capacity = engine.statistics().kv_capacity
         while self._ready or self._open:
             while self._ready and self._fits(self._ready[0], capacity):
@@ -151,7 +134,8 @@ class _Flow:
             self._take(self._news.get())
 
     def take_the_rest(self) -> None:
-        """Answers that ended before the engine did, but for one that an interrupt left by half."""
+        """Reports answers that ended before the engine did, but for one that an interrupt left by
+        half."""
         for number, request in list(self._open.items()):
             if request.is_taking or not request.events:
                 continue
@@ -177,7 +161,7 @@ class _Flow:
         opened.handle = engine.submit(request, hear)
 
     def _take(self, number: int) -> None:
-        """All events of a request; none if its answer was over before the engine knew."""
+        """Takes all events of a request; none if its answer was over before the engine knew."""
         while (request := self._open.get(number)) and request.num_taken < len(request.events):
             request.is_taking = True
             self._take_event(number, request, request.events[request.num_taken])

@@ -36,11 +36,9 @@ class ApiError(Exception):
     """A request that is refused or failed.
 
     Attributes:
-        status: of HTTP.
         message: one line that says what was expected, what came and what to change.
         param: the field of the request that is at fault.
         code: a word for programs.
-        headers: of the response.
         logged: what the log says instead of the code; nothing that a client sent.
     """
 
@@ -69,7 +67,6 @@ class ApiError(Exception):
         return _STATUS_TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients know."""
         return {
             "error": {
                 "message": self.message,
@@ -81,8 +78,6 @@ class ApiError(Exception):
 
 
 class FieldError(ApiError):
-    """A field of a request is not what it may be."""
-
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
         super().__init__(f"{param}: {problem}", param=param, code=code or "invalid_value")
 
@@ -104,11 +99,7 @@ def internal_error(error: Exception) -> ApiError:
 
 
 class raised_as_api_error:
-    """Turns a bug of the server within the block into an error for the client.
-
-    Raises:
-        ApiError: instead of any other ``Exception``.
-    """
+    """Turns any other ``Exception`` within the block into an `ApiError`."""
 
     def __enter__(self) -> None:
         pass
@@ -124,7 +115,6 @@ class raised_as_api_error:
 
 
 def of_engine(error: Exception) -> ApiError:
-    """The error of a request that the engine refuses."""
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, EngineClosedError):

@@ -11,23 +11,24 @@ from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answer_sections import (
+from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
     AnswerSections,
+    AnswerToken,
     HarmonySections,
+    Piece,
 )
-from moe_runtime.serving.http.answer_text import AnswerToken, Piece
-from moe_runtime.serving.http.answering import Answers, chat_logprobs
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import (
+from moe_runtime.serving.http.generating import (
+    AnswerChoice,
+    Answers,
+    Generation,
+    chat_logprobs,
     check_choices,
     check_messages,
     choices_for,
     encode_prompt,
 )
-from moe_runtime.serving.http.call_readers import ParsedCall
-from moe_runtime.serving.http.chat_template import ChatTemplate
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
@@ -36,8 +37,8 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     Tool,
 )
-from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.tool_formats import ToolFormat
+from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,7 @@ class ChatPlan:
     """A conversation, ready for the engine.
 
     Attributes:
-        choices: the sequences.
         functions: tools that the model may call.
-        template: of the conversation.
-        prompt: the conversation as the template writes it.
         opens_reasoning: the prompt ends with the mark that opens reasoning.
         tools: how calls are written that the answer is searched for; None where it has none.
     """
@@ -61,7 +59,6 @@ class ChatPlan:
     tools: ToolFormat | None
 
     def sections(self) -> AnswerSections | HarmonySections:
-        """Splits one of the answers."""
         if self.template.is_harmony:
             return HarmonySections(self.functions, self.prompt)
         return AnswerSections(
@@ -72,17 +69,11 @@ class ChatPlan:
         )
 
     def answer(self, body: ChatBody, generation: Generation) -> ChatAnswers:
-        """Makes the JSON of what the engine generates."""
         return ChatAnswers(body, generation, [self.sections() for _ in generation.choices])
 
 
 def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
-    """What the engine is asked. Takes a while: not in the loop.
-
-    Raises:
-        ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
-            asked for.
-    """
+    """What the engine is asked. Takes a while: not in the loop."""
     check_choices(body, 1, most_choices)
     template = template_of(model)
     _check_combinations(body)
@@ -142,11 +133,6 @@ def _check_combinations(body: ChatBody) -> None:
 
 
 def template_of(model: ServedModel) -> ChatTemplate:
-    """The chat template of a model.
-
-    Raises:
-        ApiError: it has none.
-    """
     if model.template is None:
         name = model.parent or model.name
         raise ApiError(
@@ -165,11 +151,7 @@ def prompt_of(
     model: ServedModel,
     variables: Mapping[str, Any] | None,
 ) -> str:
-    """A conversation as the model's chat template writes it.
-
-    Raises:
-        ApiError: it has too many messages, or a final one that cannot be continued as is asked.
-    """
+    """A conversation as the model's chat template writes it."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
@@ -217,7 +199,7 @@ def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 def _shown_tokens(
     template: ChatTemplate, tokens: Mapping[str, int], how: ToolFormat | None
 ) -> tuple[str, ...]:
-    """Tokens that the answer is searched for, some of which no answer shows otherwise."""
+    """Special tokens that the answer is searched for."""
     if template.is_harmony:
         return HARMONY_MARKS
     reasoning = template.reasoning
@@ -266,7 +248,6 @@ def _grammar(
 
 
 def _in_channels(grammar: tuple[str, str], body: ChatBody) -> tuple[str, str]:
-    """The grammar in a message of gpt-oss, behind its analysis."""
     text, param = grammar
     if body.response_format is not None and body.response_format.get("type") == "grammar":
         raise FieldError(param, "a grammar of one's own cannot follow this model's analysis")
@@ -282,7 +263,6 @@ def _after_reasoning(
     *,
     opens_reasoning: bool,
 ) -> tuple[str, str]:
-    """The grammar where reasoning may come first."""
     text, param = grammar
     is_own = body.response_format is not None and body.response_format.get("type") == "grammar"
     if template.reasoning is None or (is_own and not opens_reasoning):
@@ -317,7 +297,6 @@ class ChatAnswers(Answers):
         self._silent = set(range(len(sections)))
 
     def take(self, index: int, piece: Piece) -> str | None:
-        """Adds a piece to an answer; see `Answers.take`."""
         message = self._messages[index]
         for delta in self._deltas(index, piece):
             for field, value in delta.items():
@@ -325,7 +304,6 @@ class ChatAnswers(Answers):
         return self._reason(index, piece)
 
     def taken(self) -> dict[str, Any]:
-        """The fields of all answers, once they are whole."""
         choices = []
         for index, message in enumerate(self._messages):
             if message["content"] is None and "tool_calls" not in message:
@@ -354,7 +332,6 @@ class ChatAnswers(Answers):
             yield {"choices": [self._choice(index, {"delta": {}}, tokens, reason)]}
 
     def _deltas(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What a message grows by with a piece of text."""
         sections = self._sections[index]
         parts = [sections.add(piece.text)]
         if piece.finish is not None:

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http.answer_text import AnswerToken, Piece
-from moe_runtime.serving.http.answering import Answers, completion_logprobs
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_choices, check_tokens, choices_for, encode_prompt
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
+from moe_runtime.serving.http.generating import (
+    AnswerChoice,
+    Answers,
+    Generation,
+    check_choices,
+    check_tokens,
+    choices_for,
+    completion_logprobs,
+    encode_prompt,
+)
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.schema import CompletionBody
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's."""
 _EXPECTED = (
     "expected a string, a list of strings, token ids (integers from 0 on), or a list of lists of "
     "token ids"
@@ -25,11 +31,7 @@ _EXPECTED = (
 
 
 def read_prompts(given: Any) -> list[str] | list[list[int]]:
-    """The prompts of a request: texts, or tokens.
-
-    Raises:
-        FieldError: they are neither.
-    """
+    """The prompts of a request: texts, or tokens."""
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise FieldError("prompt", _EXPECTED)
@@ -48,12 +50,7 @@ def _is_tokens(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is repeated before its answers.
-
-    Attributes:
-        text: of it.
-        offsets: where in the text each token begins; empty where no probabilities are asked for.
-    """
+    """A prompt as it is repeated before its answers, and where in it each token begins."""
 
     text: str
     offsets: Sequence[int]
@@ -62,11 +59,7 @@ class Echo:
 def prepare(
     body: CompletionBody, model: ServedModel, most_choices: int, owner: str = ""
 ) -> CompletionPlan:
-    """What the engine is asked. Takes a while: not in the loop.
-
-    Raises:
-        ApiError: the prompts or a grammar cannot be used, or there are too many.
-    """
+    """What the engine is asked. Takes a while: not in the loop."""
     given = read_prompts(body.prompt)
     check_choices(body, len(given), most_choices)
     adds = body.add_special_tokens is not False
@@ -123,18 +116,12 @@ def _echo(
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """Texts or tokens to continue, ready for the engine.
-
-    Attributes:
-        choices: the sequences.
-        echoed: the prompts, where they are to be repeated.
-    """
+    """Texts or tokens to continue, ready for the engine."""
 
     choices: list[AnswerChoice]
     echoed: list[Echo]
 
     def answer(self, body: CompletionBody, generation: Generation) -> CompletionAnswers:
-        """Makes the JSON of what the engine generates."""
         return CompletionAnswers(body, generation, self.echoed)
 
 
@@ -150,12 +137,10 @@ class CompletionAnswers(Answers):
         self._silent = set(range(len(generation.choices)))
 
     def take(self, index: int, piece: Piece) -> str | None:
-        """Adds a piece to an answer; see `Answers.take`."""
         self._texts[index] += piece.text
         return piece.finish
 
     def taken(self) -> dict[str, Any]:
-        """The fields of all answers, once they are whole."""
         every = zip(self._texts, self.tokens, self.reasons, strict=True)
         return {
             "choices": [

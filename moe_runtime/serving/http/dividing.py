@@ -25,11 +25,7 @@ from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns
 
 _OWN_BYTES = 6 * 2**20
-"""Reserved for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB.
-
-The bodies that are held at a time have at most 4 MiB unless ``--max-body`` says otherwise. One of
-1 MiB takes 2 to 8 MiB more while it is read where it is text or token ids, and 35 MiB at worst."""
-
+"""Reserved for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB."""
 _TOKEN_BYTES = 64
 """Reserved for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""
 
@@ -46,11 +42,7 @@ def is_on_cpu(loading: Mapping[str, Any]) -> bool:
 
 
 def rest_for_model(loading: Mapping[str, Any]) -> int:
-    """The budget of a model that has the server to itself, in bytes; at least one.
-
-    Raises:
-        CapacityError: the budget is more than is free.
-    """
+    """The budget of a model that has the server to itself, in bytes; at least one."""
     return max(1, _host_budget(loading) - server_bytes(loading["max_tokens"]))
 
 
@@ -82,12 +74,7 @@ def _host_budget(loading: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs of a budget, in bytes.
-
-    Attributes:
-        smallest_bytes: without which it does not run.
-        experts_bytes: beyond that, until all experts fit.
-    """
+    """What a model needs of a budget, in bytes: to run, and beyond that until all experts fit."""
 
     smallest_bytes: int
     experts_bytes: int
@@ -100,10 +87,7 @@ def divide_host_memory(
     loading: Mapping[str, Any],
     adapter_bytes: int | None = None,
 ) -> list[int]:
-    """The share of each model in the budget of all, without that of its adapters.
-
-    Returns:
-        Bytes for each model; at most the budget in all.
+    """The share of each model in the budget of all, in bytes, without that of its adapters.
 
     Raises:
         CapacityError: the budget is less than the models need at least, or more than is free.
@@ -133,9 +117,6 @@ def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> 
     """Gives each model the least that it runs with, and experts of all the same share of the rest.
 
     The server has ``own_bytes`` before.
-
-    Raises:
-        CapacityError: the budget is less than the models need at least.
     """
     smallest = own_bytes + sum(need.smallest_bytes for need in needs.values())
     if budget_bytes < smallest:
@@ -163,13 +144,7 @@ IDLE_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A model.
-
-    Attributes:
-        handle: of its experts.
-        last_s: when its last step ended.
-        is_asking: whether it waits for its turn, or has it.
-    """
+    """A model; ``is_asking`` while it waits for its turn, or has it."""
 
     handle: RuntimeHandle
     last_s: float
@@ -192,16 +167,14 @@ class _Member:
 class SlotSharing:
     """Divides a budget again whenever other models work than before.
 
-    Each keeps the least that it runs with. What those that do not work had beyond that goes to
-    those that work, as far as their experts fill it, and comes back when they are asked again. A
-    slot is given up before another is made of its bytes. Only the engine whose turn it is moves
-    slots, so that no model computes meanwhile.
+    Each keeps the least that it runs with. The rest of idle models goes to those that work, as far
+    as their experts fill it. A slot is freed before another is made of its bytes. Only the engine
+    whose turn it is moves slots, so no model computes meanwhile.
     """
 
     def __init__(
         self, turns: Turns, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begins without models."""
         self._turns = turns
         self._idle_s = idle_s
         self._clock = clock
@@ -210,10 +183,8 @@ class SlotSharing:
         self._budget_bytes = 0
 
     def add(self, handle: RuntimeHandle) -> Turns:
-        """A model brings what it was loaded with; gives the turns of its engine.
-
-        One whose slots cannot be moved keeps them.
-        """
+        """Adds a model with its budget; gives the turns of its engine. Slots that cannot be moved
+        stay."""
         if not is_resizable(handle):
             return self._turns
         member = _Member(handle, self._clock())
@@ -223,11 +194,7 @@ class SlotSharing:
         return _MemberTurns(self._turns, lambda: self._turn(member))
 
     def check(self) -> None:
-        """Proves that the models take no more than they brought.
-
-        Raises:
-            AssertionError: they do.
-        """
+        """Asserts that the models take no more than they brought."""
         assert sum(member.taken_bytes for member in self._members) <= self._budget_bytes
         for member in self._members:
             member.handle.check()
@@ -235,7 +202,6 @@ class SlotSharing:
 
     @contextlib.contextmanager
     def _turn(self, member: _Member) -> Iterator[None]:
-        """A model waits for its turn, and makes a step within the block."""
         member.is_asking = True
         with self._turns.turn():
             try:
@@ -245,7 +211,6 @@ class SlotSharing:
                 member.last_s, member.is_asking = self._clock(), False
 
     def _begin(self) -> None:
-        """A model begins a step; a step of each of the others may have come before it."""
         now_s = self._clock()
         working = [
             some for some in self._members if some.is_asking or now_s - some.last_s < self._idle_s
@@ -281,8 +246,6 @@ class SlotSharing:
 
 
 class _MemberTurns(Turns):
-    """The turns of one model's engine, which share those of all."""
-
     def __init__(
         self, shared: Turns, turn: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
@@ -292,11 +255,9 @@ class _MemberTurns(Turns):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for its turn, and has it within the block."""
         with self._turn():
             yield
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the turn that somebody else has."""
         return self._shared.is_wanted

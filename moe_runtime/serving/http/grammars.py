@@ -18,12 +18,18 @@ import llguidance.hf
 import numpy as np
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answer_sections import ReasoningMarks
+from moe_runtime.serving.http.answer_text import ReasoningMarks
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.call_readers import CHOICES, alternatives, referred, texts_of
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import ArgumentWriting, ToolFormat
+from moe_runtime.serving.http.tool_formats import (
+    CHOICES,
+    ArgumentWriting,
+    ToolFormat,
+    alternatives,
+    referred,
+    texts_of,
+)
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
@@ -50,10 +56,8 @@ _PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(])
 def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
     """Adds the library's settings to a schema, and removes unknown formats of texts.
 
-    Args:
-        schema: as it was given.
-        is_strict: keywords that the library lacks stay, and are refused by it; they and patterns
-            that it cannot read are left out otherwise.
+    Strict schemas keep keywords that the library refuses; patterns that it cannot read are left out
+    otherwise.
     """
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +151,6 @@ class GrammarConstraint:
         self.is_exhausted = False
 
     def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
-        """The tokens that may come next: bool ``[V]``."""
         import torch
 
         if len(generated_ids) < self._num_taken:
@@ -168,11 +171,7 @@ class GrammarConstraint:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, after a trial in ``process`` if there is one.
-
-    Attributes:
-        vocabulary: of the model.
-    """
+    """Compiles grammars for one vocabulary, after a trial in ``process`` if there is one."""
 
     def __init__(self, vocabulary: Vocabulary, process: LimitedProcess | None = None) -> None:
         self._process, self._name = process, uuid.uuid4().hex
@@ -182,12 +181,11 @@ class Grammars:
         self._making = threading.Lock()
 
     def compile(self, lark: str, param: str, owner: str = "") -> llguidance.LLMatcher:
-        """Makes a grammar ready, or finds one of the last that the same owner asked for.
+        """Compiles a grammar, or finds one of the last that the same owner asked for.
 
         Args:
             lark: the grammar, in the dialect of llguidance.
             param: the field that it came from.
-            owner: whose requests alone are answered sooner for it.
 
         Raises:
             FieldError: it is no grammar, too large, takes too much, or is one that no text is of.
@@ -237,14 +235,13 @@ class Grammars:
         return matcher
 
     def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
-        """What a compiled grammar asks of one answer."""
         return GrammarConstraint(matcher.deep_copy(), self.vocabulary)
 
 
 def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     """The library's tokenizer, in which added tokens are special as their flags say.
 
-    By itself it takes all of them for special that look like ``<...>``, which no text can have.
+    By itself it takes all that look like ``<...>`` for special, which no text can have.
     """
     ends = sorted(vocabulary.end_ids)
     with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
@@ -278,11 +275,7 @@ class _FlaggedTokenizer:
 
 
 def of_response_format(asked: dict[str, Any]) -> str | None:
-    """The grammar that ``response_format`` asks for; None where any text will do.
-
-    Raises:
-        FieldError: it is none that exists, or lacks something.
-    """
+    """The grammar that ``response_format`` asks for; None where any text will do."""
     kind = asked.get("type")
     known: dict[Any, tuple[str, ...]] = {
         "text": (),
@@ -325,20 +318,12 @@ def of_tools(
     is_needed: bool,
     may_repeat: bool,
 ) -> str | None:
-    """A grammar of answers that call tools as their schemas say.
+    """A grammar of answers that call tools as their schemas say; None where calls look like text.
 
     Args:
-        functions: the tools.
-        how: the family's way of writing calls.
         tokens: ids of the vocabulary's marks; a mark that is a token comes as that token.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
-
-    Returns:
-        None where calls cannot be told from text.
-
-    Raises:
-        FieldError: a strict function has arguments that the format cannot enforce.
     """
     if how.bare is not None and not is_needed:
         return None
@@ -374,12 +359,8 @@ def _schema_of(function: Function) -> dict[str, Any]:
 class _Arguments:
     """Arguments of one function that are written one by one.
 
-    Attributes:
-        schema: of all of them.
-        writing: how.
-        tokens: as for `of_tools`.
-        rule: with which the names of rules begin.
-        is_strict: what cannot be enforced is refused; it is left out otherwise.
+    Names of its rules begin with ``rule``. What cannot be enforced is left out, or refused if
+    strict.
     """
 
     schema: dict[str, Any]
@@ -512,8 +493,6 @@ def _text(text: str) -> str:
 
 
 def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
-    """A piece of a grammar, with marks as tokens and some words replaced."""
-
     def part(found: re.Match[str]) -> str:
         one = found[0]
         return _mark(json.loads(one), tokens) if one.startswith('"') else (words or {})[one]
@@ -522,7 +501,6 @@ def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None 
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> str:
-    """A text in which marks are tokens."""
     names = sorted((name for name in tokens if name in text), key=len, reverse=True)
     if not names:
         return _text(text)

@@ -1,8 +1,7 @@
-"""Limits on time and memory for work that a request could make endless.
+"""Limits on time and memory for templates and grammars, which a request could make endless.
 
-Chat templates are programs, and grammars can take minutes and gigabytes to compile; neither can be
-ended within a process. `LimitedProcess` starts this module as a program, which does both: the
-system's limits end it, whatever becomes of the server.
+Neither can be ended within a process, so `LimitedProcess` starts this module as a program, which
+the system's limits end.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class LimitedProcess:
     """Work of one kind in a process of its own, which is started again where a limit ended it.
 
     Args:
-        kind: ``"templates"`` or ``"grammars"``: what the program prepares for.
-        python: the interpreter.
+        kind: ``"templates"`` or ``"grammars"``.
     """
 
     def __init__(self, kind: str, python: str = sys.executable) -> None:
@@ -70,15 +68,12 @@ class LimitedProcess:
             )
 
     def ask(self, work: dict[str, Any], *, cpu_s: float, memory_bytes: int) -> dict[str, Any]:
-        """Has some work done, behind all that was asked before.
+        """Has some work done, after all that was asked before.
 
         Args:
             work: what to do; values of JSON.
             cpu_s: seconds of a processor that it may take.
             memory_bytes: beyond what the program has already and what is asked takes.
-
-        Returns:
-            What came of it.
 
         Raises:
             LimitError: it took more.
@@ -132,18 +127,14 @@ class LimitedProcess:
 
 
 def stack_bytes(lark: str) -> int:
-    """Of the stack on which a grammar is compiled."""
     return _STACK_BYTES + len(lark) * _STACK_BYTES_A_CHARACTER
 
 
 def compile_grammar(
     tokenizer: llguidance.LLTokenizer, lark: str
 ) -> tuple[llguidance.LLMatcher, llguidance.LLMatcher]:
-    """A grammar, and a copy of it whose first mask is computed, both with errors of their own.
-
-    Raises:
-        MemoryError: there is no address space for the stack.
-    """
+    """A grammar, and a copy of it whose first mask is computed; MemoryError without room for the
+    stack."""
     with ThreadPoolExecutor(1) as thread:
         before = threading.stack_size(-(-stack_bytes(lark) // _MIB) * _MIB)
         try:
@@ -168,12 +159,10 @@ def _compile(
     return matcher, trial
 
 
-class _RefusedError(Exception):
-    """A template refuses a conversation."""
+class _RefusedError(Exception): ...
 
 
 def main() -> None:
-    """Works until stdin ends, or a limit ends it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the server, not before
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -203,7 +192,6 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _templates() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Renders conversations; work is the arguments of ``render_jinja_template``."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def render(work: dict[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,10 @@ _EXPERT_COUNTERS = {
 
 
 class EngineCollector:
-    """Reads the engines' own counts when Prometheus asks."""
-
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics that engines count."""
         found = {name: engine.statistics() for name, engine in self._engines.items()}
         for metric, (field, text) in _GAUGES.items():
             yield _family(GaugeMetricFamily, metric, text, _values(found, field))
@@ -142,7 +139,6 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -159,11 +155,9 @@ class RequestTimes:
         self._last_s: dict[int, float] = {}
 
     def started(self, index: int, now_s: float) -> None:
-        """One of the answers waits no longer; ``now_s`` is by `clock`, as everywhere here."""
         self._started_s[index] = now_s
 
     def token(self, index: int, now_s: float) -> None:
-        """A token of one of the answers came."""
         if index in self._last_s:
             self._observe("inter_token_latency_seconds", now_s - self._last_s[index])
         else:

@@ -52,8 +52,7 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 class _Body(BaseModel):
     """A JSON object. Every list in it stops at its first wrong element (``fail_fast``).
 
-    Attributes:
-        droppable: unknown fields that may be null, which asks for nothing; None for any.
+    ``droppable`` are unknown fields that may be null; None for any.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -62,10 +61,8 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _bounded(cls, given: Any) -> Any:
-        """Leaves out nulls that ask for nothing, and all unknown fields but the first.
-
-        Each unknown field would be an error with hundreds of bytes; one is enough to refuse all.
-        """
+        """Leaves out nulls that ask for nothing, and all unknown fields but the first: one error is
+        enough."""
         if not isinstance(given, dict):
             return given
         kept, has_unknown = {}, False
@@ -156,9 +153,7 @@ class StreamOptions(_Body):
 class GenerationFields(_Body):
     """What completions and chats have in common.
 
-    ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` name a request; they
-    ask for nothing. ``store``, ``service_tier`` and ``prompt_cache_retention`` are about what
-    OpenAI keeps and bills: the answer is the same.
+    Fields that name a request, or concern what OpenAI keeps and bills, change no answer.
     """
 
     droppable = _KNOWN_BUT_UNSUPPORTED
@@ -210,13 +205,10 @@ class GenerationFields(_Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class CompletionBody(GenerationFields):
-    """``/v1/completions``."""
-
     prompt: Any
     echo: bool | None = None
     logprobs: Annotated[int, _integer(0, MOST_LOGPROBS)] | None = None
@@ -302,8 +294,6 @@ class NamedTool(_Body):
 
 
 class ChatBody(GenerationFields):
-    """``/v1/chat/completions``."""
-
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -319,12 +309,10 @@ class ChatBody(GenerationFields):
 
     @property
     def stays_large(self) -> bool:
-        """Schemas of tools too: calls are read by them."""
         return bool(self.tools) or super().stays_large
 
     @property
     def may_have_grammar(self) -> bool:
-        """Calls of tools have one too."""
         return bool(self.tools) or super().may_have_grammar
 
 
@@ -343,8 +331,6 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    """``/detokenize``."""
-
     model: str | None = None
     tokens: Annotated[list[Count], Field(fail_fast=True)]
 
@@ -353,11 +339,7 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Reads a request. Long bodies take a while: not in the loop.
-
-    Raises:
-        ApiError: it is no JSON, lacks a field, has one too many, twice, or out of range.
-    """
+    """Reads a request; an `ApiError` says what is wrong. Long bodies take a while."""
     try:
         given = parse_value(raw)
     except ValueError as error:

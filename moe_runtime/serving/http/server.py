@@ -26,7 +26,6 @@ ValueT = TypeVar("ValueT")
 
 
 def shutting_down() -> ApiError:
-    """What is said to requests that come too late."""
     return ApiError(
         "the server is shutting down",
         status=503,
@@ -40,7 +39,6 @@ class Limits:
     """What one request may ask for.
 
     Attributes:
-        body_bytes: length of its body.
         head_seconds: until its head is whole, from the connection's beginning or its own.
         body_seconds: from its head to the end of its body.
         sending_seconds: in which its client takes nothing of what is sent.
@@ -61,7 +59,7 @@ class Access:
     """Which requests are accepted.
 
     Attributes:
-        keys: one of them must come with a request; everybody may ask where there is none.
+        keys: one of them must come with a request; any request is accepted where there is none.
         origins: pages of other origins that may read answers in a browser; ``*`` for all.
         hosts: names by which the server may be called; None for any.
         shares_prefixes: requests find the prefixes that requests with another key left.
@@ -84,15 +82,11 @@ class Asked:
     """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
 
     Attributes:
-        request_id: the client's, or one of the server's own.
         deadline_s: until when it may take, by the loop's clock.
         client: whose turn it takes: the number of a key, or an address where there are none.
         owner: whose prefixes and grammars it finds.
         body_bytes: of its body, as long as they are held.
-        user: as the client calls its user.
-        generation: of its answers, once they are made.
         failure: what became of it instead of an answer.
-        is_stream: its answer is a stream of events.
     """
 
     request_id: str
@@ -107,7 +101,6 @@ class Asked:
 
     @staticmethod
     def of(scope: Mapping[str, Any]) -> Asked:
-        """That of a connection."""
         return scope["asked"]
 
 
@@ -117,8 +110,6 @@ class Server:
 
     Attributes:
         models: by name; the first answers requests that name none.
-        limits: of a request.
-        access: which requests are accepted.
         log: takes one event for each request.
         is_draining: takes no more requests.
         has_ended: what is not answered by now is not answered.
@@ -143,7 +134,6 @@ class Server:
     _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
-        """Makes what the models need."""
         models = {name: model for name, model in self.models.items() if model.parent is None}
         self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
@@ -151,11 +141,6 @@ class Server:
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def model(self, name: str | None) -> ServedModel:
-        """The model that a request names.
-
-        Raises:
-            ApiError: there is none of that name, or the server takes no more requests.
-        """
         if self.is_draining:
             raise shutting_down()
         if name is None:
@@ -180,11 +165,7 @@ class Server:
         _expire(self._arriving)
 
     def arrival(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within the block a body arrives, in the time that it has.
-
-        Raises:
-            ApiError: the time is over, or the server begins to drain.
-        """
+        """Within the block a body arrives; an `ApiError` ends it when its time is over."""
         limit_s = min(self.limits.body_seconds, self.limits.seconds)
         late = ApiError(
             f"the body did not arrive within the {limit_s:g} seconds that it may take",
@@ -202,9 +183,6 @@ class Server:
 
         Clients take turns: a client with many requests delays others by one piece of work only.
         Work that has begun continues after the deadline; its result is dropped.
-
-        Raises:
-            ApiError: the time is over, or the server ends.
         """
         worker = self.grammar_worker if has_grammar else self.worker
         if self.has_ended:
@@ -236,11 +214,7 @@ class Server:
     def begin(
         self, asked: Asked, model: ServedModel, choices: Sequence[AnswerChoice]
     ) -> Generation:
-        """Hands the answers that a request asks of a model to the engine.
-
-        Raises:
-            ApiError: it does not take them.
-        """
+        """Hands the answers that a request asks of a model to the engine."""
         times = RequestTimes(self.metrics, model.parent or model.name)
         for choice in choices:
             choice.request = replace(choice.request, client=asked.client, prefix_owner=asked.owner)
@@ -251,7 +225,6 @@ class Server:
         return generation
 
     def forget_body(self, asked: Asked) -> None:
-        """Nothing of the size of a request's body is held any more."""
         self.num_body_bytes -= asked.body_bytes
         asked.body_bytes = 0
 
@@ -302,7 +275,6 @@ class ClientTurns:
 
 
 def _expire(timeouts: set[asyncio.Timeout]) -> None:
-    """Ends what waits within them."""
     for timeout in timeouts:
         if not timeout.expired():
             timeout.reschedule(0)

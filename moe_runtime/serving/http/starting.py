@@ -22,14 +22,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
-from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
+from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.dividing import (
     SlotSharing,
     divide_host_memory,
@@ -41,6 +40,7 @@ from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
 from moe_runtime.serving.prefixes import PrefixDisk, identity_of
+from moe_runtime.serving.requests import EngineOptions
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
@@ -56,11 +56,7 @@ class AddressError(MoERuntimeError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes an address, before a model is loaded for it; `accept_clients` comes later.
-
-    Raises:
-        AddressError: it is taken, or none of this machine.
-    """
+    """Binds an address, before a model is loaded for it; `accept_clients` comes later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,11 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accept_clients(listening: socket.socket, backlog: int) -> None:
-    """Accepts connections; they wait until the server answers.
-
-    Raises:
-        AddressError: another process listens there by now.
-    """
+    """Accepts connections; they wait until the server answers."""
     host, port = listening.getsockname()[:2]
     try:
         # what an address is bound with, its connections inherit: they are no obstacle afterwards
@@ -91,10 +83,10 @@ def accept_clients(listening: socket.socket, backlog: int) -> None:
 
 
 def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
-    """Takes an address for itself, so that a second server is refused while this one loads.
+    """Binds an address alone, so that a second server is refused while this one loads.
 
-    Connections of a server that was there before may linger; then, and only then, it has to be
-    shared, and the first process that listens gets it.
+    Connections of an earlier server may linger; only then is it shared, and the first process that
+    listens gets it.
     """
     try:
         unbound.bind(address)
@@ -139,13 +131,10 @@ class _Protocol(H11Protocol):
         self._forget()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it may wait for its answer, or have gone away.
+        """The client sends no more: it may wait for its answer, or have gone away; both look alike.
 
-        Both look alike until something is sent. An interim response, or a stream's comment, which
-        clients pass over, makes the system of one that has gone away refuse the connection.
-
-        Returns:
-            Whether the connection stays open.
+        An interim response, or a comment in a stream, which clients pass over, makes the system of
+        one that has gone away refuse the connection. Returns whether the connection stays open.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
@@ -182,8 +171,6 @@ class _Protocol(H11Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the command."""
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -200,7 +187,6 @@ def serve(
     """Answers requests until it is told to stop, then those that were taken.
 
     Args:
-        server: its models' engines stay the caller's to close.
         listening: a socket that is bound.
         is_stopping: whether to take no more requests; looked at all the time.
         drain_s: seconds that taken requests may still need; None for as long as they take.
@@ -254,10 +240,9 @@ async def _give_back_memory() -> None:
 
 
 def _collect_garbage() -> None:
-    """Frees what waits for the garbage collector, then pages that are free.
+    """Collects cycles of requests, which keep blocks all over the heap, then gives free pages back.
 
-    Cycles of requests that came to nothing keep blocks all over the heap. What was there before
-    the first request is passed over, so that no request waits.
+    What was there before the first request is frozen, so that no request waits.
     """
     if gc.get_freeze_count():
         gc.collect()
@@ -266,13 +251,7 @@ def _collect_garbage() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """An adapter that requests can name.
-
-    Attributes:
-        name: by which they ask for it.
-        model: name of the model that it is for.
-        folder: as PEFT writes it.
-    """
+    """An adapter that requests can name, and the name of its model."""
 
     name: str
     model: str
@@ -280,11 +259,7 @@ class AdapterChoice:
 
 
 def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names by which requests ask for models, in their order.
-
-    Raises:
-        ValueError: there are not as many names as models, or one is given to two of them.
-    """
+    """The names by which requests ask for models, in their order."""
     if names and len(names) != len(models):
         raise ValueError(
             f"--name: expected one for each of {len(models)} models in their order, or none, "
@@ -300,11 +275,7 @@ def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoice]:
-    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
-
-    Raises:
-        ValueError: one is neither, or two have one name.
-    """
+    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models."""
     found = []
     for word in words:
         name, equals, folder = word.partition("=")
@@ -340,15 +311,10 @@ class ServeSettings:
     """All that is said about a server before it starts.
 
     Attributes:
-        models: folders, GGUF files, or names on the hub; requests that name none get the first.
-        names: by which requests ask for them; the last parts of ``models`` where there are none.
+        names: by which requests ask for the models; the last parts of ``models`` where there are
+            none.
         adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
-        host: address to listen at.
-        port: 0 for any that is free.
         loading: options of ``moe_runtime.load``; the budget is that of all models together.
-        engine: how work is divided.
-        limits: what one request may ask for.
-        access: keys and host names.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
         adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
@@ -370,14 +336,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that answers.
-
-    Attributes:
-        address: as clients write it.
-        models: that it serves.
-        adapters: of these models.
-        loaded: the models themselves, in the same order.
-    """
+    """A server that answers; ``loaded`` are the models themselves."""
 
     address: str
     models: Sequence[ServedModel]
@@ -398,7 +357,6 @@ def run_server(
     """Loads models and answers requests until it is told to stop.
 
     Args:
-        log: takes one event for each request.
         on_ready: called once, when requests are answered from now on.
         is_stopping: whether to take no more requests; looked at all the time.
         is_cut_off: whether to end those that were taken too; likewise.

@@ -28,8 +28,6 @@ class Vocabulary:
 
     Args:
         size: tokens that the model knows; it may know more than the tokenizer.
-        end_ids: tokens with which the model ends an answer.
-        stop_strings: strings with which it does.
 
     Attributes:
         mark_tokens: ids of the added tokens that are marks, special ones or not, by their names.
@@ -65,11 +63,6 @@ class Vocabulary:
         self._encoding = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text.
-
-        Raises:
-            ApiError: the text cannot be encoded.
-        """
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -79,11 +72,8 @@ class Vocabulary:
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether a text surely has more than so many tokens.
 
-        Encoding takes hundreds of bytes a token, so a long text is counted in slices up to the
-        limit. A cut makes a few tokens more; twice as many would take a cut in every token.
-
-        Raises:
-            ApiError: the text cannot be encoded.
+        A long text is counted in slices up to the limit. A cut makes a few tokens more; twice as
+        many would take a cut in every token.
         """
         if len(text) * _MOST_CHARACTER_BYTES <= 2 * num_tokens:
             return False
@@ -95,7 +85,6 @@ class Vocabulary:
         return False
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens, spaces as they are."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -130,7 +119,6 @@ class Vocabulary:
         return offsets
 
     def incremental(self, shown: Sequence[str] = ()) -> IncrementalText:
-        """Decodes an answer token by token."""
         kept = {self._ids_by_token[token] for token in shown if token in self._ids_by_token}
         return IncrementalText.of(self.tokenizer, kept)
 

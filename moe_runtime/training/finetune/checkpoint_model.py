@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.gguf.families import SplitProjection
+from moe_runtime.checkpoints.gguf.architectures import SplitProjection
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_text
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 class CheckpointModel(nn.Module):
-    """A causal language model of transformers, as the loop wants it; its state is what is trained."""
+    """A causal language model of transformers, as the loop wants it; its state is what is
+    trained."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -22,8 +22,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -37,7 +36,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
+from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.memory.slab import Slab
@@ -229,7 +228,8 @@ _SAMPLES, _SAMPLE_BYTES = 17, 4096
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
-    """Where a run computes: on the CPU by default; "auto" is a GPU, but for forward passes alone."""
+    """Where a run computes: on the CPU by default; "auto" is a GPU, but for forward passes
+    alone."""
     by_forwards_alone = config.lora is None and not config.method.has_backward
     name = config.run.device or "cpu"
     place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
@@ -464,7 +464,8 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step; to be asked for before weights are there."""
+    """Where experts would live, and the bytes of a step; to be asked for before weights are
+    there."""
     memory = preparation.memory
     if isinstance(memory, FrozenMemory):
         return slots_plan(memory, len(preparation.experts.layouts))

@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
+from moe_runtime.kernels.expert_mlp.operators import resolve_path
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
@@ -49,8 +49,7 @@ from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.low_rank import LowRank
-    from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+    from moe_runtime.kernels.expert_mlp.slotted import LowRank, SlottedTraining
 
 
 class ExpertAdapters(nn.Module):
@@ -107,7 +106,7 @@ class ExpertAdapters(nn.Module):
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
         """The adapters of the first product and of the second, for products in the dtype of `x`."""
-        from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+        from moe_runtime.kernels.expert_mlp.slotted import LowRank
 
         first, down = (
             LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
@@ -175,7 +174,7 @@ class SlottedPasses:
     ) -> tuple[list[SlottedTraining], list[Tensor]]:
         """As `LayerExecutor.forward`; `then` are experts that come next, None for those of this
         pass again."""
-        from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+        from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
         store, site = self._store, self._sites[layer]
         assert isinstance(store, DeviceStore), "the layer has a stack"

@@ -251,7 +251,8 @@ class ExpertStates:
             self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write records whose tier is memory as new versions; changes wait for the write."""
+        """Starts to write records whose tier is memory as new versions; changes wait for the
+        write."""
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
@@ -496,7 +497,8 @@ class ExpertStates:
         self._changed.notify_all()
 
     def _take_back(self, expert: ExpertState) -> bool:
-        """Puts the version from before the step in the place of the one after; whether it is kept."""
+        """Puts the version from before the step in the place of the one after; whether it is
+        kept."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
             return False

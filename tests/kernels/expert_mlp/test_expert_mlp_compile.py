@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.flop_formulas import FLOP_FORMULAS
-from moe_runtime.kernels.expert_mlp.torch_op import static_arguments
+from moe_runtime.kernels.expert_mlp.operators import FLOP_FORMULAS, static_arguments
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")

@@ -22,8 +22,8 @@ from moe_runtime.kernels.expert_mlp import (
     expert_mlp,
 )
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
-from moe_runtime.kernels.expert_mlp.implementations.triton_path import TritonPath
 from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows
+from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.native import native_library

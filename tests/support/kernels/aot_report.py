@@ -32,11 +32,13 @@ from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import (
+from moe_runtime.kernels.grouped_gemm.tile import (
     TILES_16_BIT,
     TILES_32_BIT,
     TILES_PACKED,
+    GpuLimits,
+    ProductKind,
+    Tile,
     packed_table,
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout

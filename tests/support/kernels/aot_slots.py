@@ -15,8 +15,7 @@ from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import tile_by_rule
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile, tile_by_rule
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides.

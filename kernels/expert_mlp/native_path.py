@@ -15,11 +15,10 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.implementations.products import NativeProducts
-from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
-from moe_runtime.kernels.expert_mlp.implementations.torch_path import Call, TorchPath
+from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.kernels.expert_mlp.rows import Group, RoutedBatch, groups
 from moe_runtime.kernels.expert_mlp.separate_experts import call_kernel
+from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,

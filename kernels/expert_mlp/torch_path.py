@@ -1,8 +1,7 @@
 """One matrix product per expert, in torch operations, on any device; forward and backward.
 
-The backward pass needs the input, the pre-activations and the routing only. It makes no copy of all
-routed rows: rows are gathered, multiplied and summed expert by expert, in memory that one expert
-leaves to the next.
+The backward pass needs the input, the pre-activations and the routing only. Rows are gathered,
+multiplied and summed expert by expert, in memory that one expert leaves to the next.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model, F hidden,
 Z = 2F with a gate and F without.
@@ -10,10 +9,17 @@ Z = 2F with a gate and F without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_runtime.kernels.expert_mlp.experts import (
     OneExpert,
@@ -21,21 +27,106 @@ from moe_runtime.kernels.expert_mlp.experts import (
     RoutedExperts,
     StackedExperts,
 )
-from moe_runtime.kernels.expert_mlp.gradient_memory import gradient_memory
-from moe_runtime.kernels.expert_mlp.implementations.products import Products, RoundedProducts
-from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
-from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
+from moe_runtime.kernels.expert_mlp.products import Products, RoundedProducts
 from moe_runtime.kernels.expert_mlp.rows import (
+    EVERY_GRADIENT,
     Gradients,
     Group,
     Needs,
+    ParameterGradients,
     RoutedBatch,
     SortedRows,
     groups,
 )
-from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
+from moe_runtime.kernels.native.pages import clear, is_large, untouched_zeros, with_huge_pages
 from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+
+
+class TorchSteps:
+    """Products and what happens between them, for `forward` and `backward`.
+
+    Args:
+        activation: What lies between the products.
+    """
+
+    def __init__(self, activation: ActivationSpec) -> None:
+        self._activation = activation
+
+    def products(self, dtype: torch.dtype) -> Products:
+        """The products of one call, for experts of `dtype`."""
+        return Products()
+
+    def gather(self, source_TD: Tensor, tokens_n: Tensor, out_nD: Tensor) -> Tensor:
+        """``out[i] = source[tokens[i]]``, in the dtype of `out`."""
+        if source_TD.dtype == out_nD.dtype:
+            return torch.index_select(source_TD, 0, tokens_n, out=out_nD)
+        return out_nD.copy_(source_TD[tokens_n])
+
+    def activate(
+        self, z_nZ: Tensor, layout: GateLayout, hidden_nF: Tensor, kept_nZ: Tensor | None = None
+    ) -> None:
+        """Hidden values of pre-activations, computed in fp32 or better, into `hidden`.
+
+        Args:
+            z_nZ: Pre-activations.
+            layout: How `z` lies.
+            hidden_nF: Receives them.
+            kept_nZ: Receives a copy of `z`, in its own dtype.
+        """
+        if kept_nZ is not None:
+            kept_nZ.copy_(z_nZ)
+        gate, up = layout.split(z_nZ.to(precise_dtype(z_nZ)))
+        hidden_nF.copy_(self._activation(gate, up))
+
+    def activate_backward(
+        self,
+        z_nZ: Tensor,
+        layout: GateLayout,
+        hidden_nF: Tensor,
+        weights_n: Tensor | None,
+        grad_z_nZ: Tensor,
+    ) -> Tensor:
+        """Steps back over the activation, with the gate weight still to be multiplied.
+
+        Args:
+            z_nZ: Pre-activations, possibly in a narrower dtype than the rest.
+            layout: How `z` lies.
+            hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
+                values times the gate weight.
+            weights_n: Gate weights in fp32 or better; None stands for ones.
+            grad_z_nZ: Receives the gradient of `z`; may be `z`.
+
+        Returns:
+            The gradient of the gate weights ``[n]`` in fp32 or better.
+        """
+        precise = precise_dtype(z_nZ)
+        gate, up = layout.split(z_nZ.to(precise))
+        grad = hidden_nF.to(precise)
+        hidden = self._activation(gate, up)
+        grad_weights_n = (grad * hidden).sum(1)
+        if weights_n is not None:
+            grad, hidden = grad * weights_n[:, None], hidden * weights_n[:, None]
+        gate_grad, up_grad = self._activation.backward(gate, up, grad)
+        out_gate, out_up = layout.split(grad_z_nZ)
+        out_up.copy_(up_grad)
+        if out_gate is not None and gate_grad is not None:
+            out_gate.copy_(gate_grad)
+        hidden_nF.copy_(hidden)
+        return grad_weights_n
+
+    def add_rows(
+        self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
+    ) -> None:
+        """``sums[tokens[i]] += weights[i] * rows[i]``.
+
+        Always in the same order, also where `index_add_` adds by atomics: a token comes once among
+        the rows of an expert, unless its choices name that one twice.
+        """
+        rows_nD = rows_nD.to(sums_TD.dtype)
+        if weights_n is not None:
+            rows_nD = rows_nD * weights_n[:, None]
+        sums_TD.index_add_(0, tokens_n, rows_nD)
 
 
 class TorchPath:
@@ -366,3 +457,52 @@ def _add_sum(
     if out_A.dtype != dtype:
         total = total.to(dtype)  # as the matrices' gradients are
     out_A.copy_(total if is_first else total + out_A)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The memory of a gradient, and who holds that gradient."""
+
+    bytes: Any
+    holder: StorageWeakRef
+
+
+class GradientMemory:
+    """The memory of one gradient for each large parameter; it goes when the parameter does."""
+
+    def __init__(self) -> None:
+        self._kept: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, parameter: Tensor, written: Collection[int]) -> Tensor:
+        """A gradient of a parameter ``[E, ...]``: zero but for the experts that will be written.
+
+        Args:
+            parameter: of all experts; where it is a view, what it is a view of keeps the memory.
+            written: experts whose whole gradient the caller writes; it may be anything now.
+        """
+        if not is_large(parameter):
+            return untouched_zeros(parameter)
+        owner = parameter if parameter._base is None else parameter._base
+        with self._lock:
+            last = self._kept.get(owner)
+            if last is not None and not last.holder.expired():
+                return untouched_zeros(parameter)  # the last gradient is still in use
+            if last is not None and last.bytes.nbytes == parameter.nbytes:
+                memory, is_stale = last.bytes, True
+            else:
+                memory, is_stale = untouched_zeros(parameter).view(torch.uint8).numpy(), False
+            gradient = torch.from_numpy(memory).view(parameter.dtype).view(parameter.shape)
+            self._kept[owner] = _Kept(memory, StorageWeakRef(gradient.untyped_storage()))
+        if is_stale:
+            for is_written, run in groupby(range(len(gradient)), key=set(written).__contains__):
+                first, *others = run
+                if not is_written:
+                    clear(gradient[first : first + 1 + len(others)])
+        return gradient
+
+
+@functools.cache
+def gradient_memory() -> GradientMemory:
+    """That of this process."""
+    return GradientMemory()
