@@ -51,7 +51,7 @@ class LayerShape:
         return GATE_UP if self.has_gate else UP
 
 
-class Entry(NamedTuple):
+class Correspondence(NamedTuple):
     """One tensor of the layer, and the tensors of another library that it consists of.
 
     Attributes:
@@ -69,28 +69,30 @@ class Entry(NamedTuple):
     split: Callable[[Tensor], Sequence[Tensor]]
 
 
-def _same(ours: str, theirs: str, *shape: int) -> Entry:
-    return Entry(ours, [theirs], shape, torch.cat, lambda tensor: [tensor])
+def _same(ours: str, theirs: str, *shape: int) -> Correspondence:
+    return Correspondence(ours, [theirs], shape, torch.cat, lambda tensor: [tensor])
 
 
-def _parts(ours: str, theirs: Sequence[str], *shape: int, dim: int = 0) -> Entry:
+def _parts(ours: str, theirs: Sequence[str], *shape: int, dim: int = 0) -> Correspondence:
     """Theirs one after another along a dimension."""
     split = partial(torch.chunk, chunks=len(theirs), dim=dim)
-    return Entry(ours, theirs, shape, partial(torch.cat, dim=dim), split)
+    return Correspondence(ours, theirs, shape, partial(torch.cat, dim=dim), split)
 
 
-def _stack(ours: str, theirs: Sequence[str], num_experts: int, *shape: int) -> Entry:
+def _stack(ours: str, theirs: Sequence[str], num_experts: int, *shape: int) -> Correspondence:
     """Matrices of each expert on their own, several of an expert under each other."""
 
     def join(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).reshape(num_experts, -1, shape[1])
 
-    return Entry(ours, theirs, shape, join, lambda stack: stack.reshape(-1, *shape).unbind())
+    return Correspondence(
+        ours, theirs, shape, join, lambda stack: stack.reshape(-1, *shape).unbind()
+    )
 
 
 HasName = Callable[[str], bool]
 """Whether there is a tensor of that name: one of theirs when reading, one of ours when writing."""
-Layout = Callable[[LayerShape, HasName], list[Entry]]
+Layout = Callable[[LayerShape, HasName], list[Correspondence]]
 
 
 def per_expert(
@@ -98,7 +100,7 @@ def per_expert(
     has: HasName,
     *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[Entry]:
+) -> list[Correspondence]:
     """Each expert's matrices on their own, as Hugging Face checkpoints have them on disk."""
     width, depth, shared_size = shape.hidden_size, shape.intermediate_size, shape.shared_size
     experts = [f"experts.{expert}" for expert in range(shape.num_experts)]
@@ -126,7 +128,7 @@ def per_expert(
     return entries
 
 
-def megablocks(shape: LayerShape, _: HasName) -> list[Entry]:
+def megablocks(shape: LayerShape, _: HasName) -> list[Correspondence]:
     """`w1` (gate), `v1` (up), `w2` (down, transposed), each `[E * F, D]`; without gate no `v1`."""
     stacked = (shape.num_experts, shape.intermediate_size, shape.hidden_size)
     rows = (shape.num_experts * shape.intermediate_size, shape.hidden_size)
@@ -140,8 +142,8 @@ def megablocks(shape: LayerShape, _: HasName) -> list[Entry]:
 
     return [
         _same(GATE, "router.layer.weight", shape.num_experts, shape.hidden_size),
-        Entry(shape.first, names, rows, join, split),
-        Entry(
+        Correspondence(shape.first, names, rows, join, split),
+        Correspondence(
             DOWN,
             ["experts.mlp.w2"],
             rows,
@@ -151,7 +153,7 @@ def megablocks(shape: LayerShape, _: HasName) -> list[Entry]:
     ]
 
 
-def scattermoe(shape: LayerShape, _: HasName) -> list[Entry]:
+def scattermoe(shape: LayerShape, _: HasName) -> list[Correspondence]:
     """`experts.weight [E, 2F, D]` with the up rows first, `output_experts.weight [E, D, F]`.
 
     ScatterMoE's modules hold no router; here it is `router.weight`.
@@ -164,7 +166,7 @@ def scattermoe(shape: LayerShape, _: HasName) -> list[Entry]:
 
     return [
         _same(GATE, "router.weight", experts, width),
-        Entry(
+        Correspondence(
             shape.first,
             ["experts.weight"],
             (experts, first_rows, width),
@@ -175,7 +177,7 @@ def scattermoe(shape: LayerShape, _: HasName) -> list[Entry]:
     ]
 
 
-def torchtitan(shape: LayerShape, has: HasName) -> list[Entry]:
+def torchtitan(shape: LayerShape, has: HasName) -> list[Correspondence]:
     """`w1` gate, `w3` up, both `[E, F, D]`, and `w2` down `[E, D, F]`.
 
     Also reads the earlier names (`experts.w1_EFD`, `experts.w1`). There is no place for an
