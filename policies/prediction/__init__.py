@@ -20,8 +20,12 @@ from moe_runtime.policies.prediction.base import (
 )
 
 if TYPE_CHECKING:
-    from moe_runtime.policies.prediction.context import Contexts, contexts_of
-    from moe_runtime.policies.prediction.estimator import Estimator, Popularity
+    from moe_runtime.policies.prediction.estimator import (
+        Contexts,
+        Estimator,
+        Popularity,
+        contexts_of,
+    )
     from moe_runtime.policies.prediction.hidden import (
         HiddenLookahead,
         LookaheadPredictor,
@@ -35,8 +39,7 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".context": "Contexts contexts_of",
-            ".estimator": "Estimator Popularity",
+            ".estimator": "Contexts Estimator Popularity contexts_of",
             ".hidden": "HiddenLookahead LookaheadPredictor NextGate make_predictor",
             ".matched": "EamCollection",
             ".tables": "PreviousToken RunningCounts",
@@ -79,7 +82,7 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
         "token-markov": f"{__name__}.tables:TokenMarkov",
         "layer-affinity": f"{__name__}.tables:LayerAffinity",
         "naive-bayes": f"{__name__}.tables:NaiveBayes",
-        "token-identity": f"{__name__}.tokens:TokenIdentity",
+        "token-identity": f"{__name__}.trained:TokenIdentity",
         "eam": f"{__name__}.matched:EamCollection",
         "expert-map": f"{__name__}.matched:ExpertMapSearch",
         "combined": f"{__name__}.trained:Combination",

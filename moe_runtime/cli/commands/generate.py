@@ -74,7 +74,7 @@ def generate(
     text = read_text(prompts)
     quiet_transformers(ctx.obj)
     from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
-    from moe_runtime.serving.engine_options import EngineOptions
+    from moe_runtime.serving.requests import EngineOptions
 
     settings = BatchSettings(
         model=model,

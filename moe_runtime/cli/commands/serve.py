@@ -132,10 +132,10 @@ def serve(
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
     quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
-    from moe_runtime.serving.engine_options import EngineOptions
     from moe_runtime.serving.http.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
+    from moe_runtime.serving.requests import EngineOptions
 
     if is_on_cpu({"device": loading.device}):
         why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"
