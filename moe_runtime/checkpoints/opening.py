@@ -101,7 +101,10 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
         return folder
     on_hub = None if isinstance(path_or_id, Path) else parse_hub_name(name)
     if on_hub is None:
-        raise CheckpointError(f"{one_line(name)} is not a directory{suggestion(folder)}")
+        raise CheckpointError(
+            f"{one_line(name)} is not a directory; expected the folder of a checkpoint, a .gguf "
+            f"file, or OWNER/NAME on the hub{suggestion(folder)}"
+        )
     return on_hub
 
 

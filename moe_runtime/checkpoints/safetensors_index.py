@@ -146,7 +146,9 @@ def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
     with entry.file.open("rb") as file:
         for begin in range(0, entry.num_bytes, COPY_BYTES):
             file.seek(entry.offset + begin)
-            part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
+            part = file.read(wanted := min(COPY_BYTES, entry.num_bytes - begin))
+            if len(part) < wanted:
+                _refuse(entry.file, f"all of {entry.name}", "its end; the file has changed")
             write_at(descriptor, part, offset + begin)
 
 

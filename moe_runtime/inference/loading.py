@@ -70,7 +70,7 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
-from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
@@ -519,7 +519,7 @@ def check_names(
         CheckpointError: the predictor's file is missing, or is not a predictor.
         ValueError: no policy, predictor, code, kind of shares or of activations has the name.
     """
-    require_known("policy", policy, (AUTO, *LIVE_POLICIES))
+    require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)

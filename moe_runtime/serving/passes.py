@@ -53,7 +53,7 @@ from moe_runtime.serving.sequence_cache import (
 
 if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.serving.row_memory import RowMemory
+    from moe_runtime.serving.sequence_cache import RowMemory
 
 
 class EngineRequests:
@@ -322,7 +322,7 @@ class ModelPasses:
             return self._step(last, cache, places)
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
-        from moe_runtime.serving.row_memory import RowMemory
+        from moe_runtime.serving.sequence_cache import RowMemory
 
         assert self._graphs is not None
         return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)

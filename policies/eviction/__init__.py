@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from moe_runtime.config import nearest
-from moe_runtime.lazy import LazyTable
+from moe_runtime.config import nearest, require_known
+from moe_runtime.lazy import LazyTable, is_code_file
 from moe_runtime.policies.eviction.base import (
     Evictable,
     EvictionPolicy,
@@ -32,6 +32,7 @@ __all__ = [
     "even_shares",
     "make_global_policy",
     "make_policy",
+    "require_live",
 ]
 
 POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
@@ -53,7 +54,8 @@ POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
         "random": f"{__name__}.classic:RandomChoice.maker",
         "belady": f"{__name__}.classic:Belady.maker",
         "belady-bypass": f"{__name__}.classic:BeladyBypass.maker",
-    }
+    },
+    own=f"{__name__}.base:EvictionPolicy.maker",
 )
 """Makes the maker of a named policy: one object for each share of the slots."""
 
@@ -62,6 +64,14 @@ BOUNDS = ("belady", "belady-bypass")
 
 LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
 """Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
+
+
+def require_live(policy: str) -> None:
+    """Refuses a name other than `auto` and those that serve a model; a file's class is checked."""
+    if is_code_file(policy):
+        POLICIES[policy]
+    else:
+        require_known("policy", policy, ("auto", *LIVE_POLICIES))
 
 
 def make_policy(

@@ -15,8 +15,8 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
     keys_of,
 )
-from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import (
+    Contexts,
     Estimator,
     Kept,
     Popularity,

@@ -5,8 +5,8 @@ from typing import ClassVar
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
-from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import (
+    Contexts,
     Kept,
     Popularity,
     log_odds,

@@ -12,8 +12,13 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
     keys_of,
 )
-from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
-from moe_runtime.policies.prediction.estimator import Estimator, State
+from moe_runtime.policies.prediction.estimator import (
+    Contexts,
+    Estimator,
+    SequenceState,
+    State,
+    stack_states,
+)
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""

@@ -11,23 +11,24 @@ from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answer_sections import (
+from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
     AnswerSections,
+    AnswerToken,
     HarmonySections,
+    Piece,
 )
-from moe_runtime.serving.http.answer_text import AnswerToken, Piece
-from moe_runtime.serving.http.answering import Answers, chat_logprobs
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import (
+from moe_runtime.serving.http.generating import (
+    AnswerChoice,
+    Answers,
+    Generation,
+    chat_logprobs,
     check_choices,
     check_messages,
     choices_for,
     encode_prompt,
 )
-from moe_runtime.serving.http.call_readers import ParsedCall
-from moe_runtime.serving.http.chat_template import ChatTemplate
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
@@ -36,8 +37,8 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     Tool,
 )
-from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.tool_formats import ToolFormat
+from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

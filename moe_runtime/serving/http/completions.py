@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http.answer_text import AnswerToken, Piece
-from moe_runtime.serving.http.answering import Answers, completion_logprobs
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_choices, check_tokens, choices_for, encode_prompt
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
+from moe_runtime.serving.http.generating import (
+    AnswerChoice,
+    Answers,
+    Generation,
+    check_choices,
+    check_tokens,
+    choices_for,
+    completion_logprobs,
+    encode_prompt,
+)
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.schema import CompletionBody
 from moe_runtime.serving.http.served_model import ServedModel

@@ -29,7 +29,6 @@ from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.dividing import (
     SlotSharing,
     divide_host_memory,
@@ -41,6 +40,7 @@ from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
 from moe_runtime.serving.prefixes import PrefixDisk, identity_of
+from moe_runtime.serving.requests import EngineOptions
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0

@@ -20,7 +20,7 @@ from moe_runtime.policies.prediction.base import COLLECTED_MATRICES
 from moe_runtime.policies.prediction.estimator import popularity_of, visits
 from moe_runtime.policies.prediction.matched import NEIGHBOURS, PRIOR_MAPS
 from moe_runtime.policies.prediction.tables import PRIOR_TOKENS, PRIOR_VISITS
-from moe_runtime.policies.prediction.tokens import PRIOR_OCCURRENCES
+from moe_runtime.policies.prediction.trained import PRIOR_OCCURRENCES
 
 SHAPE = Shape(num_layers=3, num_experts=6, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=5, length=12, vocabulary=6)

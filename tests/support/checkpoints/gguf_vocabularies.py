@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS
+from moe_runtime.checkpoints.gguf.tokenizer import WORD_SPLITS
 
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "data" / "gguf_tokens.json"
 _SPACE = "\u2581"
