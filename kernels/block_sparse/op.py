@@ -31,7 +31,6 @@ def to_dense(values_BMJ: Tensor, topology: BlockTopology) -> Tensor:
 
 
 def from_dense(dense_RN: Tensor, topology: BlockTopology) -> Tensor:
-    """The stored blocks of a matrix, zero past the ends of strips and in blocks that are unused."""
     rows_BM, columns_BJ = _indices(topology)
     padded = torch.nn.functional.pad(dense_RN, (0, 1, 0, 1))
     return padded[rows_BM[:, :, None], columns_BJ[:, None, :]]
@@ -75,10 +74,7 @@ def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:
 class Rectangle(NamedTuple):
     """Blocks that lie side by side in the matrix and one after the other in memory.
 
-    Attributes:
-        rows, columns: Where in the matrix.
-        blocks: Where in the values.
-        row_strips: Strips of rows.
+    Where in the matrix (`rows`, `columns`), where in the values (`blocks`), and how many strips.
     """
 
     rows: slice
@@ -103,7 +99,11 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(topology: BlockTopology) -> list[Rectangle]:
-    """The rectangles of a topology, from top to bottom; copies its lists to the host."""
+    """The rectangles of a topology, from top to bottom; copies its lists to the host.
+
+    Neighbouring strips with the same columns are taken together, so that a layer of experts is one
+    product an expert, whatever the block size.
+    """
     found: list[Rectangle] = []
     for new in _runs(topology):
         last = found[-1] if found else None
@@ -213,8 +213,6 @@ class BlockSparseProducts(NamedTuple):
 
 
 class Sdd(torch.autograd.Function):
-    """`sdd` with its gradients."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -245,8 +243,6 @@ class Sdd(torch.autograd.Function):
 
 
 class Dsd(torch.autograd.Function):
-    """`dsd` with its gradients."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -337,14 +333,10 @@ def dsd(
         b: `[N, D]`, or `[R, D]` if `is_transposed`; any strides.
         topology: The blocks of `s`.
         is_transposed: Whether the transposed matrix is multiplied; no value is moved for it.
-        impl: As in `sdd`.
+        impl: As in `sdd`, and so the errors.
 
     Returns:
         `[R, D]`, or `[N, D]` if `is_transposed`; zero in rows that have no block.
-
-    Raises:
-        ValueError: As in `sdd`.
-        TritonUnavailableError: As in `sdd`.
     """
     chosen = resolve_impl(impl, values.device, IMPLS)
     summed = topology.num_rows if is_transposed else topology.num_columns
@@ -366,19 +358,8 @@ def dds(
 ) -> Tensor:
     """Dense from dense times sparse: `a @ s`, or `a @ s.T`, as the transpose of a `dsd`.
 
-    Args:
-        a: `[D, R]`, or `[D, N]` if `is_transposed`; any strides.
-        values: As in `dsd`, and so `topology` and `impl`.
-        topology: See there.
-        is_transposed: Whether `a` is multiplied by the transposed matrix.
-        impl: See there.
-
-    Returns:
-        `[D, N]`, or `[D, R]` if `is_transposed`; a transposed view.
-
-    Raises:
-        ValueError: As in `sdd`.
-        TritonUnavailableError: As in `sdd`.
+    `a` is `[D, R]`, or `[D, N]` if `is_transposed`, at any strides; the result, `[D, N]` or
+    `[D, R]`, is a transposed view. The rest is as in `dsd`.
     """
     if a.ndim != 2:
         raise ValueError(f"a must have two dimensions, got {list(a.shape)}")

@@ -83,7 +83,7 @@ def combine_assignments_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def _native_problem(y: Tensor, weights: Tensor) -> str | None:
-    """Why the C kernel cannot take these (valid) arguments, or None."""
+    """Why the C kernel cannot take these, or None."""
     if not (y.is_cpu and weights.is_cpu):
         return f"it needs CPU tensors, got {y.device} and {weights.device}"
     if y.dtype not in DTYPE_CODES or weights.dtype not in DTYPE_CODES:

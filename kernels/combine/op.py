@@ -82,7 +82,7 @@ def combine(
 def combine_reference(
     y_RD: Tensor, weights_TK: Tensor | None, inverse_TK: Tensor, num_rows: Tensor
 ) -> Tensor:
-    """`[T, D]`: the sum over k of `weights[t, k] * y[inverse[t, k]]`, in order of k.
+    """The specification: `[T, D]`, in order of k.
 
     Sums are kept in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows`
     adds nothing, whatever its weight and whatever lies in `y` there.

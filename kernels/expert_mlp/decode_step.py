@@ -65,8 +65,8 @@ class ExpertStep:
             experts: Each once.
 
         Returns:
-            None for what has to go through `expert_ffn`: many rows, another type or shape, gradients
-            enabled.
+            None for what has to go through `expert_ffn`: many rows, another type or shape,
+            gradients enabled.
 
         Raises:
             MemoryError: No memory to work in.

@@ -127,8 +127,8 @@ class QuantizedExperts:
         return ExpertWeights(gate, self.up.matrix(slot), self.down.matrix(slot), *biases)
 
     def widened(self, ids_TK: Tensor, dtype: torch.dtype) -> StackedExperts:
-        """The values, in `dtype`, of the experts that some id names (as `named` gives them), in memory of
-        their own; waits for the device.
+        """The values, in `dtype`, of the experts that some id names (as `named` gives them), in
+        memory of their own; waits for the device.
         """
         used_U, places_E = self._used(ids_TK)
 

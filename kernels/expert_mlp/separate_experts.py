@@ -70,8 +70,8 @@ class KernelActivation(NamedTuple):
 
 @lru_cache(maxsize=64)
 def kernel_activation(activation: str | ActivationSpec) -> KernelActivation | None:
-    """Code and numbers that the C kernels are given; no numbers for the function alone, None for what
-    they do not know.
+    """Code and numbers that the C kernels are given; no numbers for the function alone, None for
+    what they do not know.
     """
     if isinstance(activation, str):
         code = ACTIVATION_CODES.get(activation)
@@ -384,7 +384,9 @@ class ReusedValues:
 
 
 def activation_function(activation: ExpertActivation | str) -> ActivationFn:
-    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a name: `act(gate) * up`, or `act(up)`."""
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a name: `act(gate) * up`, or
+    `act(up)`.
+    """
     if not isinstance(activation, str):
         return activation
     plain = ActivationSpec(cast(ActivationName, activation))

@@ -138,12 +138,16 @@ class LowRank:
         self._second_ENL = second_ENL.detach().to(x.dtype)
 
     def forward(self, x: Tensor, groups: Groups, *, gathers: bool) -> Tensor:
-        """What is added to the product of the rows, `[R, N]`; `x` is `[R, I]`, or `[T, I]` if it gathers."""
+        """What is added to the product of the rows, `[R, N]`; `x` is `[R, I]`, or `[T, I]` if it
+        gathers.
+        """
         inner_RL = self._inner(x, groups, gathers=gathers)
         return _product(inner_RL, self._second_ENL, groups)
 
     def backward(self, grad: Tensor, groups: Groups, *, gathers: bool) -> tuple[Tensor, Tensor]:
-        """What is added to the gradient of the product's input, `[R, I]`, and `grad @ B` for `learn`."""
+        """What is added to the gradient of the product's input, `[R, I]`, and `grad @ B` for
+        `learn`.
+        """
         inner_RL = _product(grad, self._second_ENL.transpose(1, 2), groups, gathers=gathers)
         return _product(inner_RL, self._first_ELI.transpose(1, 2), groups), inner_RL
 
@@ -252,7 +256,8 @@ class SlottedTraining:
     def begin_forward(
         self, dim_preactivation: int, low: tuple[LowRank | None, LowRank | None], *, keeps: bool
     ) -> None:
-        """Makes room for Z pre-activations a row, and computes what adapters of the first product give.
+        """Makes room for Z pre-activations a row, and computes what adapters of the first product
+        give.
 
         Args:
             dim_preactivation: Z.

@@ -147,8 +147,8 @@ class StreamedExperts:
     ) -> None:
         """Adds one expert's part of the gradients.
 
-        `out` receives the gradients of the tensors of `weights`, in their shapes and dtype; None for
-        one that is frozen, or for all of them.
+        `out` receives the gradients of the tensors of `weights`, in their shapes and dtype; None
+        for one that is frozen, or for all of them.
         """
         assert self._call is not None, "begin_backward comes first"
         self._call.backward(

@@ -1,4 +1,4 @@
-"""Launchers of the forward kernel: the plain product, and the one with the activation in it.
+"""Launchers of the forward kernels: the plain product, and the one with the activation in it.
 
 Weights are passed as logical `[S, N, K]`; a checkpoint's transposed matrices are a transposed view.
 """
@@ -30,7 +30,7 @@ _ALIGNMENT = 16
 
 
 def takes_weight(weight_SNK: Tensor, block_k: int, *, is_gated: bool) -> bool:
-    """Whether the kernel reads these weights by a descriptor: rows of K, or of N if not gated."""
+    """Whether TMA reads these weights: rows of K, or of N if not gated."""
     in_rows = weight_SNK.stride(2) == 1
     rows = weight_SNK if in_rows else weight_SNK.transpose(1, 2)
     # Past the end of K lies zero where rows are of K, and whatever follows otherwise.
@@ -42,7 +42,6 @@ def takes_weight(weight_SNK: Tensor, block_k: int, *, is_gated: bool) -> bool:
 
 
 def takes_rows(x: Tensor, *, gathers: bool) -> bool:
-    """Whether the kernel reads these rows."""
     return x.stride(1) == 1 if gathers else _is_aligned(x)
 
 
@@ -69,18 +68,10 @@ def persistent_product(
     spec: ActivationSpec | None,
     pre: Tensor | None,
 ) -> None:
-    """`plain_product`, or with `spec` `activated_product` of gate and up one after the other.
+    """The products of many rows on Hopper by programs that stay, loading by TMA.
 
-    Args:
-        x: As in `plain_product`.
-        weight_SNK: `[S, N, K]` that `takes_weight`.
-        groups: The rows.
-        tile: Persistent.
-        out: `[R, dim_n]`.
-        dim_n: Columns of the result.
-        gathers: As in `plain_product`.
-        spec: The activation, or None.
-        pre: `[R, 2 * dim_n]` for the pre-activations, or None.
+    As `plain_product`, or with `spec` as `activated_product` of gate and up one after the other, of
+    weights that `takes_weight`.
     """
     dim_k = weight_SNK.shape[2]
     columns = tile.block_n // (2 if spec is not None else 1)

@@ -1,4 +1,4 @@
-"""The Triton kernel of the grouped product: rows sorted by expert times the experts' weights.
+"""The Triton kernels of the grouped product: rows sorted by expert times the experts' weights.
 
 One program computes one tile: some rows of one expert by some columns. Which expert and rows is in
 a table that `tile_map` fills on the device, so the host never learns how many rows an expert has.
@@ -28,9 +28,7 @@ def tile_map(
     BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """Program e lists the tiles of expert e; the program after the last one marks unused entries
-    and says how many are used.
-
-    Experts whose slot is negative get no tiles.
+    and counts the used ones. Experts whose slot is negative get no tiles.
     """
     expert = tl.program_id(0)
     offs_e = tl.arange(0, BLOCK_E)
@@ -89,8 +87,8 @@ def tile_product(
 ):  # fmt: skip
     """Adds sums over K to `acc`, fp32 `[BLOCK_M, BLOCK_N]`. Every row of x must exist.
 
-    Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
-    neighbours in memory, and the loads of weights that are contiguous along N would fall apart.
+    Columns past the end are masked, not clamped: clamped ones are no neighbours in memory, and
+    loads of weights that are contiguous along N would fall apart.
     """
     offs_k = tl.arange(0, BLOCK_K)
     step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
@@ -358,11 +356,14 @@ def grouped_gemm_persistent(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As `grouped_gemm_fwd`, for EPILOGUE `none` and `gated`.
+    """As `grouped_gemm_fwd`, for EPILOGUE `none` and `gated`, by programs that stay and load by
+    TMA.
 
-    `x` is a descriptor of `[R, K]`, or with GATHER_DIVISOR a pointer; `weight` a descriptor of all
-    slots' rows of K, or unless IN_ROWS of N, `rows_of_slot` apart. If gated, of `[S, 2, N, K]`:
-    gate and up are the halves of a tile, so that both of a pair are in one thread.
+    As many programs as run at once, each with every so many-th tile of the table. The next tile's
+    loads start while the last one is stored. `x` is a descriptor of `[R, K]`, or with
+    GATHER_DIVISOR a pointer; `weight` a descriptor of all slots' rows of K, or unless IN_ROWS of
+    N, `rows_of_slot` apart. If gated, of `[S, 2, N, K]`: gate and up are the halves of a tile, so
+    that both of a pair are in one thread.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     num_tiles_n = tl.cdiv(dim_n, COLUMNS)

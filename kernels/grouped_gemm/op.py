@@ -53,8 +53,8 @@ def grouped_gemm(
         offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
         bias_SN: `[S, N]` in the dtype of the weights, or None; any beside quantised weights.
         slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
-            place. An expert with a negative slot is left out, so that experts which are resident
-            can run now and the others later, into the same `out`. None: expert e lies in slot e.
+            place; below 0 for an expert that is left out, so that residents can run now and others
+            later, into the same `out`. None: expert e lies in slot e.
         is_transposed: See `weight`.
         sorted_tokens: Needed for gathering and scattering.
         gathers_choices: If not 0, the number of choices a token has: row r reads token
@@ -221,19 +221,11 @@ def grouped_gemm_by_expert(
     num_rows: int,
     precise: torch.dtype,
 ) -> Tensor:
-    """`out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`.
+    """The specification: one expert after another in plain torch, differentiable.
 
-    Args:
-        x: `[*, K]`.
-        weight_SNK: `[S, N, K]`, any strides; or quantised, and then its values.
-        offsets: E + 1 row numbers.
-        slots: One an expert; below 0 where the expert takes no part.
-        bias_SN: `[S, N]` or None.
-        reads_R: Row of `x` that each sorted row reads; None for the same row.
-        writes_R: Row of the result that each sorted row writes; None for the same row.
-        out: Where to write, or None for a new tensor, zero where nothing is written.
-        num_rows: Rows of a new tensor.
-        precise: fp32 or fp64 in the specification; the dtype of `x` makes it a CPU implementation.
+    `out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`: fp32 or
+    fp64 in the specification; the dtype of `x` makes it a CPU implementation. None reads or writes
+    the same row. A new tensor is zero where nothing is written.
     """
     pieces: list[Tensor] = []
     destinations: list[Tensor] = []
@@ -265,7 +257,6 @@ def grouped_gemm_by_expert(
 
 
 def _reader(weight: Tensor | QuantizedStack) -> Callable[[int, torch.dtype], Tensor]:
-    """Gives the matrix of a slot in a type."""
     if isinstance(weight, QuantizedStack):
         return lambda slot, dtype: weight.matrix(slot).dequantize(dtype)
     matrices = weight.unbind()

@@ -25,14 +25,7 @@ FORMS: tuple[NormForm, ...] = ("rounded", "wide", "plus_one")
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm = "rounded") -> Tensor:
-    """Normalises in fp32, or in fp64 when `x` is fp64.
-
-    Args:
-        x: [..., D].
-        weight: [D].
-        eps: added to the mean of the squares.
-        form: as of `rms_norm`.
-    """
+    """The specification, in fp32, or in fp64 when `x` is fp64."""
     wide = x.to(precise_dtype(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if form == "rounded":
@@ -98,7 +91,7 @@ def rms_norm(
 
 
 def native_problem(x: Tensor, weight: Tensor) -> str | None:
-    """Why the C kernel cannot take these (valid) arguments, or None."""
+    """Why the C kernel cannot take these, or None."""
     if not (x.is_cpu and weight.is_cpu):
         return f"it needs CPU tensors, got {x.device} and {weight.device}"
     if x.dtype not in DTYPE_CODES or x.dtype != weight.dtype:
@@ -156,17 +149,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`x + residual` in their dtype, and `rms_norm` of it, in the bits of the two one by one.
 
-    Args:
-        x: `[..., D]`.
-        residual: The shape and dtype of `x`.
-        weight: `[D]`, dtype of `x`.
-        eps: As of `rms_norm`.
-        form: As of `rms_norm`.
-        impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able,
-            and else torch's sum and `rms_norm`. A named implementation never falls back.
-
-    Returns:
-        The sum and the normalised sum, both of the shape and dtype of `x`.
+    `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able, and else
+    torch's sum and `rms_norm`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.

@@ -50,12 +50,9 @@ def token_sort(
         num_experts: At least 1.
         impl: `triton` needs a GPU, `torch` is the CPU path (and works anywhere), `reference` the
             specification. `auto` is `triton` on a GPU and `torch` elsewhere.
-        check_ids: Raise where an id is neither an expert nor exactly `num_experts`. For debugging:
-            it makes the host wait for the device.
 
     Raises:
-        ValueError: Wrong dtype or number of experts, `impl` cannot run here, or `check_ids` found
-            an id.
+        ValueError: Wrong dtype or number of experts, or `impl` cannot run here.
         TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
     """
     if num_experts < 1:
@@ -101,7 +98,7 @@ def _token_sort_numpy(ids_TK: Tensor, num_experts: int) -> SortedTokens:
 
 
 def token_sort_reference(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(counts_E, offsets_E1, order_R, inverse_R)`, all int64; see `token_sort`."""
+    """The specification: plain torch on any device, without host synchronisation."""
     ids_R = ids_TK.reshape(-1)
     is_real = (ids_R >= 0) & (ids_R < num_experts)
     keys_R = torch.where(is_real, ids_R, num_experts).to(torch.int64)
