@@ -116,12 +116,7 @@ def fetch_experts(
 
 
 def launch_fetch_experts(
-    ids_TK: Tensor,
-    tables: FetchTables,
-    slots: Tensor,
-    slots_E: Tensor,
-    first: int,
-    word_bytes: int,
+    ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int, word_bytes: int
 ) -> None:
     """The Triton kernel, for what `fetch_experts` has checked."""
     from moe_runtime.kernels.expert_fetch.kernel import BLOCK_E, BLOCK_W, fetch_experts_fwd

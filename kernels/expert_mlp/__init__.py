@@ -5,11 +5,7 @@ Each name is imported when it is asked for: what loads a model needs `expert_ffn
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.operands.activation import (
-    ACTIVATION_NAMES,
-    ActivationName,
-    ActivationSpec,
-)
+from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES, ActivationName, ActivationSpec
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:

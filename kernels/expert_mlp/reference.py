@@ -88,9 +88,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def apply_activation(
-    z_RZ: Tensor,
-    layout: GateLayout,
-    activation: ActivationSpec | PreactivationFunction,
+    z_RZ: Tensor, layout: GateLayout, activation: ActivationSpec | PreactivationFunction
 ) -> Tensor:
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):

@@ -194,10 +194,7 @@ def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> 
 
 
 def _native_problem(
-    x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    out_RO: Tensor,
-    activation: str | ActivationSpec,
+    x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor, activation: str | ActivationSpec
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if kernel_activation(activation) is None:
@@ -319,11 +316,7 @@ def portions(
         yield some, some_counts
 
 
-def frozen_expert(
-    x_RD: Tensor,
-    weights: ExpertWeights,
-    activation: ExpertActivation,
-) -> Tensor:
+def frozen_expert(x_RD: Tensor, weights: ExpertWeights, activation: ExpertActivation) -> Tensor:
     """One expert's outputs `[R, O]`, with a gradient of `x` and of what the activation holds.
 
     Between the products, values have the dtype of `x`. The expert has no gradient; its weights must

@@ -56,7 +56,7 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int], reason: str = "
 
 
 def check_like(name: str, tensor: Tensor, like: Tensor, other: str) -> None:
-    """Refuses a tensor of another dtype or on another device than `like`, which is called `other`."""
+    """Refuses a tensor of another dtype or on another device than `like`, called `other`."""
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} on {like.device} like {other}, got {tensor.dtype} on "
