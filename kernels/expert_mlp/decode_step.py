@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.kernels.combine.assignments import MAX_CHOICES
+from moe_runtime.kernels.combine.op import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, kernel_activation, row_limit
 from moe_runtime.kernels.native import (

@@ -118,7 +118,7 @@ def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gated_slice(
-    gate, up, first_column, mask_r, out_ptrs, pre_ptrs, scale, dim_n,
+    gate, up, first_column, mask_r, out_ptrs, pre_ptrs, dim_n,
     stride_p_up,
     ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ADDS_PRE: tl.constexpr,
     STORES_PRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -148,13 +148,13 @@ def _gated_slice(
             tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
             tl.store(pre_ptrs[:, None] + (stride_p_up + offs_f)[None, :], up, mask=mask)
     hidden = gate_fwd(gate, up, ACTIVATION)
-    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
+    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles_m"])
 def grouped_gemm_fwd(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
-    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr, global_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr,
+    values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr, global_ptr,
     num_tiles_m, dim_n, dim_k,
     stride_xr, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
     stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
@@ -162,7 +162,7 @@ def grouped_gemm_fwd(
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, ADDS_PRE: tl.constexpr, STORES_PRE: tl.constexpr,
+    ADDS_PRE: tl.constexpr, STORES_PRE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr,
@@ -293,15 +293,11 @@ def grouped_gemm_fwd(
             EVEN_K,
             PRECISION,
         )
-    slots_of_rows = rows
-    if SCATTERS or HAS_SCALE:
-        slots_of_rows = tl.load(order_ptr + rows)
-    out_rows = slots_of_rows if SCATTERS else rows
+    out_rows = rows
+    if SCATTERS:
+        out_rows = tl.load(order_ptr + rows)
     out_ptrs = out_ptr + out_rows * stride_or
     pre_ptrs = pre_ptr + out_rows * stride_pr
-    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
     if EPILOGUE == "gated":
         HALF: tl.constexpr = BLOCK_N // 2
         if IN_HALVES:
@@ -324,7 +320,6 @@ def grouped_gemm_fwd(
                 mask_r,
                 out_ptrs,
                 pre_ptrs,
-                scale,
                 dim_n,
                 stride_p_up,
                 ACTIVATION,
@@ -343,7 +338,7 @@ def grouped_gemm_fwd(
             if STORES_PRE:
                 tl.store(pre_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
             acc, _ = activate(acc, ACTIVATION)
-        tl.store(out_ptrs[:, None] + offs_n[None, :], acc * scale[:, None], mask=mask)
+        tl.store(out_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
 
 
 @triton.jit

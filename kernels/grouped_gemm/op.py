@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from moe_runtime.kernels.operands import check_like, check_shape, precise_dtype
 from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.grouped_gemm.groups import Groups
 
 GroupedGemmImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[GroupedGemmImpl, ...] = ("auto", "triton", "torch", "reference")
@@ -99,13 +96,23 @@ def grouped_gemm(
 
     if chosen == "triton":
         from moe_runtime.kernels.grouped_gemm.backward import grouped_gemm_triton
+        from moe_runtime.kernels.grouped_gemm.forward import plain_product
         from moe_runtime.kernels.grouped_gemm.groups import Groups
+        from moe_runtime.kernels.grouped_gemm.packed import takes_format
 
         groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
         inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
         gathers = gathers_choices > 0
         if isinstance(weight_SNK, QuantizedStack):
-            return _packed_product(x, weight_SNK, bias_SN, groups, out, gathers, scatters)
+            if not takes_format(weight_SNK.format):
+                raise ValueError(f"impl='triton' cannot read {weight_SNK.format}; impl='torch' can")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ValueError(
+                    "impl='triton' has no gradient of quantised weights; impl='torch' has"
+                )
+            out = x.new_zeros(num_rows, weight_SNK.shape[1]) if out is None else out
+            how: dict[str, Any] = {"bias_SN": bias_SN, "gathers": gathers, "scatters": scatters}
+            return plain_product(x, weight_SNK, groups, out=out, **how)
         return grouped_gemm_triton(
             x, weight_SNK, bias_SN, groups, inverse_R, gathers=gathers, scatters=scatters, out=out
         )
@@ -125,29 +132,6 @@ def grouped_gemm(
         out=out,
         num_rows=num_rows,
         precise=x.dtype if chosen == "torch" else precise,
-    )
-
-
-def _packed_product(
-    x: Tensor,
-    weight: QuantizedStack,
-    bias_SN: Tensor | None,
-    groups: Groups,
-    out: Tensor | None,
-    gathers: bool,
-    scatters: bool,
-) -> Tensor:
-    from moe_runtime.kernels.grouped_gemm.forward import plain_product
-    from moe_runtime.kernels.grouped_gemm.packed import takes_format
-
-    if not takes_format(weight.format):
-        raise ValueError(f"impl='triton' cannot read {weight.format}; impl='torch' can")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError("impl='triton' has no gradient of quantised weights; impl='torch' has")
-    if out is None:
-        out = x.new_zeros(groups.num_rows, weight.shape[1])
-    return plain_product(
-        x, weight, groups, out=out, bias_SN=bias_SN, gathers=gathers, scatters=scatters
     )
 
 
