@@ -348,3 +348,27 @@ def _set_up_numpy() -> None:
     np.bincount(flat, weights=flat, minlength=9).cumsum()
     np.split(np.searchsorted(flat, flat, side="right"), [4])
     np.concatenate([flat, np.diff(flat), np.flatnonzero(flat)]).tobytes()
+
+
+DEFAULT_TOKENS = 4096
+"""Tokens that memory is set aside for by default, if the model knows as many."""
+
+
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model knows; None where its configuration says none."""
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
+def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
+    """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+    if max_tokens is None:
+        known = known_positions(config)
+        return DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    return max_tokens

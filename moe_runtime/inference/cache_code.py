@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
-from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.reads import Read
 from moe_runtime.memory.slab import Slab
@@ -100,7 +100,7 @@ def open_coded_stores(
     plan: MemoryPlan,
     new_policy: Callable[[MemoryPlan], LayerShares],
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
-    listeners: Sequence[StoreListener | None],
+    listeners: Sequence[Any],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)

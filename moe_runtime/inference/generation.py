@@ -16,8 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, blamed_on
+from moe_runtime.inference.budget import known_positions
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.inference.token_limit import known_positions
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits divided by it in fp32 stay finite below 1e18."""

@@ -18,8 +18,7 @@ from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_runtime.inference.learning import KeptLearning
-    from moe_runtime.inference.routing_record import RoutingRecord
+    from moe_runtime.inference.learning import KeptLearning, RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
     from moe_runtime.memory.prefetcher import Prefetcher
 

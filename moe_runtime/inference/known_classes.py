@@ -259,27 +259,6 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
     return "plus_one" if is_plus_one else None
 
 
-def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
-    """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
-    own = vars(layer)
-    return (
-        own.get("sliding_window"),
-        own.get("is_sliding"),
-        own.get("use_qk_norm"),
-        vars(config).get("clip_qkv"),
-        own.get("indexer", layer._modules.get("indexer")),
-    )
-
-
-def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
-    """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
-    angles."""
-    window, is_sliding, norms_heads, clip, indexer = settings
-    turns = is_sliding is None or is_sliding or window is None
-    has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
-    return bool(turns and has_its_norms and clip is None and indexer is None)
-
-
 def router_form(module: Any) -> RouterForm | None:
     """What a router computes with the settings that it has."""
     name = class_name(module)

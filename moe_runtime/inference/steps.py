@@ -283,3 +283,24 @@ class RequestNumbers:
             step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
             self.next = step.begun.stop
         step.first_request = self._running.get(me, range(0)).start
+
+
+class OneThread:
+    """Sets torch to one thread during the forward passes of a model."""
+
+    _before: int | None = None
+
+    def hold(self, model: Any) -> None:
+        model.register_forward_pre_hook(self.begin)
+        model.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler cannot follow it
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def end(self, *_: Any) -> None:
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None

@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from moe_runtime.errors import CLOSED, FORKED, CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
+from moe_runtime.types import ExpertKey
 
 PATIENCE_S = 1.0
 """A wait ends after this time at the latest, so that what was queued silently is found."""
@@ -577,3 +580,32 @@ class NativeReadQueue(Monitor):
 def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
     """Ends the threads before their files are given up."""
     library.reads_close(queue)
+
+
+class Fetcher(Protocol):
+    """Fills the slots of a tier, from files or from the tier below.
+
+    All but ``close`` is called with ``changed`` held, which guards the entries of that tier.
+    """
+
+    changed: Monitor
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to fill a slot; the end of the read is announced later."""
+        ...
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves the rest of a read-ahead as a demand."""
+        ...
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        ...
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was started and its end is still to be announced."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way: every read ends, with its data or an error."""
+        ...

@@ -51,6 +51,14 @@ class Slab:
             raise MoERuntimeError(CLOSED)
         return self._slots[index]
 
+    def extend(self, num_slots: int) -> range:
+        """Adds slots in memory of their own, and returns their numbers; may raise CapacityError."""
+        first = self.num_slots
+        if num_slots > 0:
+            self._slots[first:] = aligned_bytes(num_slots * self.slot_bytes).split(self.slot_bytes)
+            self.num_slots += num_slots
+        return range(first, self.num_slots)
+
     def close(self) -> None:
         """Gives the memory up; it lives on as long as there is a view of it."""
         self._slots, self.bytes = [], self.bytes.new_empty(0)

@@ -13,9 +13,8 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.device.device import Copy, Device, Event
 from moe_runtime.memory.device.device_layout import CopyPart
-from moe_runtime.memory.entries import Fetcher, is_resident
-from moe_runtime.memory.reads import Monitor, OnDone, Priority, Read, ReadQueue
-from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError
+from moe_runtime.memory.reads import Fetcher, Monitor, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError, is_resident
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
@@ -198,7 +197,7 @@ class TierFetcher:
                     return False
                 self.queued[read] = _Copy(copied)
                 finish = partial(self._finish, lease, read, copied, _num_bytes(parts), len(slots))
-                lease.hand_over()
+                lease._thread = None  # another thread ends it
                 self._ends.submit([finish], read, wakes=False)
                 self._has_sleeping_end = True
                 undo.pop_all()

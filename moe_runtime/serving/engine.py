@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.token_limit import known_positions
+from moe_runtime.inference.budget import known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.engine_options import (

@@ -27,9 +27,8 @@ EVERY_PASS = (
     "inference/cpu/fused_attention.py",
     "inference/cpu/small_batch.py",
     "inference/expert_layer.py",
-    "inference/expert_layer.py",
     "inference/steps.py",
-    "inference/token_limit.py",
+    "inference/hugging_face/loaded_model.py",
 )
 """Files whose functions, but for those that bind slots, a pass calls if an equal pass does,
 whichever read is quicker."""

@@ -17,8 +17,7 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import misses as misses_module
 from moe_runtime.inference.device.device_experts import DeviceExperts
-from moe_runtime.inference.device.miss_plans import MissPlan
-from moe_runtime.inference.device.misses import Misses, check_misses
+from moe_runtime.inference.device.misses import Misses, MissPlan, check_misses
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
 

@@ -4,8 +4,7 @@ transformers' functions for a CPU allocate several tensors of the states' size a
 states, and the inputs that a short convolution remembers, change in place.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with inputs of their own), P values of a
-head, N states of each. = (SCAN_CHUNK, SCAN_STEP): Positions of a chunk of Mamba 2 (GPUs take 256),
-and in whose multiples short ones are.
+head, N states of each.
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moe_runtime.memory.device.device import Device, Event
-from moe_runtime.memory.entries import Entry, is_resident
 from moe_runtime.memory.reads import Priority, Read
-from moe_runtime.memory.store import Lease
+from moe_runtime.memory.store import Entry, Lease, is_resident
 from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -29,26 +28,6 @@ Slots = npt.NDArray[np.int32]
 """``[E]``: the slot of each expert of a layer, below 0 for none."""
 
 
-class SlotStacks(Protocol):
-    """How kernels take the experts of a layer where they lie in slots of a device."""
-
-    def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """Whether kernels take the slots of a layer as one stack, for rows of this type."""
-        ...
-
-    def num_experts(self, layer: int) -> int: ...
-
-    def stack(self, layer: int, slots: Slots, into: torch.Tensor | None = None) -> Any:
-        """All slots, and the slot of each expert, for work queued on the current stream.
-
-        The slots are written over ``into`` (``[E]`` int32 of the device) where it is given: then
-        nothing is returned, and a stack over it exists already.
-        """
-        ...
-
-    def stack_over(self, layer: int, table: torch.Tensor) -> Any: ...
-
-
 class Residents:
     """The experts of a layer that are in slots of a device.
 
@@ -58,7 +37,7 @@ class Residents:
     """
 
     def __init__(
-        self, layer: int, slots: Slots, stacks: SlotStacks, stream: int, *, are_kept: bool
+        self, layer: int, slots: Slots, stacks: Any, stream: int, *, are_kept: bool
     ) -> None:
         self.slots, self.stream = slots, stream
         self.experts = frozenset(np.flatnonzero(slots >= 0).tolist())
@@ -190,7 +169,7 @@ class DeviceStore(TierStore[W]):
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
-        self.stacks: SlotStacks | None = None
+        self.stacks: Any = None
         self.recorded: Any = None
         self.host_tables: Any = None
         self._residents: dict[int, Residents] = {}

@@ -23,9 +23,8 @@ from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.memory.device.device import Event
 from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
-from moe_runtime.memory.entries import is_resident
 from moe_runtime.memory.reads import Priority
-from moe_runtime.memory.store import divide
+from moe_runtime.memory.store import divide, is_resident
 from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 

@@ -35,7 +35,7 @@ from tiny_checkpoints import save, tiny_model
 import moe_runtime
 from moe_runtime.config import PrefetchMode
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.inference.device.step_experts import MOST_REFUSED
+from moe_runtime.inference.device.decode_graphs import MOST_REFUSED
 from moe_runtime.inference.steps import Listener
 from moe_runtime.memory.device import host_tables
 
