@@ -78,10 +78,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
-    ``max_tokens`` and ``option`` are named in the error.
-
-    Raises:
-        CapacityError: the budget is too small; names the smallest that works.
+    ``max_tokens`` and ``option`` are named in the error. Raises CapacityError: the budget is too
+    small; names the smallest that works.
     """
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
@@ -184,11 +182,8 @@ def largest_of(text: PreTrainedConfig, *names: str) -> int:
 
 
 def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
-    """The bytes of a budget, given what a place has free.
-
-    Raises:
-        CapacityError: the budget exceeds what is free.
-    """
+    """The bytes of a budget, given what a place has free. Raises CapacityError: the budget exceeds
+    what is free."""
     resolved = budget.resolve(available_bytes, auto_share=AUTO_SHARE)
     if resolved > available_bytes:
         raise CapacityError(
@@ -362,10 +357,7 @@ def known_positions(config: PreTrainedConfig) -> int | None:
 
 def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
-
-    Raises:
-        ValueError: fewer than one.
-    """
+    Raises ValueError: fewer than one."""
     if max_tokens is None:
         known = known_positions(config)
         return DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)

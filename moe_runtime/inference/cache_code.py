@@ -53,10 +53,8 @@ SPARE_SLOTS = 1
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
     """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
-    Matrices that are not bf16, or not stored row by row, stay as they are.
-
-    Raises:
-        UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
+    Matrices that are not bf16, or not stored row by row, stay as they are. Raises
+    UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
     """
     if place.type != "cpu":
         raise UnsupportedModelError(

@@ -368,11 +368,8 @@ def _is_recomputing() -> bool:
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
-    """Refuses forward-mode differentiation.
-
-    Raises:
-        UnsupportedUseError: one of the tensors has a tangent.
-    """
+    """Refuses forward-mode differentiation. Raises UnsupportedUseError: one of the tensors has a
+    tangent."""
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise UnsupportedUseError(
             "a loaded model has no forward-mode derivative, since its experts come and go; use "
@@ -384,12 +381,8 @@ def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The experts' output ``[T, D]`` with gradients of hidden values, gate weights and shared
-    parameters.
-
-    Raises:
-        UnsupportedUseError: within ``torch.func``, or where shared parameters would be trained in
-            several processes.
-    """
+    parameters. Raises UnsupportedUseError: within ``torch.func``, or where shared parameters would
+    be trained in several processes."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         raise UnsupportedUseError(
             "torch.func cannot differentiate a loaded model, since its experts come and go; use "

@@ -50,11 +50,8 @@ class ExpertPartition:
         placement: PlacementMap | None = None,
     ) -> None:
         """Divides the experts as a map says, or those of every layer into runs of about equal
-        length.
-
-        Raises:
-            ValueError: there are more processes than experts, or the map leaves one without any.
-        """
+        length. Raises ValueError: there are more processes than experts, or the map leaves one
+        without any."""
         size = transport.size
         self.transport = transport
         # The processes that hold each expert of each layer.
@@ -178,11 +175,8 @@ def divide_experts(
     placement: str | Path | None,
 ) -> ExpertPartition | None:
     """Narrows ``experts`` to this process's share, and returns it; None for one process alone.
-
-    Raises:
-        CheckpointError: the map cannot be read, or is of another model or number of processes.
-        ValueError: a process would have no experts.
-    """
+    Raises CheckpointError: the map cannot be read, or is of another model or number of processes.
+    Raises ValueError: a process would have no experts."""
     placed = None
     if placement is not None:
         placed = load_placement_map(placement)

@@ -156,11 +156,8 @@ class FiniteLogits(LogitsProcessor):
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    """Checks options of ``generate_text``, for callers who load a model in between.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Checks options of ``generate_text``, for callers who load a model in between. Raises
+    ValueError: an option is out of range."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not (temperature == 0 or COLDEST <= temperature < math.inf):
@@ -219,12 +216,9 @@ def sampling_words(values: Mapping[str, Any]) -> str:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
-    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64.
-
-    Raises:
-        CheckpointError: the tokenizer or its chat template fails.
-        ValueError: the prompt has no tokens or is no text, or the tokenizer has no chat template.
-    """
+    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64. Raises
+    CheckpointError: the tokenizer or its chat template fails. Raises ValueError: the prompt has no
+    tokens or is no text, or the tokenizer has no chat template."""
     prompt.encode()  # half a surrogate pair is no text
     if chat:
         return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
@@ -234,12 +228,9 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[st
 
 
 def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As ``encode_prompt`` for a conversation, up to where the model is to go on.
-
-    Raises:
-        CheckpointError: the chat template fails.
-        ValueError: there is none, or the conversation has no tokens.
-    """
+    """As ``encode_prompt`` for a conversation, up to where the model is to go on. Raises
+    CheckpointError: the chat template fails. Raises ValueError: there is none, or the conversation
+    has no tokens."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime "
@@ -386,11 +377,8 @@ def _end_of_answer(
 
 
 def stop_strings_of(settings: Any) -> tuple[str, ...]:
-    """The strings with which a checkpoint's settings of generation end a text.
-
-    Raises:
-        CheckpointError: they are no strings.
-    """
+    """The strings with which a checkpoint's settings of generation end a text. Raises
+    CheckpointError: they are no strings."""
     found = getattr(settings, "stop_strings", None) or ()
     stops = (found,) if isinstance(found, str) else found
     if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):

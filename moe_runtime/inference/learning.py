@@ -196,11 +196,8 @@ def check_records(
     timeline: str | os.PathLike[str] | None,
     inputs: Sequence[str | os.PathLike[str] | None],
 ) -> None:
-    """Refuses a trace or timeline that would replace a file which is read, or the other one.
-
-    Raises:
-        ValueError: one would, or has a name that no file has.
-    """
+    """Refuses a trace or timeline that would replace a file which is read, or the other one. Raises
+    ValueError: one would, or has a name that no file has."""
     for output, what in ((trace, "trace"), (timeline, "timeline")):
         if output is not None:
             require_file_name(output, what)
@@ -220,10 +217,7 @@ def open_record(
     keeps_recent: bool,
 ) -> RoutingRecord:
     """Records a model's forward passes from now on, into a trace and for choices of later runs.
-
-    Raises:
-        CheckpointError: the trace cannot be written there.
-    """
+    Raises CheckpointError: the trace cannot be written there."""
     recorders: list[Recorder] = []
     if trace is not None:
         from moe_runtime.lab.traces.recorder import TraceRecorder

@@ -339,11 +339,8 @@ def finish_dense(
     place: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """Loads everything but the experts, and makes the model ready to generate.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or incomplete.
-    """
+    """Loads everything but the experts, and makes the model ready to generate. Raises
+    CheckpointError: the checkpoint is damaged or incomplete."""
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
         use_small_batch_layers(model)
@@ -465,12 +462,9 @@ def check_names(
     cache_code: str,
     activations: str = "exact",
 ) -> None:
-    """Refuses unknown names, before anything is loaded.
-
-    Raises:
-        CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor, code, kind of shares or of activations has the name.
-    """
+    """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
+    file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
+    shares or of activations has the name."""
     require_known("policy", policy, (AUTO, *LIVE_POLICIES))
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)

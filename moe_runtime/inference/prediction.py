@@ -43,12 +43,9 @@ if TYPE_CHECKING:
 
 
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
-    """The named estimator: trained, from a file, or one that needs no training.
-
-    Raises:
-        CheckpointError: the file cannot be used, or belongs to another model.
-        ValueError: no predictor has this name.
-    """
+    """The named estimator: trained, from a file, or one that needs no training. Raises
+    CheckpointError: the file cannot be used, or belongs to another model. Raises ValueError: no
+    predictor has this name."""
     from moe_runtime.lab.traces.learned import read_predictor
 
     if is_file_name(predictor):
@@ -69,9 +66,7 @@ def find_gate(
     """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
 
     It is the module next to the experts, or a part of one, whose weight has a row for every expert.
-
-    Raises:
-        UnsupportedModelError: the layer has no such module.
+    Raises UnsupportedModelError: the layer has no such module.
     """
     gates = [
         (weight, getattr(part, "bias", None))
@@ -96,10 +91,7 @@ def find_gates(
     model: torch.nn.Module, block_names: Sequence[str], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Copies of all gates, to train with: weights ``[L, E, D]`` and biases ``[L, E]``, float32.
-
-    Raises:
-        UnsupportedModelError: a layer has no gate, or the gates differ in width.
-    """
+    Raises UnsupportedModelError: a layer has no gate, or the gates differ in width."""
     found = [find_gate(model, name, shape) for name in block_names]
     if len({weight.shape for weight, _ in found}) != 1:
         raise UnsupportedModelError("the gates of this model differ in width between layers")
@@ -200,11 +192,8 @@ def open_prefetcher(
     share: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
-    """Opens a prefetcher that listens to every forward pass of a model.
-
-    Raises:
-        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
-    """
+    """Opens a prefetcher that listens to every forward pass of a model. Raises
+    UnsupportedModelError: the predictor needs the gates, and they are not where gates are."""
     gates_DL = _bind_ranker(estimator, model, block_names, place)
     predictor: Predictor = make_predictor(estimator)
     begins_empty = [] if learning is None else learning.keep(predictor)
@@ -360,22 +349,16 @@ def record_hidden(
 def fit_lookahead(
     model: PreTrainedModel, routes: Routes, hidden_TLD: np.ndarray
 ) -> HiddenLookahead:
-    """Trains the look-ahead from hidden states for a model.
-
-    Raises:
-        UnsupportedModelError: the model's gates are not where gates are.
-    """
+    """Trains the look-ahead from hidden states for a model. Raises UnsupportedModelError: the
+    model's gates are not where gates are."""
     estimator = HiddenLookahead(routes.shape)
     estimator.fit_hidden(routes, hidden_TLD, *_gates_of(model, routes.shape))
     return estimator
 
 
 def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
-    """The look-ahead that needs no training, with copies of a model's gates.
-
-    Raises:
-        UnsupportedModelError: the model's gates are not where gates are.
-    """
+    """The look-ahead that needs no training, with copies of a model's gates. Raises
+    UnsupportedModelError: the model's gates are not where gates are."""
     estimator = NextGate(shape)
     estimator.set_gates(*_gates_of(model, shape))
     return estimator
@@ -402,10 +385,8 @@ def resolve_guessers(
     """The estimators of a way of prefetching and of a policy, and the bytes of their tables.
 
     The second is for the policy ``predicted``, if the named predictor guesses from routing alone.
-    Each is an object of its own, which learns from what it is shown.
-
-    Raises:
-        CheckpointError: the predictor's file cannot be used, or belongs to another model.
+    Each is an object of its own, which learns from what it is shown. Raises CheckpointError: the
+    predictor's file cannot be used, or belongs to another model.
     """
     reader, of_policy, table_bytes = None, None, 0
     if mode is not PrefetchMode.OFF:

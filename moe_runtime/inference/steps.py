@@ -163,11 +163,8 @@ class Listeners:
             self._set(everyone)
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Reads a pass that is asked for, and passes it on.
-
-        Raises:
-            MoERuntimeError: one of the listeners refuses it.
-        """
+        """Reads a pass that is asked for, and passes it on. Raises MoERuntimeError: one of the
+        listeners refuses it."""
         tokens = inputs.get("input_ids")
         if tokens is None:
             tokens = inputs.get("inputs_embeds")
@@ -222,11 +219,8 @@ class Steps:
             yield
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the model when it is this thread's turn.
-
-        Raises:
-            MoERuntimeError: the model was closed, or loaded before this process was forked.
-        """
+        """Calls the model when it is this thread's turn. Raises MoERuntimeError: the model was
+        closed, or loaded before this process was forked."""
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:

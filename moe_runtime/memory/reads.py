@@ -257,11 +257,8 @@ class ReadQueue:
             thread.start()
 
     def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
-        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while.
-
-        Raises:
-            MoERuntimeError: the queue was closed.
-        """
+        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while. Raises
+        MoERuntimeError: the queue was closed."""
         if self._closed:
             raise MoERuntimeError(CLOSED)
         with self._changed:
@@ -440,12 +437,8 @@ class NativeReadQueue(Monitor):
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
-        """Starts the threads; ``keeps`` lives until they have ended: the files they read.
-
-        Raises:
-            ValueError: there would be no thread.
-            CapacityError: the system gives no thread.
-        """
+        """Starts the threads; ``keeps`` lives until they have ended: the files they read. Raises
+        ValueError: there would be no thread. Raises CapacityError: the system gives no thread."""
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
         queue = library.reads_open(num_threads)

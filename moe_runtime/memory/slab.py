@@ -30,12 +30,8 @@ class Slab:
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Allocates the slab, by ``aligned_bytes`` or ``allocate``.
-
-        Raises:
-            ValueError: a size is not positive.
-            CapacityError: the memory cannot be had.
-        """
+        """Allocates the slab, by ``aligned_bytes`` or ``allocate``. Raises ValueError: a size is
+        not positive. Raises CapacityError: the memory cannot be had."""
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(
                 f"a slab needs a slot of a byte, got {num_slots} of {slot_bytes} bytes"
@@ -69,11 +65,8 @@ class Slab:
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any.
-
-    Raises:
-        CapacityError: the memory cannot be had.
-    """
+    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any. Raises
+    CapacityError: the memory cannot be had."""
     lead = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     # shared memory, which is what Python maps by default, gets no huge pages
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -93,11 +93,8 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``.
-
-        Raises:
-            OSError: the disk reports an error.
-            EOFError: the file ends too early.
+        The file may end behind ``needed_bytes``. Raises OSError: the disk reports an error. Raises
+        EOFError: the file ends too early.
         """
         done = 0
         while done < needed_bytes:
@@ -145,12 +142,9 @@ class ExpertSource:
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
     ) -> None:
-        """Opens the files; ``direct`` goes past the page cache where possible.
-
-        Raises:
-            CheckpointError: a file cannot be opened.
-            ValueError: there would be no reading thread.
-        """
+        """Opens the files; ``direct`` goes past the page cache where possible. Raises
+        CheckpointError: a file cannot be opened. Raises ValueError: there would be no reading
+        thread."""
         self._layouts = dict(layouts)
         paths = {extent.file for layout in layouts.values() for extent in layout.extents}
         library = native_library()

@@ -441,10 +441,7 @@ class ExpertStore(Generic[W]):
 
         The lock is held meanwhile: ``use`` should be short and must not wait for another thread of
         the store. It is given the weights in the order of the keys, and returns None where it did
-        not use them.
-
-        Returns:
-            The result of ``use``, or None where the experts have to be leased.
+        not use them. Returns the result of ``use``, or None where the experts have to be leased.
         """
         if not all(map(self._entries.__contains__, keys)):
             return None
@@ -543,11 +540,8 @@ class ExpertStore(Generic[W]):
 
     def check(self) -> None:
         """Proves that free, resident and arriving slots make up the tier, each exactly once; that
-        open leases hold the pins; and that every read will end.
-
-        Raises:
-            AssertionError: the entries contradict each other.
-        """
+        open leases hold the pins; and that every read will end. Raises AssertionError: the entries
+        contradict each other."""
         with self._changed:
             entries = self._entries
             slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]

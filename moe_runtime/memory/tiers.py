@@ -295,11 +295,8 @@ class TierFetcher:
             self.changed.notify_all()
 
     def finish_used(self) -> None:
-        """Waits until no work is queued behind a copy that may still fail.
-
-        Raises:
-            MoERuntimeError: one has failed.
-        """
+        """Waits until no work is queued behind a copy that may still fail. Raises MoERuntimeError:
+        one has failed."""
         self.wake_ends()
         with self.changed:
             while any(

@@ -61,11 +61,8 @@ class RecordedStep:
         *,
         keeps_cache: bool,
     ) -> None:
-        """Records a call without computing it; ``keeps_cache`` keeps its cache alive.
-
-        Raises:
-            RuntimeError: the model does what a graph cannot hold.
-        """
+        """Records a call without computing it; ``keeps_cache`` keeps its cache alive. Raises
+        RuntimeError: the model does what a graph cannot hold."""
         store = modules[0].store
         assert isinstance(store, DeviceStore)
         self.key, self.others = call.key, WeakKeyDictionary[Any, Any]()

@@ -310,11 +310,8 @@ def open_device_stores(
     listeners: Sequence[Any],
     device: Device,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
-    """The store that experts are computed from, and that of the host's memory below it.
-
-    Raises:
-        CapacityError: memory cannot be had, or not be locked.
-    """
+    """The store that experts are computed from, and that of the host's memory below it. Raises
+    CapacityError: memory cannot be had, or not be locked."""
     slots = Slab(plans["device"].num_slots, plans["device"].slot_bytes, allocate=device.allocate)
     above, below = open_tiers(
         source, slab, slots, plans, new_policy, experts, listeners, device,
@@ -335,11 +332,8 @@ def open_tiers(
     device: Device,
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
-    """A store of experts in slots of a device, and that of the host's memory below it.
-
-    Raises:
-        CapacityError: the host's memory cannot be locked.
-    """
+    """A store of experts in slots of a device, and that of the host's memory below it. Raises
+    CapacityError: the host's memory cannot be locked."""
     there, here = plans["device"], plans["host"]
     found: dict[ExpertKey, tuple[CopyPart, ...]] = {}
 

@@ -163,10 +163,7 @@ def open_misses(
 
 def check_misses(misses: str, place: torch.device, *, is_alone: bool) -> None:
     """Refuses a name that nothing has, a model on the CPU, and experts divided among processes.
-
-    Raises:
-        ValueError: one of these.
-    """
+    Raises ValueError: one of these."""
     require_known("misses", misses, MISSES)
     if place.type == "cpu" and misses != "device":
         raise ValueError(
@@ -234,10 +231,8 @@ class _Miss(NamedTuple):
 def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCosts) -> MissPlan:
     """Plans the missing experts of a layer for the least predicted time.
 
-    ``rows`` are the rows of each; those in ``on_disk`` are read heaviest first.
-
-    Raises:
-        ValueError: an expert without rows.
+    ``rows`` are the rows of each; those in ``on_disk`` are read heaviest first. Raises ValueError:
+    an expert without rows.
     """
     if any(count < 1 for count in rows.values()):
         raise ValueError("rows must list experts that are asked for, each with at least one row")

@@ -324,10 +324,8 @@ def limit_batching(
     Unset ones are set: transformers would take most of the machine's memory. A step has at most
     half the tokens: the activations of the others leave room for gathered keys and values, the
     mask, and two rows of logits for each request. ``longest`` are the tokens of the longest
-    request, its answer included; 0 where not known.
-
-    Raises:
-        CapacityError: a setting that was given, or a request, needs room for more.
+    request, its answer included; 0 where not known. Raises CapacityError: a setting that was given,
+    or a request, needs room for more.
     """
     from transformers import ContinuousBatchingConfig
 

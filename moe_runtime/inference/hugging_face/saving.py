@@ -50,11 +50,8 @@ class SaveOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> SaveOptions:
-        """From the options of ``save_pretrained``.
-
-        Raises:
-            UnsupportedUseError: one is unknown, or has no meaning for a loaded model.
-        """
+        """From the options of ``save_pretrained``. Raises UnsupportedUseError: one is unknown, or
+        has no meaning for a loaded model."""
         rest = dict(options)
         known = {name: rest.pop(name) for name in ("max_shard_size", "variant") if name in rest}
         rest.pop("token", None)  # is for the hub

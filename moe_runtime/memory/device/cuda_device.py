@@ -334,10 +334,8 @@ def pin_in_parts(
     """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes.
 
     A copy must not cross two registrations, nor may these share a page: a part is a number of whole
-    slots that ends with a page.
-
-    Raises:
-        CapacityError: the system does not allow so much; nothing is registered then.
+    slots that ends with a page. Raises CapacityError: the system does not allow so much; nothing is
+    registered then.
     """
     unit = math.lcm(slot_bytes, PAGE_BYTES)
     parts = memory.split(max(1, part_bytes // unit) * unit)

@@ -78,14 +78,8 @@ class HostTables:
 
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
-
-        Returns:
-            The residents by layer; None where nothing was queued.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind, or the model was
-                closed.
-        """
+        Returns the residents by layer; None where nothing was queued. Raises MoERuntimeError: a
+        copy failed that earlier work was queued behind, or the model was closed."""
         store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()
@@ -182,12 +176,9 @@ def open_host_tables(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> HostTables | None:
     """Makes tables for the layers of a model, with ``num_choices`` slots for fetched experts.
-
-    Returns:
-        None where the device cannot read the host's memory, experts of a layer differ in what they
-        fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
-        each use.
-    """
+    Returns None where the device cannot read the host's memory, experts of a layer differ in what
+    they fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
+    each use."""
     lower = store.fetcher.lower
     if (
         not isinstance(lower, LowerStore)
