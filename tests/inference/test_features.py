@@ -75,8 +75,8 @@ def test_as_transformers_or_refused(
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     if feature.answer != EQUAL:
-        loaded = loaded_model(folder_of(feature.family))
-        with loaded.moe, pytest.raises(moe_runtime.UnsupportedUseError) as caught:
+        _, loaded = lasting(feature.family)
+        with pytest.raises(moe_runtime.UnsupportedUseError) as caught:
             feature.trial(loaded, tmp_path / "ours")
         assert feature.answer in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -245,8 +245,10 @@ def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
     model.moe.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"trace": "t.npz", "timeline": "t.json"}])
-@pytest.mark.parametrize("predictor", ["next-gate", "running-counts"])
+@pytest.mark.parametrize(
+    ("predictor", "options"),
+    [("next-gate", {}), ("running-counts", {"trace": "t.npz", "timeline": "t.json"})],
+)
 def test_threads_that_share_a_model_get_what_they_get_alone(
     checkpoint: Path, tmp_path: Path, predictor: str, options: dict[str, str]
 ) -> None:

@@ -167,11 +167,11 @@ class FusedAttention:
             *self._places_now(),
             self._module.scaling,
             *map(_EPS, self._norms),
-            *(usual := _settings_of(self._module, self._config)),
+            *(usual := rotary_settings(self._module, self._config)),
         ]
         if settings != self._settings:
             self._settings = []  # until all that depends on them is known
-            may_fuse = _is_usual(self._module, usual) and self._bind()
+            may_fuse = is_usual_rotary(self._module, usual) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
         return num_sequences <= self.most_sequences
@@ -369,7 +369,7 @@ def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
     return HeadNorm(part.weight.detach(), part.eps)
 
 
-def _settings_of(layer: Any, config: Any) -> tuple[Any, ...]:
+def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
     """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
     own = vars(layer)
     return (
@@ -381,7 +381,7 @@ def _settings_of(layer: Any, config: Any) -> tuple[Any, ...]:
     )
 
 
-def _is_usual(layer: Any, settings: tuple[Any, ...]) -> bool:
+def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
     """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
     angles."""
     window, is_sliding, norms_heads, clip, indexer = settings
