@@ -334,9 +334,7 @@ def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
 
 
 def end_token_ids(
-    model: Any,
-    tokenizer: Any = None,
-    render: Callable[[list[dict[str, str]]], str] | None = None,
+    model: Any, tokenizer: Any = None, render: Callable[[list[dict[str, str]]], str] | None = None
 ) -> list[int]:
     """The tokens with which a model ends a text: of its settings, its tokenizer and the chat
     template.

@@ -319,9 +319,7 @@ def load(
 
 
 def replace_experts(
-    model: PreTrainedModel,
-    experts: ExpertMap,
-    make: Callable[[ExpertsModule, int], ExpertsT],
+    model: PreTrainedModel, experts: ExpertMap, make: Callable[[ExpertsModule, int], ExpertsT]
 ) -> list[ExpertsT]:
     """Replaces each experts module by one made of it and its layer."""
     replaced = []
@@ -456,11 +454,7 @@ def check_types(given: Mapping[str, object]) -> None:
 
 
 def check_names(
-    policy: str,
-    shares: str,
-    predictor: str | Path,
-    cache_code: str,
-    activations: str = "exact",
+    policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
 ) -> None:
     """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
     file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of

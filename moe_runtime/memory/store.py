@@ -415,11 +415,7 @@ class ExpertStore(Generic[W]):
         return self._policy.share(layer)
 
     def lease(
-        self,
-        keys: Sequence[ExpertKey],
-        *,
-        streaming: bool = False,
-        above: Read | None = None,
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
     ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 

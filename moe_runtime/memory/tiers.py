@@ -231,10 +231,7 @@ class TierFetcher:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied where."""
         return [
-            (
-                _part(source, move.source, move.num_bytes),
-                _part(slot, move.place, move.num_bytes),
-            )
+            (_part(source, move.source, move.num_bytes), _part(slot, move.place, move.num_bytes))
             for move in self.moves_of(key, slot)
         ]
 

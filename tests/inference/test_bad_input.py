@@ -270,10 +270,7 @@ def test_odd_settings_of_generation(checkpoint, name, value):
 def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
     model = load(checkpoint)
-    with (
-        model.moe,
-        pytest.raises(CheckpointError, match="settings of generation cannot be used"),
-    ):
+    with model.moe, pytest.raises(CheckpointError, match="settings of generation cannot be used"):
         generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
 
 

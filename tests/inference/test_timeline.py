@@ -102,11 +102,7 @@ def test_it_counts_what_the_statistics_count(
 ) -> None:
     stats = run[2]
     layers = [event for event in events if event["name"].startswith("layer ")]
-    for name, count in (
-        ("hits", stats.hits),
-        ("late", stats.late_hits),
-        ("misses", stats.misses),
-    ):
+    for name, count in (("hits", stats.hits), ("late", stats.late_hits), ("misses", stats.misses)):
         assert sum(len(layer["args"][name]) for layer in layers) == count
     assert stats.misses
     assert stats.guesses

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    Qwen3MoeConfig,
-    StaticCache,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3MoeConfig, StaticCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from moe_runtime import load

@@ -18,12 +18,7 @@ from torch.autograd import forward_ad
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
-from moe_runtime.inference.known_classes import (
-    PAIRS_SHARE,
-    ROTARY_ATTENTION,
-    class_name,
-    is_theirs,
-)
+from moe_runtime.inference.known_classes import PAIRS_SHARE, ROTARY_ATTENTION, class_name, is_theirs
 from moe_runtime.inference.kv_cache import take_place
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,

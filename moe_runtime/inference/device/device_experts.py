@@ -128,10 +128,7 @@ class DeviceExperts(OffloadedExperts):
         return Found(told.numbers, told.values[0] if plans else None, told, used)
 
     def complete(
-        self,
-        products: Any,
-        routed: Routed,
-        launch: Callable[[], tuple[Residents, Found]],
+        self, products: Any, routed: Routed, launch: Callable[[], tuple[Residents, Found]]
     ) -> None:
         """Queues everything that the sums of these tokens lack."""
         store = self.store

@@ -14,13 +14,7 @@ from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts, expert_mlp
-from moe_runtime.kernels.quantized import (
-    SCALES,
-    CodeName,
-    QuantizedStack,
-    ScaleName,
-    WeightFormat,
-)
+from moe_runtime.kernels.quantized import SCALES, CodeName, QuantizedStack, ScaleName, WeightFormat
 
 BACKEND_NAME = "moe_runtime"
 _CODES: dict[torch.dtype, CodeName] = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1"}

@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.absent import (
-    AbsentTensor,
-    convert_as_a_whole,
-    refuse_copy,
-)
+from moe_runtime.checkpoints.absent import AbsentTensor, convert_as_a_whole, refuse_copy
 from moe_runtime.checkpoints.transformers_private import (
     attention_name,
     has_adapters,
@@ -38,11 +34,7 @@ if TYPE_CHECKING:
 
 
 def as_loaded_model(
-    model: PreTrainedModel,
-    folder: Path,
-    versions: set[FileVersion],
-    steps: Steps,
-    max_tokens: int,
+    model: PreTrainedModel, folder: Path, versions: set[FileVersion], steps: Steps, max_tokens: int
 ) -> None:
     """Makes the class of a model with offloaded experts a subclass of itself, under the same
     name."""
@@ -314,10 +306,7 @@ class TokenLimit(Listener):
 
 
 def limit_batching(
-    config: PreTrainedConfig,
-    given: ContinuousBatchingConfig | None,
-    longest: int,
-    max_tokens: int,
+    config: PreTrainedConfig, given: ContinuousBatchingConfig | None, longest: int, max_tokens: int
 ) -> ContinuousBatchingConfig:
     """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
 

@@ -226,10 +226,7 @@ def test_tensors_that_no_part_takes_are_refused_by_name(written: Written, tmp_pa
 
 
 SCALED = {
-    "a factor without a type": (
-        {"factor": 4.0},
-        {"rope_type": "linear", "factor": 4.0},
-    ),
+    "a factor without a type": ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "the old key": ({"linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "no scaling": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
     "YaRN": (

@@ -53,8 +53,7 @@ FAMILIES = [
 
 @emulated
 @pytest.mark.parametrize(
-    ("num_sequences", "host_slots", "margin"),
-    [(1, ENOUGH, 2.0), (3, EVERY, -1.0)],
+    ("num_sequences", "host_slots", "margin"), [(1, ENOUGH, 2.0), (3, EVERY, -1.0)]
 )
 def test_one_graph_gives_the_bits_of_resident_experts(
     checkpoint: Path,

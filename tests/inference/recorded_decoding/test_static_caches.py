@@ -12,12 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import (
-    bring_all,
-    counted_recordings,
-    emulated,
-    load_on_emulated_device,
-)
+from emulated_models import bring_all, counted_recordings, emulated, load_on_emulated_device
 from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
 

@@ -8,13 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import (
-    bring_all,
-    emulated,
-    experts_modules_of,
-    load_on_emulated_device,
-    settle,
-)
+from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device, settle
 from tiny_checkpoints import PROMPT
 from transformers import StaticCache
 
