@@ -76,16 +76,8 @@ class ExpertPartition:
             idle = min(set(range(size)) - busy)
             raise ValueError(f"the placement map leaves process {idle} of {size} without experts")
 
-    @property
-    def facts(self) -> dict[str, str]:
-        return {"the placement of the experts": str(self._holders)}
-
     def owns(self, key: ExpertKey) -> bool:
         return self.transport.rank in self._holders[key.layer][key.expert]
-
-    def own_guesses(self, predictor: Predictor) -> Predictor:
-        """A predictor that guesses about the experts of this process alone."""
-        return _OwnGuesses(predictor, self)
 
     def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Those of a layer's visited experts that this process computes, with their rows."""
@@ -129,7 +121,7 @@ class ExpertPartition:
             {
                 **software_facts(),
                 **arithmetic_facts(),
-                **self.facts,
+                "the placement of the experts": str(self._holders),
                 "the version of transformers": transformers.__version__,
                 "the kind of device": place.type,
                 "the dtype": str(checkpoint.dtype),
@@ -203,7 +195,7 @@ def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> 
     ]
 
 
-class _OwnGuesses:
+class OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
     def __init__(self, predictor: Predictor, share: ExpertPartition) -> None:

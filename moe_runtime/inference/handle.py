@@ -76,10 +76,7 @@ class RuntimeHandle:
         self._timeline = timeline
         self._learning = learning
         self._closed = False
-        self._hold_outputs()
-
-    def _hold_outputs(self) -> None:
-        """Begins trace and timeline, so that no other process can."""
+        # no other process may write them
         with contextlib.ExitStack() as stack:
             if self._timeline is not None:
                 stack.callback(self._timeline.close)

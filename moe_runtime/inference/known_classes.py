@@ -225,15 +225,11 @@ def is_tested() -> bool:
 
 def is_theirs(function: Any) -> bool:
     """Whether a function, and all that it wraps, is of transformers."""
-    while _is_of_transformers(function):
+    while str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers."):
         if not hasattr(function, "__wrapped__"):
             return True
         function = function.__wrapped__
     return False
-
-
-def _is_of_transformers(function: Any) -> bool:
-    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 def class_name(module: torch.nn.Module) -> str:

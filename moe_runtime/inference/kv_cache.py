@@ -36,15 +36,6 @@ def grow_cache_in_place(model: PreTrainedModel) -> None:
     )
 
 
-def growing_cache() -> Any:
-    """An empty dynamic cache that grows in place."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    cache = DynamicCache()
-    cache.layer_class_to_replicate = _growing_layers()[DynamicLayer]
-    return cache
-
-
 def take_place(
     cache: Any, layer_index: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:

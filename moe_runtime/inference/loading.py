@@ -154,7 +154,7 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    check_types(locals())
+    require_types(_TYPES, locals())
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -448,11 +448,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_types(given: Mapping[str, object]) -> None:
-    """TypeError for options of `load` of a wrong type, memory sizes and the group excepted."""
-    require_types(_TYPES, given)
-
-
 def check_names(
     policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
 ) -> None:
@@ -504,12 +499,6 @@ def resolve_policy(
     return replace(chosen, adaptive=shares == "adaptive")
 
 
-def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, float] | None:
-    """Bytes that a miss of each expert reads; None where they are the same for all."""
-    costs = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
-    return costs if len(set(costs.values())) > 1 else None
-
-
 def policy_maker(
     choice: PolicyChoice,
     signature: ModelSignature,
@@ -517,7 +506,10 @@ def policy_maker(
     layouts: Mapping[ExpertKey, ExpertLayout],
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own."""
-    shape, costs = shape_of(signature), read_costs(layouts)
+    shape = shape_of(signature)
+    # bytes that a miss of each expert reads, where they differ
+    read = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
+    costs = read if len({*read.values()}) > 1 else None
 
     def make(plan: MemoryPlan) -> LayerShares:
         predictor = None
@@ -585,7 +577,10 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
     store = modules[0].store
     assert store is not None, "the model is loaded"
     lower = store.fetcher.lower if isinstance(store, TierStore) else None
-    wanted = [_own_experts(module) for module in modules]
+    wanted = [
+        [e for e in range(m.num_experts) if m.share is None or m.share.owns(ExpertKey(m.layer, e))]
+        for m in modules
+    ]
     shares = [store.share(module.layer) for module in modules]
     rest = [
         share + (lower.share(m.layer) if lower else 0)
@@ -609,11 +604,6 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
             with lower.lease([ExpertKey(module.layer, expert)]) as lease:
                 for _ in lease:
                     count()
-
-
-def _own_experts(module: OffloadedExperts) -> list[int]:
-    share, every = module.share, range(module.num_experts)
-    return [e for e in every if share is None or share.owns(ExpertKey(module.layer, e))]
 
 
 @torch.inference_mode()

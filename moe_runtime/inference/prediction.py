@@ -205,7 +205,9 @@ def open_prefetcher(
             stacklevel=2,
         )
     if share is not None:
-        predictor = share.own_guesses(predictor)
+        from moe_runtime.inference.expert_partition import OwnGuesses
+
+        predictor = OwnGuesses(predictor, share)
     rules, shape = PrefetchRules(), estimator.shape
     look_ahead = None
     dtype = getattr(model, "dtype", torch.float32)
@@ -365,13 +367,8 @@ def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
 
 
 def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    blocks = [name.rpartition(".")[0] for name, _ in _expert_modules(model)]
-    return find_gates(model, blocks, shape)
-
-
-def _expert_modules(model: torch.nn.Module) -> list[tuple[str, OffloadedExperts]]:
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, OffloadedExperts)]
-    return sorted(found, key=lambda pair: pair[1].layer)
+    found = [(m.layer, n) for n, m in model.named_modules() if isinstance(m, OffloadedExperts)]
+    return find_gates(model, [name.rpartition(".")[0] for _, name in sorted(found)], shape)
 
 
 def resolve_guessers(

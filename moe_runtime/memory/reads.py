@@ -262,7 +262,7 @@ class ReadQueue:
         if self._closed:
             raise MoERuntimeError(CLOSED)
         with self._changed:
-            waiting = deque(blocks or [_move_nothing])
+            waiting = deque(blocks or [int])
             self._works[read] = _Work(waiting, len(waiting), len(waiting))
             self._push(read, len(waiting), wakes=wakes)
 
@@ -326,7 +326,7 @@ class ReadQueue:
                 self._serve_block(last)
 
     def _serve_block(self, last: Priority) -> None:
-        found = self._take(last)
+        found = self._take(last)  # held here alone: a waiting thread keeps no slot
         if found is not None:
             self._move(*found)
 
@@ -358,10 +358,6 @@ class ReadQueue:
                     read.end()
                     break
             self._works.pop(read, None)
-
-
-def _move_nothing() -> int:
-    return 0
 
 
 class _Attempt:

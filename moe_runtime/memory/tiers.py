@@ -458,10 +458,6 @@ class LowerStore(ExpertStore[torch.Tensor]):
     def has(self, key: ExpertKey) -> bool:
         return is_resident(self._entries.get(key))
 
-    def is_read_by(self, kernels: Sequence[Event]) -> None:
-        """Slots are overwritten only behind these events of kernels; called with the lock held."""
-        self._fetcher.kernels = kernels
-
     def has_spare(self, layer: int) -> bool:
         """Whether an expert of a layer can come without one leaving both memories."""
         return bool(self._free) or any(

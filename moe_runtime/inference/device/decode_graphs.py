@@ -31,7 +31,7 @@ from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Ro
 from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
-from moe_runtime.memory.device.device import Device, Graph, GraphRecorder
+from moe_runtime.memory.device.device import Graph, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.host_tables import (
     HostTables,
@@ -80,15 +80,13 @@ class RecordedStep:
         )
         given = {**call.arguments(self._inputs), cache_name(forward): call.cache}
         with store.device.record() as recorder:
-            self._recorder: GraphRecorder | None = recorder
             for module in modules:
-                module.recording = self._record_layer
+                module.recording = partial(self._experts.record, recorder=recorder)
             try:
                 output = forward(**given)
                 self._experts.end()
                 self._last = recorder.end()
             finally:
-                self._recorder = None
                 for module in modules:
                     module.recording = None
         self._structure = Structure(model)
@@ -99,10 +97,6 @@ class RecordedStep:
         self._output = {n: value for n, value in output.items() if n not in self._has_cache}
         if not all(isinstance(v, (torch.Tensor, type(None))) for v in self._output.values()):
             raise RuntimeError(f"{self._kind.__name__} holds more than tensors")
-
-    def _record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
-        assert self._recorder is not None
-        return self._experts.record(experts, routed, self._recorder)
 
     @property
     def is_one_graph(self) -> bool:
@@ -173,7 +167,7 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
-        store = self._store
+        store = self.store
         recorded = recording_of(store, cache_of(kwargs), self._caches)
         is_trusted = recorded is self._trusted
         self._trusted, self._is_looked_at = None, False
@@ -216,7 +210,7 @@ class DecodeGraphs:
 
         An observed model is recorded at every call.
         """
-        recorded = self._store.recorded
+        recorded = self.store.recorded
         is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
@@ -229,20 +223,13 @@ class DecodeGraphs:
         if all(map(is_own, hooks)):
             self._trusted = recorded
 
-    def count_one(self) -> bool:
-        return self._store.count_one()
-
-    @property
-    def device(self) -> Device:
-        return self._store.device
-
     @property
     def is_one_graph(self) -> bool:
         """Whether the next step probably never waits for the host."""
-        return self._store.recorded is not None and self._store.recorded.is_one_graph
+        return self.store.recorded is not None and self.store.recorded.is_one_graph
 
     @property
-    def _store(self) -> DeviceStore[Any]:
+    def store(self) -> DeviceStore[Any]:
         store = self._modules[0].store
         assert isinstance(store, DeviceStore)
         return store
@@ -424,31 +411,6 @@ MOST_REFUSED = 8
 in parts between two looks whether all are there."""
 
 
-class StepExperts(ABC):
-    """The experts of one step.
-
-    Attributes:
-        is_over: whether the next step is to be recorded anew.
-        is_one_graph: whether the next step probably does not wait for the host.
-    """
-
-    is_over = False
-    is_one_graph = True
-
-    @abstractmethod
-    def record(self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder) -> Any:
-        """The sums of a layer's experts ``[T, D]``, which are computed in a replay."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """All layers are recorded, the last graph is not ended yet."""
-
-    @abstractmethod
-    def replay(self, last: Graph) -> bool:
-        """Queues the step, with its last graph; False where experts are not where they have to
-        be."""
-
-
 def experts_of_step(
     store: DeviceStore[Any],
     modules: Sequence[DeviceExperts],
@@ -456,7 +418,7 @@ def experts_of_step(
     num_tokens: int,
     *,
     reads_ahead: bool,
-) -> StepExperts:
+) -> ResidentExperts | FetchedExperts | ExpertsInParts:
     """How a step is to be recorded now."""
     # their stacks are made now: not what is recorded
     found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
@@ -507,8 +469,11 @@ def _is_quiet(experts: DeviceExperts) -> bool:
     return not listens and experts.store is not None and experts.store.listener is None
 
 
-class _OneGraph(StepExperts):
+class _OneGraph(ABC):
     """A step that does not wait for the host, which hears of the choices afterwards."""
+
+    is_over = False  # whether the next step is to be recorded anew
+    is_one_graph = True  # whether the next step probably does not wait for the host
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
@@ -606,10 +571,10 @@ class FetchedExperts(_OneGraph):
         )
 
 
-class ExpertsInParts(StepExperts):
+class ExpertsInParts:
     """Misses of a layer are queued between two graphs."""
 
-    is_one_graph = False
+    is_over = is_one_graph = False
 
     def __init__(
         self,

@@ -395,13 +395,13 @@ class _TokenSelection:
             parts.append(self._unfinished_B)
         self._length = ids_BT.shape[1]
         told = torch.cat(parts) if len(parts) > 1 else tokens_B
-        self._pending = self._graphs.device.download(told, is_kept=True)
+        self._pending = self._graphs.store.device.download(told, is_kept=True)
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:
         """The tokens on the host, and whether all sequences have ended."""
         found, copied = self._pending
-        while not copied.query() and self._graphs.count_one():
+        while not copied.query() and self._graphs.store.count_one():
             """The host has nothing better to do."""
         copied.synchronize()
         num, numbers = len(self._unfinished_B), found.tolist()

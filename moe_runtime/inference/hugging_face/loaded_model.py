@@ -233,7 +233,9 @@ class GeneratingModel(LoadedModel):
         Raises:
             CapacityError: what is asked for needs room for more.
         """
-        limit_generation(inputs, generation_config, options, self._max_tokens)
+        num_sequences, length = _longest_text(inputs, generation_config, options)
+        if num_sequences * length > self._max_tokens:
+            raise _too_long(num_sequences, length, self._max_tokens)
         generate = cast(Any, super()).generate
         return generate(inputs, generation_config, *rest, **options)
 
@@ -368,13 +370,6 @@ def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -
     sector_layers = math.lcm(*kinds.values())
     sectors = -(-num_blocks * layers // sector_layers) + 2
     return -(-sectors * sector_layers * page_size // layers)
-
-
-def limit_generation(inputs: Any, config: Any, options: dict[str, Any], max_tokens: int) -> None:
-    """CapacityError for a call of ``generate`` that says it may need room for more tokens."""
-    num_sequences, length = _longest_text(inputs, config, options)
-    if num_sequences * length > max_tokens:
-        raise _too_long(num_sequences, length, max_tokens)
 
 
 def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[int, int]:

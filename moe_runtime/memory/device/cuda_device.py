@@ -9,6 +9,7 @@ import select
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ class CudaTold:
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
-            found = [other.submit(_locked_like, source).result() for source in sources]
+            lock = partial(other.submit, torch.empty, pin_memory=True)
+            found: list[Any] = [lock(s.shape, dtype=s.dtype).result() for s in sources]
         self.numbers, *self.values = found
         self._looked_at = self.numbers.zero_().view(-1).numpy()
         self._device = device
@@ -281,10 +283,6 @@ class CudaDevice:
 
     def record(self) -> CudaRecorder:
         return CudaRecorder(self, self._recording, self._telling)
-
-
-def _locked_like(source: torch.Tensor) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
 
 
 def open_device(place: torch.device) -> Device:

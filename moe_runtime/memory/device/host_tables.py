@@ -97,7 +97,7 @@ class HostTables:
                 queue()
             finally:
                 self._kernels = store.device.vacate()
-                lower.is_read_by(self._kernels)
+                lower._fetcher.kernels = self._kernels
             return dict(self._listed)
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
@@ -155,7 +155,10 @@ class HostTables:
                 victim = next(filter(store._is_idle, store._streamed), None)
                 if victim is None:
                     victim = store._victim(key)
-                    if victim is None or not self._is_wanted_more(key, victim):
+                    if victim is None:
+                        return
+                    uses, others = (self._uses_LE[k.layer, k.expert] for k in (key, victim))
+                    if uses <= others + MARGIN:
                         return
                 if not lower.has(victim):
                     # first: it must not be in neither memory meanwhile
@@ -166,10 +169,6 @@ class HostTables:
                 store._counters.evictions += 1
                 store._drop(victim)
             store._start(key, store._free.pop(), keep=True, priority=Priority.READAHEAD)
-
-    def _is_wanted_more(self, key: ExpertKey, other: ExpertKey) -> bool:
-        uses = self._uses_LE[other.layer, other.expert]
-        return bool(self._uses_LE[key.layer, key.expert] > uses + MARGIN)
 
 
 def open_host_tables(

@@ -235,7 +235,7 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(
         patch.object(EmulatedDevice, "download", noted),
         Asked() as asked,
     ):
-        device = model.forward.device
+        device = model.forward.store.device
         note = Calls(lambda _: counts.append((len(waits), device.num_drains, len(asked.calls))))
         given = {"max_new_tokens": 2 * NEW_TOKENS, "do_sample": False}
         model.generate(THREE[:1], streamer=note, **given)
