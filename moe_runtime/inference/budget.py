@@ -205,11 +205,8 @@ def available_host_bytes() -> int:
 
 
 def control_group_free_bytes() -> int | None:
-    """Bytes left in the process's control group, or None where none limits memory.
-
-    The page cache counts as free. A limit also binds the groups below it: the least of all levels
-    counts.
-    """
+    """Bytes left in the process's control group, or None where none limits memory. The page cache
+    counts as free. A limit also binds the groups below it: the least of all levels counts."""
     memberships = Path("/proc/self/cgroup")
     if not memberships.is_file():
         return None

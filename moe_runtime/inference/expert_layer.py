@@ -54,10 +54,8 @@ class OffloadedExperts(AbsentParameters):
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
-        """Takes the place of a module, which loses its expert parameters.
-
-        ``following`` are the experts of the next layer.
-        """
+        """Takes the place of a module, which loses its expert parameters. ``following`` are the
+        experts of the next layer."""
         super().__init__()
         original = experts.module
         self.config = original.config
@@ -246,9 +244,7 @@ class OffloadedExperts(AbsentParameters):
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
         """Experts one after another, as they arrive, and a differentiable function of rows of each.
-
-        Listeners are not told. The generator holds the experts: close it.
-        """
+        Listeners are not told. The generator holds the experts: close it."""
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)

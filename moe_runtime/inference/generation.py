@@ -174,10 +174,7 @@ def sampling_for(
     settings: Any, *, temperature: float | None = None, top_p: float | None = None
 ) -> dict[str, Any]:
     """``temperature``, ``top_p``, ``top_k`` and ``min_p``: as asked, else the checkpoint's, else
-    greedy.
-
-    ``settings`` is the checkpoint's ``GenerationConfig``, or None.
-    """
+    greedy. ``settings`` is the checkpoint's ``GenerationConfig``, or None."""
     values: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if getattr(settings, "do_sample", None):
         values["temperature"] = 1.0
@@ -337,10 +334,8 @@ def end_token_ids(
     model: Any, tokenizer: Any = None, render: Callable[[list[dict[str, str]]], str] | None = None
 ) -> list[int]:
     """The tokens with which a model ends a text: of its settings, its tokenizer and the chat
-    template.
-
-    ``render`` writes a conversation with the template; the tokenizer does so when omitted.
-    """
+    template. ``render`` writes a conversation with the template; the tokenizer does so when
+    omitted."""
     end = model.generation_config.eos_token_id
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     if tokenizer is not None:

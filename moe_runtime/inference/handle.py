@@ -47,10 +47,8 @@ class LoadedFacts:
 
 
 class RuntimeHandle:
-    """``model.moe``: statistics, self-check and the end of a model with offloaded experts.
-
-    A context manager: leaving it closes the store. Every call of the model is refused afterwards.
-    """
+    """``model.moe``: statistics, self-check and the end of a model with offloaded experts. A
+    context manager: leaving it closes the store. Every call of the model is refused afterwards."""
 
     def __init__(
         self,
@@ -128,10 +126,8 @@ class RuntimeHandle:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, gives up the experts' memory and finishes trace and timeline.
-
-        Does nothing in a fork of the process that loaded the model.
-        """
+        """Ends reads under way, gives up the experts' memory and finishes trace and timeline. Does
+        nothing in a fork of the process that loaded the model."""
         if self._closed or self._store.is_forked:
             return
         self._closed = True

@@ -83,10 +83,8 @@ RECURRENT_LAYERS = _names(
 
 
 class ResidualForm(NamedTuple):
-    """The names of a decoder layer's norm, attention, second norm and feed-forward.
-
-    ``is_pair`` says that the feed-forward returns what is added and something else.
-    """
+    """The names of a decoder layer's norm, attention, second norm and feed-forward. ``is_pair``
+    says that the feed-forward returns what is added and something else."""
 
     parts: tuple[str, str, str, str]
     is_pair: bool = False

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 
 class PolicyListener(Listener):
-    """Passes steps and routing to eviction policies that watch them.
-
-    Policies that decide after the use are called while the layer's demands are under way.
-    """
+    """Passes steps and routing to eviction policies that watch them. Policies that decide after the
+    use are called while the layer's demands are under way."""
 
     def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
         self._stores = [store for store in stores if store.watchers]
@@ -93,10 +91,8 @@ class KeptLearning(Listener):
         self._learners: dict[Path, Learner] = {}
 
     def keep(self, *watchers: object) -> list[str]:
-        """Restores the watchers that learn from requests, and keeps them from now on.
-
-        Of several of one name the first one is kept. Returns names of those that begin empty.
-        """
+        """Restores the watchers that learn from requests, and keeps them from now on. Of several of
+        one name the first one is kept. Returns names of those that begin empty."""
         from moe_runtime.lab.traces.learned import learned_path, restore_learned
 
         empty = []
@@ -182,10 +178,8 @@ class RoutingRecord(Listener):
             recorder.hold()
 
     def close(self) -> None:
-        """Writes what is not written yet; CheckpointError where the trace cannot be written.
-
-        A model that failed before the end of its first step leaves everything as it was.
-        """
+        """Writes what is not written yet; CheckpointError where the trace cannot be written. A
+        model that failed before the end of its first step leaves everything as it was."""
         with contextlib.ExitStack() as stack:
             for recorder in self.recorders:
                 stack.callback(recorder.close if self._has_step else recorder.discard)

@@ -398,9 +398,7 @@ def _open_stores(
     times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device or a code, the one below it.
-
-    ``experts`` is where they lie in the files, ``cached`` where in slots.
-    """
+    ``experts`` is where they lie in the files, ``cached`` where in slots."""
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
@@ -540,9 +538,7 @@ def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
     """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens.
-
-    Listeners are not told, and counters begin at zero behind it.
-    """
+    Listeners are not told, and counters begin at zero behind it."""
     is_done = False
     try:
         with _unheard(model):
@@ -627,10 +623,8 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Computes prompts of other lengths, for which a device has kernels of their own.
-
-    Memory is set aside for the logits of one token alone.
-    """
+    """Computes prompts of other lengths, for which a device has kernels of their own. Memory is set
+    aside for the logits of one token alone."""
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size

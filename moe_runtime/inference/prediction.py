@@ -113,9 +113,7 @@ def _bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> list[list[GateRanking]]:
     """Binds an estimator of hidden states to the model's own gates, as tensors where it computes.
-
-    Returns rankings by distance and layer; none for other estimators.
-    """
+    Returns rankings by distance and layer; none for other estimators."""
     if not isinstance(estimator, NextGate):
         return []
     if isinstance(estimator, HiddenLookahead):
@@ -235,10 +233,8 @@ def open_prefetcher(
 
 
 class TokenLookAhead:
-    """Guesses from the tokens' hidden states, by the gates of the coming layers.
-
-    As ``LookaheadPredictor``, less what is too improbable to matter.
-    """
+    """Guesses from the tokens' hidden states, by the gates of the coming layers. As
+    ``LookaheadPredictor``, less what is too improbable to matter."""
 
     def __init__(
         self,
@@ -316,10 +312,8 @@ def record_hidden(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Routes, np.ndarray]:
-    """Runs a loaded model over texts and keeps what each layer's gate was given.
-
-    Returns the routes, and ``[T, L, D]`` float16.
-    """
+    """Runs a loaded model over texts and keeps what each layer's gate was given. Returns the
+    routes, and ``[T, L, D]`` float16."""
     shape = shape_of(cast(Any, model).moe.facts.signature)
     hidden: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
     ids: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]

@@ -39,11 +39,8 @@ class LinkState(NamedTuple):
 
 
 class Guesses(Generic[W]):
-    """The prefetches of one store.
-
-    A guess never takes the slot of an expert that is leased, arriving, used by the running step, or
-    about as probable.
-    """
+    """The prefetches of one store. A guess never takes the slot of an expert that is leased,
+    arriving, used by the running step, or about as probable."""
 
     def __init__(self, store: ExpertStore[W]) -> None:
         self._store = store
@@ -265,10 +262,8 @@ class Prefetcher:
         return self.mode.value
 
     def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
-        """A forward pass begins: judges the last one and guesses the first layers.
-
-        ``token_ids`` is a function, since a device may have to be waited for.
-        """
+        """A forward pass begins: judges the last one and guesses the first layers. ``token_ids`` is
+        a function, since a device may have to be waited for."""
         start_s = time.perf_counter()
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if is_prompt:
@@ -387,11 +382,8 @@ class Prefetcher:
         self._account(0, now_s)
 
     def _account(self, now: int, now_s: float) -> None:
-        """Credits the time that demands left of the link since the last account.
-
-        It costs more than a layer's other questions: so it runs once a step, and where credit is
-        short.
-        """
+        """Credits the time that demands left of the link since the last account. It costs more than
+        a layer's other questions: so it runs once a step, and where credit is short."""
         last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)

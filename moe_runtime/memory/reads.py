@@ -111,10 +111,8 @@ class Monitor:
                 before(signal.SIGINT, None)
 
     def wait(self) -> None:
-        """Releases the lock until something has changed; may return without a reason.
-
-        Ctrl-C may leave the operation here, so its state must be consistent.
-        """
+        """Releases the lock until something has changed; may return without a reason. Ctrl-C may
+        leave the operation here, so its state must be consistent."""
         depth, self.is_whole = self._depth, True
         self.sleep()
         self._depth = depth
@@ -572,10 +570,8 @@ def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
 
 
 class Fetcher(Protocol):
-    """Fills the slots of a tier, from files or from the tier below.
-
-    All but ``close`` is called with ``changed`` held, which guards the entries of that tier.
-    """
+    """Fills the slots of a tier, from files or from the tier below. All but ``close`` is called
+    with ``changed`` held, which guards the entries of that tier."""
 
     changed: Monitor
 

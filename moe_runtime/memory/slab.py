@@ -18,10 +18,8 @@ PART_BYTES = 16 * 2**20
 
 
 class Slab:
-    """Preallocated slots of one tier; ``bytes`` is all of them.
-
-    Host slabs are page-aligned anonymous memory in huge pages, resident once written.
-    """
+    """Preallocated slots of one tier; ``bytes`` is all of them. Host slabs are page-aligned
+    anonymous memory in huge pages, resident once written."""
 
     def __init__(
         self,

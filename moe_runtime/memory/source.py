@@ -73,10 +73,8 @@ class FileStamp:
 
 
 class CheckpointFile:
-    """One open file, read past the page cache where the file system allows it.
-
-    The page cache would hold a second copy of every expert within the same memory limit.
-    """
+    """One open file, read past the page cache where the file system allows it. The page cache would
+    hold a second copy of every expert within the same memory limit."""
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
         """CheckpointError where the file cannot be opened."""
@@ -134,10 +132,8 @@ class CheckpointFile:
 
 
 class ExpertSource:
-    """The slowest tier: experts read by byte range from the checkpoint's files.
-
-    ``changed`` guards the entries of the tier that is filled.
-    """
+    """The slowest tier: experts read by byte range from the checkpoint's files. ``changed`` guards
+    the entries of the tier that is filled."""
 
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
@@ -161,11 +157,8 @@ class ExpertSource:
             raise
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
-        """Starts to read an expert into a slot.
-
-        Python threads announce its end themselves; that of native ones is delivered by the next
-        operation under ``changed``.
-        """
+        """Starts to read an expert into a slot. Python threads announce its end themselves; that of
+        native ones is delivered by the next operation under ``changed``."""
         if self._native:
             packed = self._packed.get(key)
             if packed is None:

@@ -603,10 +603,8 @@ class ExpertStore(Generic[W]):
     # What follows is called with the lock held.
 
     def reset(self) -> None:
-        """Empties the store, after an exception may have left its entries anyhow.
-
-        Open leases end with an error. What is being read keeps its slot until the read has ended.
-        """
+        """Empties the store, after an exception may have left its entries anyhow. Open leases end
+        with an error. What is being read keeps its slot until the read has ended."""
         for lease in tuple(self._leases):
             self._leases.discard(lease)
             lease.end()

@@ -364,10 +364,8 @@ class Return(Read):
 
 
 class ReturningSource:
-    """Fills slots of the host from the files, or with what a device gives back.
-
-    ``kernels`` are events behind which no kernel of the device reads the host's slots.
-    """
+    """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
+    events behind which no kernel of the device reads the host's slots."""
 
     def __init__(self, source: Fetcher, device: Device) -> None:
         self.changed = source.changed
@@ -482,10 +480,8 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Reads an expert behind all demands, if that evicts no other's only copy.
-
-        Returns whether it is here or on its way.
-        """
+        """Reads an expert behind all demands, if that evicts no other's only copy. Returns whether
+        it is here or on its way."""
         with self._changed:
             if key in self._entries:
                 return True

@@ -158,10 +158,8 @@ _OWN = "eager_attention_forward"
 
 
 class _EagerName(str):
-    """Finds the attention of this file, and compares equal to "eager".
-
-    Some families mask other keys under a name that they do not know.
-    """
+    """Finds the attention of this file, and compares equal to "eager". Some families mask other
+    keys under a name that they do not know."""
 
     __slots__ = ()
     __hash__ = str.__hash__

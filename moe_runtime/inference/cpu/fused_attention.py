@@ -51,11 +51,9 @@ NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on the CPU that qualify a fused single step.
-
-    The weights of queries, keys and values move into one buffer, of which the parameters become
-    parts.
-    """
+    """Gives the attention layers of a model on the CPU that qualify a fused single step. The
+    weights of queries, keys and values move into one buffer, of which the parameters become
+    parts."""
     library = native_library()
     if library is None:
         return

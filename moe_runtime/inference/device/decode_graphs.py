@@ -120,9 +120,7 @@ class RecordedStep:
 
     def replay(self, call: StepCall) -> Any:
         """Computes the step for the tokens of a call, as ``forward`` returns it, in new memory.
-
-        None where experts are not where they have to be, and nothing was computed.
-        """
+        None where experts are not where they have to be, and nothing was computed."""
         _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
         is_queued = self._experts.replay(self._last)
         if self._experts.is_over:
@@ -206,19 +204,15 @@ class DecodeGraphs:
         return self._forward(**kwargs) if found is None else found
 
     def looked_at(self, cache: Any) -> RecordedStep | None:
-        """The recording of the last call, if it was of this cache and not just recorded.
-
-        An observed model is recorded at every call.
-        """
+        """The recording of the last call, if it was of this cache and not just recorded. An
+        observed model is recorded at every call."""
         recorded = self.store.recorded
         is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:
-        """Lets the next call of this recording go without a comparison of the model.
-
-        For callers that have run no foreign code since the last call, hooks of the model included.
-        """
+        """Lets the next call of this recording go without a comparison of the model. For callers
+        that have run no foreign code since the last call, hooks of the model included."""
         hooks = *self._model._forward_pre_hooks.values(), *self._model._forward_hooks.values()
         if all(map(is_own, hooks)):
             self._trusted = recorded

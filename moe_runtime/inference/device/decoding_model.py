@@ -91,10 +91,8 @@ class RecordedDecoding:
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """As in transformers, with a static cache for greedy decoding and sampling.
-
-        A static cache stays where it is, which a graph needs. A cache that is returned can grow.
-        """
+        """As in transformers, with a static cache for greedy decoding and sampling. A static cache
+        stays where it is, which a graph needs. A cache that is returned can grow."""
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
         if generation_config is None:
@@ -212,10 +210,8 @@ class RecordedDecoding:
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; later steps without padding need the last tokens alone.
-
-        Positions and the mask are made of the cache within a graph.
-        """
+        """As in transformers; later steps without padding need the last tokens alone. Positions and
+        the mask are made of the cache within a graph."""
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
@@ -341,10 +337,8 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens on the device, and copies them to the host.
-
-    ``is_known`` says that no foreign code runs for it.
-    """
+    """Selects the next tokens on the device, and copies them to the host. ``is_known`` says that no
+    foreign code runs for it."""
 
     def __init__(
         self,

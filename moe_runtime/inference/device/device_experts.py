@@ -361,10 +361,8 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """How kernels take the experts of a layer where they lie in slots of a device.
-
-    Layers without a stack are computed by expert.
-    """
+    """How kernels take the experts of a layer where they lie in slots of a device. Layers without a
+    stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         self._device = device

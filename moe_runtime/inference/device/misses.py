@@ -25,10 +25,8 @@ Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
 
 
 class Misses:
-    """Missing experts of few rows: computed by the device once copied, or by the CPU.
-
-    The two sum in different orders, so the last bits of a result depend on who computed it.
-    """
+    """Missing experts of few rows: computed by the device once copied, or by the CPU. The two sum
+    in different orders, so the last bits of a result depend on who computed it."""
 
     def __init__(
         self,
@@ -229,11 +227,9 @@ class _Miss(NamedTuple):
 
 
 def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCosts) -> MissPlan:
-    """Plans the missing experts of a layer for the least predicted time.
-
-    ``rows`` are the rows of each; those in ``on_disk`` are read heaviest first. Raises ValueError:
-    an expert without rows.
-    """
+    """Plans the missing experts of a layer for the least predicted time. ``rows`` are the rows of
+    each; those in ``on_disk`` are read heaviest first. Raises ValueError: an expert without
+    rows."""
     if any(count < 1 for count in rows.values()):
         raise ValueError("rows must list experts that are asked for, each with at least one row")
     order = sorted(rows, key=lambda expert: (-rows[expert], expert))

@@ -56,9 +56,7 @@ _beside_graphs: Any = torch.compiler.disable(
 
 class LoadedModel:
     """Comes before the class of a model from transformers whose experts are in files.
-
-    ``checkpoint_folder`` is where they are.
-    """
+    ``checkpoint_folder`` is where they are."""
 
     checkpoint_folder: Path
     _steps: Steps
@@ -291,10 +289,8 @@ def refuse_tracing(who: str) -> NoReturn:
 
 
 class TokenLimit(Listener):
-    """Refuses passes that need room for more tokens than memory was set aside for.
-
-    Cached and new tokens of all sequences count, of a static cache all its places.
-    """
+    """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
+    tokens of all sequences count, of a static cache all its places."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self.follows_requests = max_tokens, False
@@ -360,11 +356,8 @@ def limit_batching(
 
 
 def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
-    """Tokens that a paged cache has memory for.
-
-    transformers divides it into sectors that pages of every kind of attention fit in, and adds two
-    that no request gets.
-    """
+    """Tokens that a paged cache has memory for. transformers divides it into sectors that pages of
+    every kind of attention fit in, and adds two that no request gets."""
     layers = text.num_hidden_layers
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     sector_layers = math.lcm(*kinds.values())

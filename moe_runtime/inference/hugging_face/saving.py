@@ -150,10 +150,8 @@ def save_around_experts(
 def _exporter_for(
     checkpoint: Checkpoint,
 ) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
-    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts.
-
-    For a packed one, what writes the plain one that it was packed from.
-    """
+    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts. For
+    a packed one, what writes the plain one that it was packed from."""
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
     if checkpoint.runs is None:

@@ -154,11 +154,8 @@ class CudaRecorder:
 
 
 class CudaDevice:
-    """A CUDA or ROCm device.
-
-    Streams are made once, since cuBLAS keeps memory for each stream it was used on. The host waits
-    for no computation here; copies do, on the device.
-    """
+    """A CUDA or ROCm device. Streams are made once, since cuBLAS keeps memory for each stream it
+    was used on. The host waits for no computation here; copies do, on the device."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place

@@ -119,10 +119,8 @@ class DeviceLease(Lease[W]):
         return [key for key in keys if key not in set(started)]
 
     def _take_ready(self) -> list[ExpertKey]:
-        """Residents first, then those whose copies are queued.
-
-        Of a stream, the experts of one copy are computed while the next ones are copied.
-        """
+        """Residents first, then those whose copies are queued. Of a stream, the experts of one copy
+        are computed while the next ones are copied."""
         found = super()._take_ready()
         while self._streaming and self._resident and 0 < len(found) < self._batch_size:
             found.append(self._resident.popleft())
@@ -297,10 +295,8 @@ class DeviceStore(TierStore[W]):
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
     ) -> bool:
-        """Counts the use of the residents, if a step wants no others.
-
-        Then nothing has to be leased: no slot is overwritten before the launched work has ended.
-        """
+        """Counts the use of the residents, if a step wants no others. Then nothing has to be
+        leased: no slot is overwritten before the launched work has ended."""
         if self._streamed or self.listener is not None or not residents.experts.issuperset(ids):
             return False
         self.count_later(event, keys)

@@ -218,10 +218,8 @@ def open_host_tables(
 def has_room(
     num_slots: int, num_below: int, *, num_experts: int, num_layers: int, num_choices: int
 ) -> bool:
-    """Whether the two memories have slots for all experts, but the device's alone has not.
-
-    In every layer one may be in both: it is copied before the one that leaves is copied back.
-    """
+    """Whether the two memories have slots for all experts, but the device's alone has not. In every
+    layer one may be in both: it is copied before the one that leaves is copied back."""
     is_enough = num_experts + num_layers <= num_slots - num_choices + num_below
     return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
 
@@ -237,9 +235,7 @@ def tiers_have_room(
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     """Begins to read experts that are in neither memory, without evicting another's only copy.
-
-    Removes those that are there or under way from ``keys``.
-    """
+    Removes those that are there or under way from ``keys``."""
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"
     with lower._changed:
