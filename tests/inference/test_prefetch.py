@@ -58,7 +58,7 @@ def without() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("predictor", "slots"), [("next-gate", 30), ("running-counts", 14), ("trained", 2)]
+    ("predictor", "slots"), [("next-gate", 30), ("running-counts", 2), ("trained", 30)]
 )
 def test_outputs_are_the_same_bits(
     without: torch.Tensor, trained: Path, predictor: str, slots: int
