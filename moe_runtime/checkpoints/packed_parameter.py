@@ -1,4 +1,4 @@
-"""Weights of linear layers that are in memory as codes: quantised as in the checkpoint, or coded."""
+"""Weights of linear layers that are in memory as codes: quantised as in files, or coded."""
 
 from __future__ import annotations
 

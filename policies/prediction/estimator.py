@@ -53,7 +53,7 @@ _COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden"
 
 
 class SequenceState:
-    """The memory of one sequence: updated with every finished token, read as one row of contexts."""
+    """The memory of one sequence: updated with every token, read as one row of contexts."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -95,7 +95,7 @@ class SequenceState:
 
 
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
-    """The contexts of all tokens, in order, each with its whole path; at most ``max_rows`` at once."""
+    """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
     chunk, size = _empty(routes.shape, max_rows), 0
     for sequence in range(routes.num_sequences):
         state = SequenceState(routes.shape)

@@ -255,7 +255,7 @@ def _with_ends(
 
 
 def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
-    """The `PreTrainedTokenizerFast` of a file; every id that it gives is one of the file's tokens."""
+    """The `PreTrainedTokenizerFast` of a file; every id of it is one of the file's tokens."""
     vocabulary = read_vocabulary(metadata, num_rows, file)
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("llama", "gpt2", "gemma4"):

@@ -106,7 +106,7 @@ def _written_file(shard: Any) -> WrittenFile:
 
 
 class GrowingFile:
-    """A file of experts that is being written; ``pieces`` are begin, bytes and digest of each one."""
+    """A file of experts that is being written; ``pieces`` have begin, bytes and digest."""
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
         self._descriptor = descriptor
