@@ -39,7 +39,6 @@ from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
@@ -490,7 +489,7 @@ class AdapterTraining(StepOptimizer):
         self._passes.begin()
         losses: list[Tensor] = []
         try:
-            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+            found = run_window(self.model, [partial(_part, p) for p in parts], self._modules)
             self._passes.finish()
             losses = found
         finally:
@@ -553,10 +552,6 @@ class AdapterTraining(StepOptimizer):
 
     def close(self) -> None:
         self._stores[0].close()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window
 
 
 def _part(part: Callable[[], Tensor]) -> Tensor:

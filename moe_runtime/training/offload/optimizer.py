@@ -47,11 +47,11 @@ class ExpertOptimizer:
         self,
         states: ExpertStates,
         settings: AdamW,
-        device_updates: DeviceUpdates | None = None,
-        processes: OneProcess | None = None,
+        device_updates: DeviceUpdates | None,
+        processes: OneProcess,
     ) -> None:
         self.states = states
-        self.processes = processes or OneProcess()
+        self.processes = processes
         self.device_updates = device_updates
         self.settings = settings
         self.step = 0
