@@ -318,7 +318,7 @@ class OffloadedTraining(ExpertTraining):
         self._processes.reduce_gradients(self.dense.parameters())
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
-        own_bad = self.optimizer.bad_experts
+        own_bad = list(self.optimizer.bad_experts)
         norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
         bad: tuple[str, ...] = ()
         if is_skipped:
