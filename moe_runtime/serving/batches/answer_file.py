@@ -16,7 +16,6 @@ from moe_runtime.errors import CheckpointError, named_file
 from moe_runtime.files import is_at, place_of, write_atomically
 
 BEGINNING = '{"id": "batch_req_'
-"""How every line begins."""
 
 
 class AnswerFile:

@@ -38,7 +38,7 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
     }
 )
 """Fields that other servers have; a client that sends them would not get what it asks for."""
-_RENAMED = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), ["max_tokens"])
+_RENAMED = {key: ["max_tokens"] for key in ("max_completion_tokens", "max_new_tokens")}
 """What unknown fields are called where they are known."""
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "cache_prompt": (True, False),
@@ -404,7 +404,6 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
 
 
 _LEAST = {"messages": 'at least one message: {"role": "user", "content": "TEXT"}'}
-"""What a field that is empty should have."""
 
 
 def _shown(value: object) -> str:
