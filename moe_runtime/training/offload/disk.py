@@ -33,11 +33,7 @@ class RecordFile(CheckpointFile):
     """Slots of one size in one file; each is free or held, once or several times.
 
     A slot that something durable refers to is never written: a new version of an expert goes to a
-    free slot. That is what makes a kill at any instant harmless.
-
-    Args:
-        path: the file; made if it is missing.
-        direct: go past the page cache where possible.
+    free slot. So a kill at any instant is harmless.
 
     Raises:
         CapacityError: the disk has not enough room.
@@ -56,11 +52,7 @@ class RecordFile(CheckpointFile):
             opened.pop_all()
 
     def take(self) -> int:
-        """A free slot, held once; the file grows when there is none.
-
-        Raises:
-            CapacityError: the disk is full.
-        """
+        """A free slot, held once; the file grows when there is none."""
         if not self._free:
             self._grow(self.num_slots + 1 + self.num_slots // 8)
         slot = self._free.pop()
@@ -68,11 +60,7 @@ class RecordFile(CheckpointFile):
         return slot
 
     def hold(self, slot: int) -> None:
-        """Holds a slot once more, or takes a certain free one.
-
-        Raises:
-            CheckpointError: the file has no such slot.
-        """
+        """Holds a slot once more, or takes a certain free one."""
         if slot >= self.num_slots:
             raise CheckpointError(
                 f"{self.path} is too short: it has {self.num_slots} records, the checkpoint names "
@@ -83,19 +71,13 @@ class RecordFile(CheckpointFile):
         self._holds[slot] += 1
 
     def drop(self, slot: int) -> None:
-        """Lets go of a slot once; free when nothing holds it any more."""
+        """Drops one hold of a slot; free when none is left."""
         self._holds[slot] -= 1
         if self._holds[slot] == 0:
             del self._holds[slot]
             self._free.append(slot)
 
     def write(self, offset: int, content: memoryview) -> int:
-        """Writes whole blocks.
-
-        Raises:
-            CapacityError: the disk is full.
-            CheckpointError: the disk reports another error.
-        """
         done = 0
         try:
             while done < len(content):
@@ -108,11 +90,6 @@ class RecordFile(CheckpointFile):
         return done
 
     def fetch(self, offset: int, into: memoryview) -> int:
-        """Reads whole blocks.
-
-        Raises:
-            CheckpointError: the file ends too early, or the disk reports an error.
-        """
         try:
             return self.read(offset, into, len(into))
         except EOFError as error:
@@ -121,11 +98,7 @@ class RecordFile(CheckpointFile):
             raise self._failure("read", error) from None
 
     def sync(self) -> None:
-        """Returns when what was written lies on the disk.
-
-        Raises:
-            CapacityError, CheckpointError: the disk reports an error.
-        """
+        """Returns when what was written lies on the disk."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -172,8 +145,6 @@ class Disk:
     Args:
         folder: where the files are; it must exist.
         layouts: of every expert's record; each size of record has a file.
-        io_threads: reads and writes in flight at once.
-        direct: go past the page cache where possible.
         open_file: opens the files; for tests that take a disk's place.
 
     Raises:
@@ -210,19 +181,15 @@ class Disk:
             opened.pop_all()
 
     def has_file(self, layout: RecordLayout) -> bool:
-        """Whether there is a file of such records."""
         return layout.state_bytes in self._files
 
     def take(self, layout: RecordLayout) -> int:
-        """A free slot for a new version."""
         return self._files[layout.state_bytes].take()
 
     def hold(self, layout: RecordLayout, slot: int) -> None:
-        """Keeps a version from being overwritten."""
         self._files[layout.state_bytes].hold(slot)
 
     def drop(self, layout: RecordLayout, slot: int) -> None:
-        """Lets go of a version."""
         self._files[layout.state_bytes].drop(slot)
 
     def read(
@@ -234,10 +201,8 @@ class Disk:
         record: Tensor,
         read: Read,
     ) -> None:
-        """Starts to read sections into a record; another thread tells of the end.
-
-        The thread that reads the last block compares the sections with what was written.
-        """
+        """Starts to read sections into a record; the thread that reads the last block checks their
+        digests."""
         blocks: list[Block] = []
         slot = None if version is None else version.slot
         for file, offset, content in self._ranges(key, layout, slot, sections, record):
@@ -263,11 +228,6 @@ class Disk:
         sections: Sections,
         record: Tensor,
     ) -> None:
-        """Compares sections that were read with what this run wrote.
-
-        Raises:
-            CheckpointError: the disk gave other bytes; names the file and the expert.
-        """
         expected = {} if version is None else dict(version.sections)
         if key in self._parked:
             expected[Sections.GRADIENT] = self._parked[key]
@@ -312,7 +272,6 @@ class Disk:
         self._queue.submit(blocks, write)
 
     def is_under_way(self, transfer: Read) -> bool:
-        """Whether a transfer was started and its end is still to be told."""
         return self._queue.is_under_way(transfer)
 
     def sync(self) -> None:
@@ -322,12 +281,10 @@ class Disk:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         files = [*self._files.values(), *self._scratch.values()]
         return sum(file.num_slots * file.slot_bytes for file in files)
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
         self._queue.close()
         for file in [*self._files.values(), *self._scratch.values()]:
             file.close()

@@ -1,10 +1,9 @@
 """Training around experts that are read from a checkpoint and never change.
 
-What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
-rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
-experts cross to its slots as they lie in the files, quantised ones packed; their values are written
-out there, and adapters are added there. Plain ones are computed from the slots: residents in one
-launch, arrivals in launches of their own.
+Trained are other parameters and, if wanted, adapters of low rank (LoRA) for each expert matrix.
+Where a device computes, experts cross to its slots as they lie in the files, quantised ones packed;
+their values are written out there, and adapters are added. Plain experts are computed from the
+slots.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -56,11 +55,10 @@ if TYPE_CHECKING:
 class ExpertAdapters(nn.Module):
     """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
 
-    `A` is drawn as `nn.Linear` draws, `B` begins with zeros, so the model is what it was at first.
+    `A` is drawn as `nn.Linear` draws, `B` begins with zeros.
 
     Args:
         shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
-        num_experts: `E`.
         is_transposed: the summed dimension of the matrices comes first.
     """
 
@@ -94,7 +92,7 @@ class ExpertAdapters(nn.Module):
             self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
 
     def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
-        """Takes gradients of the adapted matrices; adds to those of the adapters."""
+        """Adds to the adapters' gradients, by those of the adapted matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             grad = self._by_rows(gradients[name]).to(first)
@@ -107,11 +105,7 @@ class ExpertAdapters(nn.Module):
                 parameter.grad[expert].add_(found, alpha=self.scale)
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
-        """The adapters of the first product and of the second, for all experts at once.
-
-        Args:
-            x: whose dtype products have.
-        """
+        """The adapters of the first product and of the second, for products in the dtype of `x`."""
         from moe_runtime.kernels.expert_mlp.slotted import LowRank
 
         first, down = (
@@ -129,14 +123,10 @@ class ExpertAdapters(nn.Module):
 
 
 class SlottedPasses:
-    """Layers that kernels compute from the slots of a store, as many experts in a launch as are in
-    their slots.
+    """Layers that kernels compute from the slots of a store.
 
-    What is resident is launched before the host knows which experts have rows; that is copied
-    beside it. Then what is missing is computed as it arrives.
-
-    Args:
-        adapters: of each layer; empty if the experts have none.
+    Residents are launched before the host knows which experts have rows; missing ones as they
+    arrive.
     """
 
     def __init__(
@@ -182,8 +172,8 @@ class SlottedPasses:
         *,
         keeps: bool,
     ) -> tuple[list[SlottedTraining], list[Tensor]]:
-        """As `LayerExecutor.forward`; `then` are experts that will be wanted next, None for those
-        of this pass once more."""
+        """As `LayerExecutor.forward`; `then` are experts that come next, None for those of this
+        pass again."""
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
         store, site = self._store, self._sites[layer]
@@ -220,7 +210,6 @@ class SlottedPasses:
         grads_TD: Sequence[Tensor],
         then: Sequence[ExpertKey] | None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `LayerExecutor.backward`; `then` as of `forward`."""
         low = self._low_rank(layer, calls[0].x_TD)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD, low)
@@ -242,8 +231,8 @@ class SlottedPasses:
         then: Sequence[ExpertKey] | None,
         add: Callable[[StackedExperts], None],
     ) -> None:
-        """Gives every expert that has rows once, and reads ahead what will be wanted next, as slots
-        become free."""
+        """Gives every expert that has rows once, and reads ahead what comes next, as slots become
+        free."""
         store = self._store
         assert isinstance(store, DeviceStore), "the layer has a stack"
         residents = store.launch_residents(layer, add).experts
@@ -266,10 +255,7 @@ ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class FrozenPasses:
-    """Computes layers whose experts come out of a store, expert by expert.
-
-    In ascending order of experts in either direction, so sums do not depend on what was resident.
-    On a GPU, experts that are plain are computed by kernels that take what is in a slot.
+    """Computes layers whose experts come out of a store, in ascending order in either direction.
 
     Args:
         experts: how they lie in the slots of the store.
@@ -294,13 +280,12 @@ class FrozenPasses:
         self.visits = Visits()
 
     def begin(self) -> None:
-        """Forgets the visits; what follows is a new window."""
         self.visits = Visits()
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
-        """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
+        """As `LayerExecutor.forward`."""
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         then = None if turns_back else self._last_visited.get(layer + 1, [])
         compute = self._slotted.forward if self._slotted.takes(layer, inputs) else self._forward
@@ -353,7 +338,6 @@ class FrozenPasses:
         return [call.input_gradients() for call in calls]
 
     def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
-        """One expert's part of the gradients of one call."""
         if not self._adapters:
             call.backward(key.expert, weights, None)
             return
@@ -363,16 +347,14 @@ class FrozenPasses:
         self._adapters[key.layer].accept(key.expert, named)
 
     def finish(self) -> None:
-        """Returns when no product is queued behind a copy to a device that may still fail.
-
-        Raises:
-            MoERuntimeError: one has failed, and what was computed with it is void.
-        """
+        """Returns when no product is queued behind a copy that may still fail; raises if one has
+        failed."""
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()
 
     def abandon(self) -> None:
-        """After an exception: all that was computed is void, and no copy of it is told of later."""
+        """After an exception: all that was computed is void, and failed copies are not reported
+        later."""
         with contextlib.suppress(MoERuntimeError):
             self.finish()
 
@@ -457,16 +439,14 @@ def adapters_for(
 class AdapterTraining(StepOptimizer):
     """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
 
-    Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
-    all of them in either direction.
+    Used as `OffloadedTraining`; experts are read once for all micro-batches of a step in either
+    direction.
 
     Args:
-        model: everything that shall be trained requires gradients, and nothing else; its experts
-            are replaced.
-        adapters: of the experts, layer by layer; empty if they have none. They become parts of the
-            model.
-        stores: what experts are computed from, and below that, where a device computes, the one of
-            the host; closed at the end.
+        model: what requires gradients is trained; its experts are replaced.
+        adapters: of the experts, layer by layer; empty if they have none.
+        stores: the one that experts are computed from, and below it, where a device computes, the
+            host's.
 
     Raises:
         ValueError: there is nothing to train.
@@ -505,11 +485,7 @@ class AdapterTraining(StepOptimizer):
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
-        """Forward and backward passes of a step's micro-batches; returns the losses, detached.
-
-        Raises:
-            MoERuntimeError: an expert could not be read.
-        """
+        """Forward and backward passes of a step's micro-batches; returns the losses, detached."""
         del rate  # for optimizers that update inside the backward pass
         self._passes.begin()
         losses: list[Tensor] = []
@@ -531,7 +507,6 @@ class AdapterTraining(StepOptimizer):
         return outcome
 
     def stats(self) -> OffloadStats:
-        """Counters since the training was made."""
         fast, last = self._stores[0].stats(), self._stores[-1].stats()
         link = LinkTraffic()
         if len(self._stores) > 1:

@@ -42,14 +42,11 @@ class OffloadStats:
     """What a training run did so far.
 
     Attributes:
-        steps: steps taken.
         skipped_steps: steps left out because gradients were not finite.
         traffic: bytes by way, and seconds of waiting.
         link: bytes between tiers in memory and where products are computed.
-        num_experts: routed experts.
         resident_experts: those whose tier is host memory.
         budget_bytes: of host memory.
-        disk_bytes: bytes of the files.
         peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
     """
 
@@ -81,11 +78,7 @@ class OffloadStats:
 
 
 class ExpertTraining(StepOptimizer, abc.ABC):
-    """Training of experts that have records of their own, of which a checkpoint names versions.
-
-    Attributes:
-        skipped_steps: steps left out because something was not finite.
-    """
+    """Training of experts that have records of their own, of which a checkpoint names versions."""
 
     keeps_newest_alone = True
 
@@ -114,7 +107,6 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        """Counters so far."""
         experts = self.states.experts.values()
         disk = self.states.disk
         return OffloadStats(
@@ -145,11 +137,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         return self.states.traffic.by_way()
 
     def check(self) -> None:
-        """Proves that the entries of all records agree with each other.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Proves that the entries of all records agree with each other."""
         self.states.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -168,7 +156,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
 
 
 def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters beside the offloaded experts that require gradients, by name."""
+    """Parameters other than the offloaded experts that require gradients, by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -177,11 +165,7 @@ def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
-    """Refuses parameters that came after the optimizer was made, which would not be trained.
-
-    Raises:
-        UnsupportedUseError: a parameter beside the experts requires gradients and is not known.
-    """
+    """Refuses parameters that came after the optimizer was made, which would not be trained."""
     ids = set(map(id, known))
     for name, parameter in trained_around_experts(model).items():
         if id(parameter) not in ids:
@@ -192,11 +176,6 @@ def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None
 
 
 def require_trained(model: nn.Module) -> None:
-    """Refuses a model of which nothing would be trained.
-
-    Raises:
-        ValueError: no parameter requires gradients.
-    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "there is nothing to train: no parameter requires gradients; set requires_grad on "
@@ -233,10 +212,7 @@ class OffloadedTraining(ExpertTraining):
         outcome = training.step(rate)
 
     `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
-    tiers for the step, and experts are fetched once for every micro-batch.
-
-    Attributes:
-        activations: what becomes of them between forward and backward pass.
+    tiers, and experts are fetched once for every micro-batch.
     """
 
     def __init__(
@@ -276,7 +252,6 @@ class OffloadedTraining(ExpertTraining):
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken."""
         return self.optimizer.step
 
     def backward(
@@ -324,8 +299,8 @@ class OffloadedTraining(ExpertTraining):
             rate: learning rate; must be that of `backward`.
 
         Returns:
-            The norm of the gradients, and those that were not finite: then the step is not
-            taken, and what the backward pass had updated is taken back.
+            The norm of the gradients, and those that were not finite: then the step is not taken,
+            and what the backward pass had updated is taken back.
 
         Raises:
             RuntimeError: no backward pass came before, or the training is closed.
@@ -385,7 +360,6 @@ class OffloadedTraining(ExpertTraining):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters as they are after the steps so far, by name."""
         with self._passes.parameters(key) as named:
             return {name: tensor.clone() for name, tensor in named.items()}
 
@@ -394,7 +368,6 @@ class OffloadedTraining(ExpertTraining):
         return {name: self._passes.stacked(layer, name) for name in self._names[layer]}
 
     def stats(self) -> OffloadStats:
-        """Counters so far."""
         link = dataclasses.replace(self._passes.copies.traffic)
         return dataclasses.replace(super().stats(), link=link)
 
@@ -403,7 +376,6 @@ class OffloadedTraining(ExpertTraining):
             raise RuntimeError("the training is closed: it takes no more steps")
 
     def close(self) -> None:
-        """As of `ExpertTraining`; activations on the disk end, too."""
         self._is_closed = True
         self._passes.copies.forget()
         with contextlib.closing(self.activations):

@@ -32,17 +32,12 @@ _KINDS = {
 class ExpertOptimizer:
     """Updates experts in their tier or on their way to it.
 
-    An expert on the disk is updated as soon as its gradient is final, inside the backward pass,
-    while the next one is being read and the last one written; one that lives in memory waits for
-    the end of the backward pass, which costs no transfer. Where the norm of all gradients is needed
+    An expert on the disk is updated inside the backward pass, as soon as its gradient is final; one
+    in memory at the end of it, which costs no transfer. Where the norm of all gradients is needed
     first (`clip="two_phase"`), both wait.
 
     Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a
     Single GPU" (Fuyou, 2024) for the update inside the backward pass.
-
-    Args:
-        device_updates: takes some of the updates to a GPU; none when omitted.
-        processes: that train together; this process alone when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.
@@ -79,11 +74,7 @@ class ExpertOptimizer:
     def fetch(
         self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
     ) -> Tensor:
-        """The record of an expert as it is after `step` steps; `states.release` gives it back.
-
-        Args:
-            more: sections that are needed beside the parameters.
-        """
+        """The record of an expert as it is after `step` steps; `states.release` gives it back."""
         is_behind = self._is_behind(key)
         record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
         if is_behind and self._is_behind(key):
@@ -92,16 +83,14 @@ class ExpertOptimizer:
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
-        """Whether an expert is updated as soon as its gradient is final."""
         in_memory = self.states.experts[key].resident_slot is not None
         waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
         return not (in_memory or waits or self._bad)
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
-        """Takes an acquired record with its gradient, and gives the record back.
+        """Takes an acquired record with its summed gradient, and gives the record back.
 
         Args:
-            record: with the sum of the gradients so far.
             rate: learning rate if the gradient is final; None if more may be added.
         """
         layout = self.states.experts[key].layout
@@ -119,17 +108,15 @@ class ExpertOptimizer:
     def finish(
         self, rate: float, dense_norm: float, dense_is_bad: bool
     ) -> tuple[float, float, bool]:
-        """Takes the step for the experts whose gradients wait, or takes all of it back.
-
-        A collective call where several processes train together.
+        """Takes the step for the experts whose gradients wait, or takes all of it back; a
+        collective call.
 
         Args:
             dense_norm: norm of the other parameters' gradients, not scaled back yet.
-            dense_is_bad: whether any of them is not finite.
 
         Returns:
-            Global norm of the gradients, what the other parameters' are to be multiplied by, and
-            whether the step was not taken, because some gradient is not finite.
+            Global norm of the gradients, the factor for the other parameters' gradients, and
+            whether the step was skipped because some gradient is not finite.
         """
         square, num_bad = self.processes.sums(
             [sum(value * value for value in self._norms.values()), float(len(self._bad))]
@@ -189,11 +176,6 @@ class ExpertOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
         require_kinds(state, _KINDS, "the checkpoint's steps")
         if not state["step"] == len(state["rates"]) == len(state["scales"]):
             raise CheckpointError(
@@ -209,7 +191,7 @@ class ExpertOptimizer:
 
     @property
     def _mean(self) -> float:
-        """Factor that makes a mean of gradients that were summed over processes."""
+        """Makes a mean of gradients that were summed over processes."""
         return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:
@@ -229,11 +211,7 @@ class ExpertOptimizer:
         return step if step is not None and step + 1 == self.states.content_step(key) else None
 
     def _catch_up(self, key: ExpertKey, record: Tensor, rates: Sequence[float]) -> None:
-        """Takes the steps that a record missed, the first with the gradient that it may keep.
-
-        Args:
-            rates: learning rates of all steps so far.
-        """
+        """Takes the steps that a record missed, the first with the gradient that it may keep."""
         layout, count = self.states.experts[key].layout, self.states.experts[key].count
         pending, behind = self._pending(key), self.states.content_step(key)
         steps = [
@@ -278,10 +256,7 @@ class ExpertOptimizer:
             self._use_gradient(key, record, rate, scale, finish)
 
     def _keep_gradient(self, key: ExpertKey, record: Tensor, rate: float) -> None:
-        """Takes the step with the gradient of the step before, and keeps this one's.
-
-        Source: Ren et al., "ZeRO-Offload" (2021), one-step delayed parameter update.
-        """
+        """Takes the step with the last step's gradient, and keeps this one's (ZeRO-Offload)."""
         expert = self.states.experts[key]
         self._catch_up(key, record, [*self._rates, rate])
         expert.count += expert.pending is not None

@@ -1,10 +1,8 @@
 """Forward and backward passes of layers whose experts come and go.
 
-An expert is fetched once for all micro-batches of a window, in either direction: the loop over
-experts is the outer one (Harmony's input-batch grouping). The backward pass needs the experts of
-the forward pass in the reverse order of layers, so what it fetches ahead is exact.
-
-Sources: Li et al., "Harmony" (2022) for the grouping.
+An expert is fetched once for all micro-batches of a window, in either direction (Li et al.,
+"Harmony", 2022). The backward pass needs the experts of the forward pass in the reverse order of
+layers, so its prefetch is exact.
 """
 
 from __future__ import annotations
@@ -64,13 +62,9 @@ class LayerExecutor:
     """Computes layers, expert by expert.
 
     Args:
-        sites: the layers' experts; the position is the layer of an `ExpertKey`.
         activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
-
-    Attributes:
-        copies: those weights, and what crosses the link.
     """
 
     def __init__(
@@ -97,8 +91,8 @@ class LayerExecutor:
         """Forgets the visits; what follows is a new window.
 
         Args:
-            rate: learning rate if every gradient is final as soon as its layer's backward pass is
-                over; None if more windows add to the gradients.
+            rate: learning rate if gradients are final after this window; None if more windows add
+                to them.
         """
         self.visits = Visits(rate=rate)
 
@@ -112,8 +106,7 @@ class LayerExecutor:
         """One layer for all micro-batches that are there.
 
         Args:
-            inputs: one of each micro-batch.
-            is_visit: whether it will: not so for a pass that only computes activations again.
+            is_visit: a backward pass will follow; False where activations are only computed again.
 
         Returns:
             What the backward pass needs, and the outputs `[T, D]`.
@@ -144,10 +137,9 @@ class LayerExecutor:
     def backward(
         self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of a layer's inputs; those of its experts go to the optimizer.
+        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
 
-        Returns:
-            Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
+        Those of the experts go to the optimizer.
         """
         self.visits.went_back = True
         keys = visited(layer, calls)
@@ -259,7 +251,7 @@ class LayerExecutor:
         self, direction: Literal["forward", "backward"] | None, layer: int,
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
-        """Tells the plan of activations what passes take."""
+        """Reports what a pass took to the plan of activations."""
         before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
         yield
         if direction is None:
@@ -291,10 +283,7 @@ class LayerExecutor:
     def _ahead_of_forward(
         self, layer: int, keys: Sequence[ExpertKey], *, turns_back: bool
     ) -> Iterator[Need]:
-        """This layer's experts; then those of the layer after it, as the last pass had them.
-
-        Where the way back begins, what follows is known.
-        """
+        """This layer's experts; then those of the layer after it, as the last pass had them."""
         yield from self._optimizer.needs(keys)
         if turns_back:
             yield from self._ahead_of_backward(keys)
@@ -322,7 +311,7 @@ class LayerExecutor:
     def _scratch_like(
         self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
     ) -> list[Tensor]:
-        """Memory for an expert's gradient beside its weights; for a sum, in its record's type."""
+        """Memory for an expert's gradient; for a sum, in its record's type."""
         layout = self._states.experts[key].layout
         dtype = layout.dtype if is_sum else weights.dtype
         place = (key.layer, dtype, weights.device, is_sum)
@@ -339,8 +328,6 @@ class LayerExecutor:
 
 
 class RoutedCall(Protocol):
-    """What a micro-batch has to do at a layer."""
-
     experts: list[int]
 
 

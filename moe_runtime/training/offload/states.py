@@ -1,13 +1,13 @@
 """Records of all experts: in slots of host memory and on the disk, and their versions.
 
-An expert's tier is host memory, where its record is worked on in place, or the disk, where every
-update makes a new version in another place; the one before stays until the step is done, and as
-long as a checkpoint names it. Experts on the disk pass through a ring of slots. What is needed next
-is said beforehand (`expect`), so that it arrives while other experts compute.
+An expert's tier is host memory, where its record is changed in place, or the disk, where every
+update makes a new version in another slot; the one before stays until the step is done, and as long
+as a checkpoint names it. Experts on the disk pass through a ring of slots. `expect` says what is
+needed next, so that it arrives while other experts compute.
 
-The lock is that of the stores of `moe_runtime.memory`. Their cache is not used here: it moves whole
-experts in one direction and chooses by a policy, while records come and go by sections, are changed
-in their slots and written back as versions, in an order that is known.
+The cache of `moe_runtime.memory` moves whole experts in one direction and chooses by a policy.
+Records come and go by sections, are changed in their slots and written back as versions, in a known
+order.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ Need = tuple[ExpertKey, Sections]
 
 
 class ExpertStates:
-    """Records of all experts, how they come and go, and the versions that were written.
-
-    One thread at a time may compute with records; transfers run beside it.
+    """Records of all experts. One thread at a time may compute with records; transfers run next to
+    it.
 
     Args:
-        ring_slots: slots for the others; 0 if there are none.
-        disk: where the others lie; None when all are resident.
+        ring_slots: slots for experts that are not resident; 0 if there are none.
+        disk: where those lie; None when all are resident.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class ExpertStates:
 
     @property
     def slab(self) -> Slab:
-        """All slots, to be locked in place."""
         return self._slab
 
     def expect(self, needs: Iterable[Need]) -> None:
@@ -101,9 +99,6 @@ class ExpertStates:
         Args:
             need: sections to be read; others may hold anything.
             writes: whether STATE sections will be changed: waits until none is being written.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
         """
         expert = self.experts[key]
         with self._changed:
@@ -130,11 +125,7 @@ class ExpertStates:
             return self._slab.slot(entry.slot)
 
     def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
-        """Gives a record back.
-
-        Args:
-            has: sections that were filled in by computation and are valid now.
-        """
+        """Gives a record back; `has` are sections that computation filled in."""
         with self._changed:
             if self.experts[key].resident_slot is None:
                 entry = self._entries[key]
@@ -157,11 +148,6 @@ class ExpertStates:
                 self.experts[key].is_saved = False
 
     def wait_for_transfers(self) -> None:
-        """Returns when nothing is being read or written.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
-        """
         with self._changed:
             self._expected.clear()
             self._wait_for(
@@ -188,18 +174,13 @@ class ExpertStates:
             raise self._failure
 
     def close(self) -> None:
-        """Ends the transfers; what was expected is not read any more."""
         with self._changed:
             self._expected.clear()
         if self.disk is not None:
             self.disk.close()
 
     def check(self) -> None:
-        """Proves that every slot of memory and every byte is accounted for.
-
-        Raises:
-            AssertionError: the entries contradict each other.
-        """
+        """Proves that every slot of memory and every byte is accounted for."""
         with self._changed:
             used = [entry.slot for entry in self._entries.values()]
             resident = [
@@ -212,10 +193,8 @@ class ExpertStates:
             assert all(entry.pins >= 0 for entry in self._entries.values())
 
     def write_state(self, key: ExpertKey) -> None:
-        """Sends changed parameters and moments to their tier; the old version stays until `commit`.
-
-        The record goes up to its `content_step` then.
-        """
+        """Writes changed parameters and moments to their tier; the old version stays until
+        `commit`."""
         expert = self.experts[key]
         with self._changed:
             if expert.resident_slot is not None:
@@ -237,7 +216,6 @@ class ExpertStates:
                 self._write(key, expert, None, entry.slot, Sections.GRADIENT)
 
     def forget_gradient(self, key: ExpertKey) -> None:
-        """The gradient is not needed any more."""
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = False
@@ -246,7 +224,7 @@ class ExpertStates:
                 entry.fresh &= ~Sections.GRADIENT
 
     def commit(self) -> None:
-        """The step is done: versions from before it are let go."""
+        """The step is done: versions from before it are dropped."""
         with self._changed:
             for expert in self.experts.values():
                 previous, expert.previous = expert.previous, None
@@ -262,10 +240,8 @@ class ExpertStates:
                     self._drop(key)
 
     def abandon(self) -> None:
-        """Gives all records back, after a computation that failed half-way.
-
-        What it had may be half changed, and is read anew.
-        """
+        """Gives all records back after a computation that failed half-way; their state is read
+        anew."""
         with self._changed:
             for key, entry in self._entries.items():
                 if entry.pins:
@@ -275,10 +251,8 @@ class ExpertStates:
             self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write records whose tier is memory to the disk, as new versions.
-
-        Computation may go on; a change of one of them waits for its write.
-        """
+        """Starts to write records whose tier is memory as new versions; changes wait for the
+        write."""
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
@@ -289,11 +263,7 @@ class ExpertStates:
                 expert.is_saved = True
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
-        """Starts to save every expert as it is now; no version that is returned is overwritten.
-
-        Those that live in memory and changed since they were saved last are written in the
-        background.
-        """
+        """Starts to save every expert as it is now; no version that is returned is overwritten."""
         with self._changed:
             self.capture(
                 key
@@ -311,17 +281,13 @@ class ExpertStates:
             return held
 
     def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Lets go of what `hold_versions` held."""
+        """Drops what `hold_versions` held."""
         with self._changed:
             for key, version in versions.items():
                 self._on_disk.drop(self.experts[key].layout, version.slot)
 
     def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Returns when versions lie on the disk, power cut or not; may be called from any thread.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
-        """
+        """Returns when versions lie on the disk; may be called from any thread."""
         with self._changed:
             while not all(version.is_written for version in versions.values()):
                 if self._failure is not None:
@@ -330,13 +296,7 @@ class ExpertStates:
         self._on_disk.sync()
 
     def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Takes up saved versions instead of first ones, and checks each.
-
-        The versions are held once more, as `hold_versions` holds them.
-
-        Raises:
-            CheckpointError: a record is damaged; names it.
-        """
+        """Takes up saved versions instead of first ones, checks each and holds it once more."""
         for key, version in versions.items():
             expert = self.experts[key]
             for _ in range(2):
@@ -367,7 +327,7 @@ class ExpertStates:
         self.release(key)
 
     def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
-        """Lets go of slots on the disk that belong to experts of other processes."""
+        """Drops slots on the disk that belong to experts of other processes."""
         with self._changed:
             for layout, slot in slots:
                 self._on_disk.drop(layout, slot)
@@ -454,7 +414,7 @@ class ExpertStates:
         return entry
 
     def _make_room(self, *, may_drop_expected: bool) -> bool:
-        """Gives up the slot that was used longest ago, or what is expected last."""
+        """Drops the slot that was used longest ago, or what is expected last."""
         expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
         idle = [key for key, entry in self._entries.items() if entry.is_idle]
         victim = next((key for key in idle if key not in expected), None)
@@ -528,7 +488,7 @@ class ExpertStates:
             self._end(write)
 
     def _end(self, transfer: Read) -> None:
-        """A transfer has ended: others may begin; what fails now fails the operations that wait."""
+        """A transfer has ended: others may begin; a failure now fails the operations that wait."""
         self._failure = self._failure or transfer.error
         try:
             self._read_ahead()
@@ -537,10 +497,8 @@ class ExpertStates:
         self._changed.notify_all()
 
     def _take_back(self, expert: ExpertState) -> bool:
-        """Puts the version from before the step in the place of the one after; whether it is kept.
-
-        Whatever strikes in between, a slot is let go of once at most.
-        """
+        """Puts the version from before the step in the place of the one after; whether it is
+        kept."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
             return False
@@ -550,11 +508,7 @@ class ExpertStates:
         return True
 
     def _new_version(self, expert: ExpertState, step: int) -> Version:
-        """A place for what an expert has become; a version of the step before is kept for it.
-
-        Raises:
-            CapacityError: the disk is full; nothing is changed.
-        """
+        """A slot for what an expert has become; a version of the step before is kept for it."""
         slot = self._on_disk.take(expert.layout)
         new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
         keeps_old = expert.resident_slot is None and expert.previous is None
