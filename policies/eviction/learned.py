@@ -87,12 +87,12 @@ class ExpertBuffering(LRU[ExpertKey]):
 
     def touch(self, key: ExpertKey) -> None:
         """A use changes nothing."""
-        if key not in self._order:
+        if key not in self._held:
             raise KeyError(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """The last evictable key in that is not active, or else the last one in."""
-        candidates = [key for key in reversed(self._order) if evictable(key)]
+        candidates = [key for key in reversed(self._held) if evictable(key)]
         idle = (key for key in candidates if key not in self._active)
         return next(idle, candidates[0] if candidates else None)
 

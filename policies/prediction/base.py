@@ -147,6 +147,12 @@ class Routes:
         """The rows of one sequence."""
         return slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
 
+    def counts(self, tokens: slice = slice(None)) -> np.ndarray:
+        """``[L, E]`` int64: how many of some tokens visited each expert."""
+        width = self.shape.num_experts + 1
+        layers = self.expert_ids[tokens].transpose(1, 0, 2)
+        return np.stack([np.bincount(ids.ravel(), minlength=width)[:-1] for ids in layers])
+
     def select(self, sequences: Sequence[int]) -> "Routes":
         """The same columns for some sequences, in the given order."""
         parts = [self.tokens_of(sequence) for sequence in sequences]

@@ -266,12 +266,12 @@ def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
 def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
     """Share of tokens that visit each expert: ``[L, E]`` float32, smoothed towards ``K / E``."""
     shape = routes.shape
-    counts = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float64)
-    for layer in range(shape.num_layers):
-        counts[layer] = visits(routes.expert_ids[:, layer], shape.num_experts).sum(axis=0)
+    layers = routes.expert_ids.transpose(1, 0, 2)
+    # an expert that is chosen twice by a token counts once
+    counts = np.stack([visits(ids, shape.num_experts).sum(axis=0) for ids in layers])
     known = (routes.expert_ids < shape.num_experts).any(axis=2).sum(axis=0)[:, None]
     even = shape.top_k / shape.num_experts
-    return ((counts + prior * even) / (known + prior)).astype(np.float32)
+    return ((counts.astype(np.float64) + prior * even) / (known + prior)).astype(np.float32)
 
 
 def log_odds(probability: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ class MatrixCollection:
     def fit(self, routes: Routes) -> None:
         """Collects the matrices of recorded requests in order."""
         for sequence in range(routes.num_sequences):
-            self.add(activation_counts(routes, sequence))
+            self.add(_counts_of(routes, sequence))
 
     def likeness(self, counts_LE: np.ndarray) -> np.ndarray:
         """``[C]`` cosine with every collected matrix, times the matrix's own norm."""
@@ -159,7 +159,7 @@ class EamCollection(Popularity):
             return 0.0
         covered = 0
         for sequence in range(routes.num_sequences):
-            counts = activation_counts(routes, sequence)
+            counts = _counts_of(routes, sequence)
             cosine = self.collection.likeness(counts).max() / np.linalg.norm(counts)
             covered += bool(cosine >= COVERED)
         return covered / routes.num_sequences
@@ -257,11 +257,5 @@ class ExpertMapSearch(Popularity):
         self._prepare()
 
 
-def activation_counts(routes: Routes, sequence: int) -> np.ndarray:
-    """``[L, E]`` float32: tokens of a recorded request that visited each expert."""
-    shape = routes.shape
-    layers = np.arange(shape.num_layers)[:, None]
-    ids = routes.expert_ids[routes.tokens_of(sequence)]
-    counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.float32)
-    np.add.at(counts, (np.broadcast_to(layers, ids.shape[1:]), ids), 1.0)
-    return counts[:, :-1]
+def _counts_of(routes: Routes, sequence: int) -> np.ndarray:
+    return routes.counts(routes.tokens_of(sequence)).astype(np.float32)
