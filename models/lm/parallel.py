@@ -157,7 +157,7 @@ def leave_exchanges(model: LanguageModel) -> None:
 
 
 class LinearParts(nn.Module):
-    """A linear map whose output columns are those of several `[columns, D]`, side by side, by name."""
+    """A linear map whose output columns are those of several maps `[columns, D]`, by name."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
