@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.kernels.grouped_gemm.table import cache_folder
+from moe_runtime.kernels.grouped_gemm.tile import cache_folder
 
 GRACE_S = 15.0
 """After an interrupt, to remove a checkpoint of gigabytes."""

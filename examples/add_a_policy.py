@@ -3,8 +3,8 @@
 moe-runtime run MODEL --prompt "..." --trace trace.npz
 python examples/add_a_policy.py trace.npz
 
-Without a trace one of the pocket model is recorded. CONTRIBUTING.md says how a policy gets a name
-that `run --policy` knows.
+Without a trace one of the pocket model is recorded. `run --policy examples/add_a_policy.py` runs a
+model with it; CONTRIBUTING.md says how a policy gets a name.
 """
 
 import sys

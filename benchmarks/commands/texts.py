@@ -20,12 +20,7 @@ from moe_runtime.benchmarks.commands.shared import (
     show_systems,
 )
 from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    fetch_model,
-    quiet_transformers,
-    require_address_space,
-    say_line,
-)
+from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
@@ -253,12 +248,7 @@ def _measure(
 
 def show_texts(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.benchmarks.suite.comparing import (
-        cap_words,
-        counted,
-        device_words,
-        model_words,
-    )
+    from moe_runtime.benchmarks.suite.comparing import cap_words, counted, device_words, model_words
 
     settings = results["settings"]
     words = [f"{results['case']} of {model_words(settings)}"]
@@ -410,7 +400,7 @@ def prompt_ids(
 ) -> "Ids":
     """Token ids of prompts, or of built-in ones."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
-    from moe_runtime.checkpoints.model_files import read_config
+    from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.cli.commands.run import load_tokenizer
     from moe_runtime.inference.generation import check_length, encode_prompt
 

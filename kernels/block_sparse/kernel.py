@@ -17,8 +17,7 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import describe_device
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile, describe_device
 from moe_runtime.kernels.triton_support import cdiv, launch
 
 _GROUP_M = 8

@@ -7,16 +7,272 @@ D other dimensions, B stored blocks.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.autograd import BlockSparseProducts, Dsd, Sdd
-from moe_runtime.kernels.block_sparse.reference import dsd_reference, sdd_reference
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
-from moe_runtime.kernels.operands import check_like, check_shape
+from moe_runtime.kernels.combine import combine
+from moe_runtime.kernels.operands import check_like, check_shape, precise_dtype
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
+
+
+def to_dense(values_BMJ: Tensor, topology: BlockTopology) -> Tensor:
+    """The matrix `[R, N]` of these values, zero where no block is stored."""
+    rows_BM, columns_BJ = _indices(topology)
+    dense = values_BMJ.new_zeros(topology.num_rows + 1, topology.num_columns + 1)
+    places = (rows_BM[:, :, None], columns_BJ[:, None, :])
+    # Only the row and the column of padding are written more than once.
+    return dense.index_put(places, values_BMJ)[:-1, :-1]
+
+
+def from_dense(dense_RN: Tensor, topology: BlockTopology) -> Tensor:
+    """The stored blocks of a matrix, zero past the ends of strips and in blocks that are unused."""
+    rows_BM, columns_BJ = _indices(topology)
+    padded = torch.nn.functional.pad(dense_RN, (0, 1, 0, 1))
+    return padded[rows_BM[:, :, None], columns_BJ[:, None, :]]
+
+
+def sdd_reference(a_RK: Tensor, b_KN: Tensor, topology: BlockTopology) -> Tensor:
+    """`a @ b` in fp32 (fp64 for fp64), sampled at the blocks and rounded once."""
+    precise = precise_dtype(a_RK)
+    return from_dense(a_RK.to(precise) @ b_KN.to(precise), topology).to(a_RK.dtype)
+
+
+def dsd_reference(
+    values: Tensor, b: Tensor, topology: BlockTopology, *, is_transposed: bool
+) -> Tensor:
+    """`s @ b` or `s.T @ b` in fp32 (fp64 for fp64), rounded once."""
+    precise = precise_dtype(values)
+    sparse = to_dense(values.to(precise), topology)
+    return ((sparse.T if is_transposed else sparse) @ b.to(precise)).to(values.dtype)
+
+
+def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:
+    """Rows `[B, M]` and columns `[B, J]` of each block; R and N where there is none."""
+    is_block = topology.row_of_block_B >= 0
+    strip_B = topology.row_of_block_B.clamp(min=0).long()
+    rows = topology.rows
+    row_ranges = (rows.first[strip_B], rows.end[strip_B], topology.block_rows, topology.num_rows)
+    column_ranges = (
+        rows.first_across,
+        rows.end_across,
+        topology.block_columns,
+        topology.num_columns,
+    )
+    found = []
+    for first_B, end_B, size, outside in (row_ranges, column_ranges):
+        index = first_B[:, None] + torch.arange(size, device=first_B.device)
+        inside = (index < end_B[:, None]) & is_block[:, None]
+        found.append(torch.where(inside, index, outside))
+    return found[0], found[1]
+
+
+class Rectangle(NamedTuple):
+    """Blocks that lie side by side in the matrix and one after the other in memory.
+
+    Attributes:
+        rows, columns: Where in the matrix.
+        blocks: Where in the values.
+        row_strips: Strips of rows.
+    """
+
+    rows: slice
+    columns: slice
+    blocks: slice
+    row_strips: int
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """The rectangle as a dense matrix."""
+        tiles = values[self.blocks].unflatten(0, (self.row_strips, -1)).transpose(1, 2)
+        dense = tiles.flatten(0, 1).flatten(1)
+        return dense[: self.rows.stop - self.rows.start, : self.columns.stop - self.columns.start]
+
+    def scattered(self, dense: Tensor, values: Tensor) -> None:
+        """Writes a dense rectangle to its blocks, with zeros past the ends of strips."""
+        _, block_rows, block_columns = values.shape
+        tiles = values[self.blocks].unflatten(0, (self.row_strips, -1))
+        height, width = self.row_strips * block_rows, tiles.shape[1] * block_columns
+        missing = (0, width - dense.shape[1], 0, height - dense.shape[0])
+        padded = torch.nn.functional.pad(dense, missing) if any(missing) else dense
+        tiles.copy_(padded.view(self.row_strips, block_rows, -1, block_columns).transpose(1, 2))
+
+
+def rectangles(topology: BlockTopology) -> list[Rectangle]:
+    """The rectangles of a topology, from top to bottom; copies its lists to the host."""
+    found: list[Rectangle] = []
+    for new in _runs(topology):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.columns == new.columns
+            and last.rows.stop == new.rows.start
+            and (last.rows.stop - last.rows.start) % topology.block_rows == 0
+            and last.blocks.stop == new.blocks.start
+        ):
+            found[-1] = Rectangle(
+                slice(last.rows.start, new.rows.stop),
+                new.columns,
+                slice(last.blocks.start, new.blocks.stop),
+                last.row_strips + 1,
+            )
+        else:
+            found.append(new)
+    return found
+
+
+def _runs(topology: BlockTopology) -> Iterator[Rectangle]:
+    """The blocks of each strip of rows, cut where the next one is not beside the one before."""
+    strips = topology.rows
+    lists = (strips.first, strips.end, strips.offsets[:-1], strips.offsets[1:])
+    first_column, end_column = strips.first_across.tolist(), strips.end_across.tolist()
+    for first, end, begin, stop in zip(*(x.tolist() for x in lists), strict=True):
+        start = begin
+        for place in range(begin, stop):
+            # Only a full strip of columns may have a neighbour in the same dense row.
+            continues = (
+                place + 1 < stop
+                and first_column[place] + topology.block_columns == end_column[place]
+                and end_column[place] == first_column[place + 1]
+            )
+            if not continues:
+                columns = slice(first_column[start], end_column[place])
+                yield Rectangle(slice(first, end), columns, slice(start, place + 1), 1)
+                start = place + 1
+
+
+def sdd_torch(
+    a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
+) -> Tensor:
+    """The blocks of `a @ b` in the dtype of `a`, whose rows may be gathered."""
+    values = a.new_zeros(topology.values_shape)
+    tokens_R = None if gather is None else gather.tokens_R
+    for part in rectangles(topology):
+        rows = a[part.rows] if tokens_R is None else a[tokens_R[part.rows]]
+        part.scattered(rows @ b_KN[:, part.columns], values)
+    return values
+
+
+def dsd_torch(
+    values: Tensor,
+    b: Tensor,
+    topology: BlockTopology,
+    *,
+    is_transposed: bool,
+    gather: Gather | None = None,
+) -> Tensor:
+    """`s @ b` or `s.T @ b` in the dtype of the values; parts of a sum are added in fp32."""
+    num_rows = topology.num_columns if is_transposed else topology.num_rows
+    out = values.new_zeros(num_rows, b.shape[1], dtype=precise_dtype(values))
+    tokens_R = None if gather is None else gather.tokens_R
+    for part in rectangles(topology):
+        dense = part.gathered(values)
+        if is_transposed:
+            rows = b[part.rows] if tokens_R is None else b[tokens_R[part.rows]]
+            out[part.columns] += dense.T @ rows
+        else:
+            out[part.rows] += dense @ b[part.columns]
+    return out.to(values.dtype)
+
+
+class BlockSparseProducts(NamedTuple):
+    """The two products in one implementation, `triton` or `torch`."""
+
+    impl: Literal["triton", "torch"]
+
+    def sdd(
+        self, a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
+    ) -> Tensor:
+        if self.impl == "torch":
+            return sdd_torch(a, b_KN, topology, gather)
+        from moe_runtime.kernels.block_sparse.kernel import launch_sdd
+
+        return launch_sdd(a, b_KN, topology, gather)
+
+    def dsd(
+        self,
+        values: Tensor,
+        b: Tensor,
+        topology: BlockTopology,
+        *,
+        is_transposed: bool = False,
+        gather: Gather | None = None,
+    ) -> Tensor:
+        how: dict[str, Any] = {"is_transposed": is_transposed, "gather": gather}
+        if self.impl == "torch":
+            return dsd_torch(values, b, topology, **how)
+        from moe_runtime.kernels.block_sparse.kernel import launch_dsd
+
+        num_rows = topology.num_columns if is_transposed else topology.num_rows
+        out = values.new_empty(num_rows, b.shape[1])
+        return launch_dsd(values.contiguous(), b, topology, out=out, **how)
+
+
+class Sdd(torch.autograd.Function):
+    """`sdd` with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b_KN: Tensor,
+        topology: BlockTopology,
+        gather: Gather | None,
+        products: BlockSparseProducts,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b_KN)
+        ctx.topology, ctx.gather, ctx.products = topology, gather, products
+        return products.sdd(a, b_KN, topology, gather)
+
+    @staticmethod
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b_KN = ctx.saved_tensors
+        topology, gather, products = ctx.topology, ctx.gather, ctx.products
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            da = products.dsd(grads[0], b_KN.T, topology)
+            if gather is not None:
+                order, num_choices = gather
+                da = combine(da, None, order, num_choices=num_choices, impl=products.impl)
+        if ctx.needs_input_grad[1]:
+            db = products.dsd(grads[0], a, topology, is_transposed=True, gather=gather).T
+        return da, db, None, None, None
+
+
+class Dsd(torch.autograd.Function):
+    """`dsd` with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        b: Tensor,
+        topology: BlockTopology,
+        is_transposed: bool,
+        products: BlockSparseProducts,
+    ) -> Tensor:
+        ctx.save_for_backward(values, b)
+        ctx.topology, ctx.is_transposed, ctx.products = topology, is_transposed, products
+        return products.dsd(values, b, topology, is_transposed=is_transposed)
+
+    @staticmethod
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, b = ctx.saved_tensors
+        topology, products, dout = ctx.topology, ctx.products, grads[0]
+        dvalues = db = None
+        if ctx.needs_input_grad[0]:
+            left, right = (b, dout.T) if ctx.is_transposed else (dout, b.T)
+            dvalues = products.sdd(left, right, topology)
+        if ctx.needs_input_grad[1]:
+            db = products.dsd(values, dout, topology, is_transposed=not ctx.is_transposed)
+        return dvalues, db, None, None, None
+
 
 BlockSparseImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[BlockSparseImpl, ...] = ("auto", "triton", "torch", "reference")

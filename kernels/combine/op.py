@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from moe_runtime.kernels.combine.reference import combine_reference
+from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
 
@@ -71,8 +72,30 @@ def combine(
             f"y is on {y_RD.device}, the sorted tokens on {sorted_tokens.inverse_R.device}"
         )
     if resolve_impl(impl, y_RD.device, IMPLS) == "triton":
-        from moe_runtime.kernels.combine.autograd import combine_triton
+        from moe_runtime.kernels.combine.kernel import combine_triton
 
         return combine_triton(y_RD, weights_TK, sorted_tokens, num_choices)
     inverse_TK = sorted_tokens.inverse_R.view(num_tokens, num_choices)
     return combine_reference(y_RD, weights_TK, inverse_TK, sorted_tokens.offsets_E1[-1])
+
+
+def combine_reference(
+    y_RD: Tensor, weights_TK: Tensor | None, inverse_TK: Tensor, num_rows: Tensor
+) -> Tensor:
+    """`[T, D]`: the sum over k of `weights[t, k] * y[inverse[t, k]]`, in order of k.
+
+    Sums are kept in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows`
+    adds nothing, whatever its weight and whatever lies in `y` there.
+    """
+    precise = precise_dtype(y_RD)
+    num_tokens, num_choices = inverse_TK.shape
+    total = torch.zeros(num_tokens, y_RD.shape[1], dtype=precise, device=y_RD.device)
+    for k in range(num_choices):
+        is_real = (inverse_TK[:, k] < num_rows)[:, None]
+        rows_TD = y_RD[inverse_TK[:, k]].to(precise)
+        if weights_TK is not None:
+            # Chosen before the product: what was never written may be infinite, and 0 * inf is NaN.
+            rows_TD = torch.where(is_real, rows_TD, 0)
+            rows_TD = rows_TD * weights_TK[:, k, None].to(precise)
+        total = total + torch.where(is_real, rows_TD, 0)
+    return total.to(y_RD.dtype)

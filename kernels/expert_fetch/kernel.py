@@ -5,20 +5,14 @@ It is launched behind the end of the kernel before it, which may read what lies 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from moe_runtime.kernels.expert_fetch.reference import FetchTables
-from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
 BLOCK_W = 2048
 """Words of a program: 16 KiB where they have 8 bytes. A link of 55 GB/s is busy with some 80 kB on
 their way."""
 LINE_BYTES = tl.constexpr(128)
-_BLOCK_E = 32
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK_E = 32
 
 
 @triton.jit
@@ -75,28 +69,3 @@ def fetch_experts_fwd(
         begin = tl.load(parts_ptr + part) // WORD_BYTES
         tl.store(slot_ptr + begin + offs, words, mask=mask)
         before += (num_words + LINE_BYTES // WORD_BYTES + BLOCK_W - 1) // BLOCK_W
-
-
-def launch_fetch_experts(
-    ids_TK: Tensor,
-    tables: FetchTables,
-    slots: Tensor,
-    slots_E: Tensor,
-    first: int,
-    word_bytes: int,
-) -> None:
-    """As `fetch_experts`, for what it has checked."""
-    num_experts, num_parts = tables.sources_EP.shape
-    num_landing = min(len(tables.landing_L), ids_TK.numel() - first)
-    # every part may begin in the midst of a line
-    num_chunks = cdiv(slots.shape[1], BLOCK_W * word_bytes) + 2 * num_parts
-    launch(
-        fetch_experts_fwd, (num_chunks, num_landing),
-        ids_ptr=ids_TK.contiguous(), residents_ptr=tables.residents_E,
-        sources_ptr=tables.sources_EP, parts_ptr=tables.parts_2P, landing_ptr=tables.landing_L,
-        words_ptr=slots.view(_WORDS[word_bytes]), slots_ptr=slots_E,
-        num_ids=ids_TK.numel(), num_experts=num_experts, first=first, num_landing=num_landing,
-        slot_words=slots.shape[1] // word_bytes,
-        NUM_PARTS=num_parts, WORD_BYTES=word_bytes, BLOCK_R=power_of_2(ids_TK.numel()),
-        BLOCK_E=_BLOCK_E, BLOCK_W=BLOCK_W,
-    )  # fmt: skip

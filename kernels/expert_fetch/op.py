@@ -5,15 +5,64 @@ Shape suffixes as in the reference.
 
 from __future__ import annotations
 
-from typing import Literal
+import ctypes
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_fetch.reference import FetchTables, fetch_experts_reference
 from moe_runtime.kernels.operands import check_shape
-from moe_runtime.kernels.triton_support import resolve_impl
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2, resolve_impl
 
+
+class FetchTables(NamedTuple):
+    """Where the experts of a layer lie, and where those that are fetched go; on the device.
+
+    Attributes:
+        residents_E: int32, the slot of each expert that is on the device, below 0 for the others.
+        sources_EP: int64, addresses of each expert's parts in host memory that the device can read;
+            0 for experts that are not there.
+        parts_2P: int64, where each part begins in a slot, and its bytes.
+        landing_L: int32, the slots that fetched experts go to.
+    """
+
+    residents_E: Tensor
+    sources_EP: Tensor
+    parts_2P: Tensor
+    landing_L: Tensor
+
+
+def fetch_experts_reference(
+    ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int = 0
+) -> None:
+    """As `fetch_experts`, for tensors of the CPU.
+
+    Args:
+        ids_TK: `[T, K]`, as all that follows of `fetch_experts`.
+        tables: Addresses in them are read.
+        slots: `[S, B]` uint8, written.
+        slots_E: `[E]` int32, written.
+        first: Of the flattened ids that are looked at.
+    """
+    residents_E, sources_EP, parts_2P, landing_L = tables
+    ids = ids_TK.flatten().tolist()
+    found = residents_E.clone() if first == 0 else torch.full_like(residents_E, -1)
+    for place, expert in enumerate(ids):
+        is_known = 0 <= expert < len(residents_E)
+        is_mine = first <= place < first + len(landing_L) and ids.index(expert) == place
+        if not (is_known and is_mine) or residents_E[expert] >= 0 or not sources_EP[expert].all():
+            continue
+        slot = int(landing_L[place - first])
+        for address, (begin, num_bytes) in zip(
+            sources_EP[expert].tolist(), parts_2P.T.tolist(), strict=True
+        ):
+            target = slots[slot, begin : begin + num_bytes]
+            ctypes.memmove(target.data_ptr(), address, num_bytes)
+        found[expert] = slot
+    slots_E.copy_(found)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FetchImpl = Literal["auto", "triton", "reference"]
 
 
@@ -72,6 +121,31 @@ def fetch_experts(
         raise ValueError(f"word_bytes must be 1, 2, 4 or 8, got {word_bytes}")
     if resolve_impl(impl, ids_TK.device, ("auto", "triton", "reference")) != "triton":
         return fetch_experts_reference(ids_TK, tables, slots, slots_E, first)
-    from moe_runtime.kernels.expert_fetch.kernel import launch_fetch_experts
-
     return launch_fetch_experts(ids_TK, tables, slots, slots_E, first, word_bytes)
+
+
+def launch_fetch_experts(
+    ids_TK: Tensor,
+    tables: FetchTables,
+    slots: Tensor,
+    slots_E: Tensor,
+    first: int,
+    word_bytes: int,
+) -> None:
+    """The Triton kernel, for what `fetch_experts` has checked."""
+    from moe_runtime.kernels.expert_fetch.kernel import BLOCK_E, BLOCK_W, fetch_experts_fwd
+
+    num_experts, num_parts = tables.sources_EP.shape
+    num_landing = min(len(tables.landing_L), ids_TK.numel() - first)
+    # every part may begin in the midst of a line
+    num_chunks = cdiv(slots.shape[1], BLOCK_W * word_bytes) + 2 * num_parts
+    launch(
+        fetch_experts_fwd, (num_chunks, num_landing),
+        ids_ptr=ids_TK.contiguous(), residents_ptr=tables.residents_E,
+        sources_ptr=tables.sources_EP, parts_ptr=tables.parts_2P, landing_ptr=tables.landing_L,
+        words_ptr=slots.view(_WORDS[word_bytes]), slots_ptr=slots_E,
+        num_ids=ids_TK.numel(), num_experts=num_experts, first=first, num_landing=num_landing,
+        slot_words=slots.shape[1] // word_bytes,
+        NUM_PARTS=num_parts, WORD_BYTES=word_bytes, BLOCK_R=power_of_2(ids_TK.numel()),
+        BLOCK_E=BLOCK_E, BLOCK_W=BLOCK_W,
+    )  # fmt: skip

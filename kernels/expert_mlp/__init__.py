@@ -16,25 +16,23 @@ from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.decode_step import ExpertStep
-    from moe_runtime.kernels.expert_mlp.expert_by_expert import frozen_expert
     from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
     from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
     from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
-    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
-    from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
-    from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
+    from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
+    from moe_runtime.kernels.expert_mlp.rows import ParameterGradients
+    from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn, frozen_expert
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".decode_step": "ExpertStep",
-            ".expert_by_expert": "frozen_expert",
             ".expert_weights": "ExpertWeights",
             ".experts": "PackedExperts StackedExperts",
             ".op": "expert_mlp grouped_expert_mlp",
-            ".parameter_gradients": "ParameterGradients",
-            ".quantized.quantized_experts": "QuantizedExperts",
-            ".separate_experts": "expert_ffn",
+            ".rows": "ParameterGradients",
+            ".quantized": "QuantizedExperts",
+            ".separate_experts": "expert_ffn frozen_expert",
         },
     )
 

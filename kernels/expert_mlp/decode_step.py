@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.combine.assignments import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
-from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, row_limit
+from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, kernel_activation, row_limit
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     STATUS_BAD_ROW,

@@ -7,26 +7,20 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
-from typing import cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels import linear as products
-from moe_runtime.kernels.expert_mlp.expert_runs import (
-    IMPLS,
-    ExpertActivation,
-    ExpertImpl,
-    ExpertRuns,
-    RowIds,
-)
-from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
-from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, native_row_limit
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
+from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -39,8 +33,63 @@ from moe_runtime.kernels.native import (
     needs_torch,
     require_native,
 )
-from moe_runtime.kernels.operands import check_choice
+from moe_runtime.kernels.operands import check_choice, precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized import QuantizedMatrix
+
+ExpertImpl = Literal["auto", "native", "reference", "torch"]
+IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
+RowIds = Tensor | Sequence[int]
+ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
+ExpertActivation = ActivationName | ActivationSpec | ActivationFn
+LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
+
+
+class ExpertRuns(NamedTuple):
+    """Some experts, the number of rows of each, and where these rows are read and written."""
+
+    experts: Sequence[ExpertWeights]
+    counts: Sequence[int]
+    token_ids_R: RowIds
+    destinations_R: RowIds
+
+    def cut(self, pieces: Iterable[Iterable[Sequence[Any]]]) -> Iterator[ExpertRuns]:
+        """Each piece, a pair of experts and counts in the order of all, with its rows."""
+        first = 0
+        for experts, counts in pieces:
+            last = first + sum(counts)
+            rows = slice(first, last)
+            yield ExpertRuns(experts, counts, self.token_ids_R[rows], self.destinations_R[rows])
+            first = last
+
+
+class KernelActivation(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        code: Of the function.
+        formula: `ActivationSpec.numbers` as C reads them; None for the function alone, which is
+            computed without them.
+    """
+
+    code: int
+    formula: ctypes.Array[ctypes.c_float] | None
+
+
+@lru_cache(maxsize=64)
+def kernel_activation(activation: str | ActivationSpec) -> KernelActivation | None:
+    """What the kernel is given for a name or a formula; None for what it does not know."""
+    if isinstance(activation, str):
+        code = ACTIVATION_CODES.get(activation)
+        return None if code is None else KernelActivation(code, None)
+    code = ACTIVATION_CODES[activation.function]
+    if activation.is_plain:
+        return KernelActivation(code, None)
+    numbers = activation.numbers()
+    return KernelActivation(code, (ctypes.c_float * len(numbers))(*numbers))
+
 
 DAMAGED = "escapes of an expert in the lossless code do not fit its rows; pack the checkpoint again"
 
@@ -123,9 +172,6 @@ def expert_ffn(
             name = cast(ActivationName, activation)
             _run_native(library, x_TD, some, out_RO, name, decodes=most > limit)
         else:
-            # decode steps have no need of it
-            from moe_runtime.kernels.expert_mlp.expert_by_expert import run_by_expert
-
             run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
 
 
@@ -191,8 +237,6 @@ def _run_native(
 ) -> None:
     pieces = [(runs.experts, runs.counts)]
     if sum(runs.counts) > ROWS_PER_CALL:
-        from moe_runtime.kernels.expert_mlp.row_portions import portions
-
         pieces = portions(runs.experts, runs.counts)
     for some in runs.cut(pieces):
         records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
@@ -265,3 +309,122 @@ def _int64(rows: RowIds) -> Tensor | bytes:
     if isinstance(rows, Tensor):
         return rows.to(device="cpu", dtype=torch.int64).contiguous()
     return array("q", rows).tobytes()
+
+
+def portions(
+    experts: Sequence[ExpertWeights], counts: Sequence[int]
+) -> Iterator[tuple[Sequence[ExpertWeights], Sequence[int]]]:
+    """Cuts a call where its rows would take much memory to pack, inside an expert if need be."""
+    some: list[ExpertWeights] = []
+    some_counts: list[int] = []
+    room = ROWS_PER_CALL
+    for weights, count in zip(experts, counts, strict=True):
+        while count:
+            taken = min(count, room)
+            some.append(weights)
+            some_counts.append(taken)
+            count, room = count - taken, room - taken
+            if not room:
+                yield some, some_counts
+                some, some_counts, room = [], [], ROWS_PER_CALL
+    if some:
+        yield some, some_counts
+
+
+def frozen_expert(
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation,
+) -> Tensor:
+    """One expert's outputs, with a gradient of `x` and of what the activation holds.
+
+    Between the products, values have the dtype of `x`.
+
+    Args:
+        x_RD: `[R, D]`.
+        weights: Of the expert, which has no gradient; they must stay as they are until the
+            gradient is computed.
+        activation: As in `expert_ffn`.
+
+    Returns:
+        `[R, O]` in the dtype of `x`.
+    """
+    return one_expert(x_RD, weights, activation_function(activation), products.frozen_linear)
+
+
+def run_by_expert(
+    x_TD: Tensor,
+    runs: ExpertRuns,
+    out_RO: Tensor,
+    *,
+    activation: ExpertActivation | str,
+    impl: ExpertImpl,
+) -> None:
+    """One expert after another, in torch operations and `linear`.
+
+    `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
+    """
+    function = activation_function(activation)
+    are_quantized = any(weights.shape.formats for weights in runs.experts)
+    is_reused = are_quantized and impl == "auto" and not needs_torch(x_TD)
+    values = ReusedValues() if is_reused else None
+
+    def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        if isinstance(matrix, Tensor):
+            return linear(x, matrix, bias, impl=impl)
+        return products.quantized_linear(x, matrix, bias, impl=impl, values=values)
+
+    dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
+    token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)
+    destinations = torch.as_tensor(runs.destinations_R, dtype=torch.int64, device=x_TD.device)
+    first = 0
+    for weights, count in zip(runs.experts, runs.counts, strict=True):
+        if count:
+            rows = slice(first, first + count)
+            x_RD = x_TD.index_select(0, token_ids[rows]).to(dtype)
+            y_RO = one_expert(x_RD, weights, function, product)
+            out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
+        first += count
+
+
+class ReusedValues:
+    """`values_of` in one place: what a call gives is valid until the next one."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._memory: Tensor | None = None
+
+    def __call__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+        """The values of one matrix."""
+        from moe_runtime.kernels.linear.quantized import write_values
+
+        num_rows, num_cols = matrix.shape
+        size = num_rows * num_cols
+        if self._memory is None or self._memory.dtype != dtype or self._memory.numel() < size:
+            self._memory = matrix.codes.new_empty(size, dtype=dtype)
+        return write_values(matrix, dtype, self._memory[:size].view(num_rows, num_cols))
+
+
+def activation_function(activation: ExpertActivation | str) -> ActivationFn:
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of an activation.
+
+    With a gate it is `act(gate) * up`, without one `act(up)`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if not isinstance(activation, str):
+        return activation
+    plain = ActivationSpec(cast(ActivationName, activation))
+    return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
+
+
+def one_expert(
+    x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
+) -> Tensor:
+    """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
+    gate = None
+    if weights.gate is not None:
+        gate = linear(x_RD, weights.gate, weights.gate_bias)
+    up = linear(x_RD, weights.up, weights.up_bias)
+    return linear(activation(gate, up), weights.down, weights.down_bias)

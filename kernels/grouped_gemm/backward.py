@@ -1,26 +1,26 @@
-"""Launchers of the backward kernels."""
+"""Launchers of the backward kernels, and autograd around `grouped_gemm`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.combine.kernel import launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward_kernel import (
     gate_weight_grad,
     grouped_bias_grad,
+    grouped_gemm_down_act,
     grouped_gemm_dw,
 )
-from moe_runtime.kernels.grouped_gemm.down_act_kernel import grouped_gemm_down_act
-from moe_runtime.kernels.grouped_gemm.forward import precision_of
+from moe_runtime.kernels.grouped_gemm.forward import plain_product, precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
-from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
-
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+from moe_runtime.kernels.triton_support import cdiv, check_triton_dtype, launch, power_of_2
 
 # Rows whose gate weights one program sums the gradients of.
 _GATE_ROWS = 32
@@ -231,3 +231,79 @@ def bias_grad(
         HAS_SCALE=scale_R is not None, ACCUMULATES=accumulates, BLOCK_R=32, BLOCK_N=block_n,
     )  # fmt: skip
     return out_SN
+
+
+def like_parameter(parameter: Tensor, groups: Groups) -> Tensor:
+    """Memory for a gradient that the kernels will write for every expert with a slot.
+
+    With a slot table there may be slots that hold no expert; those are zero.
+    """
+    if groups.slot_of_expert is not None:
+        return torch.zeros_like(parameter)
+    return torch.empty_like(parameter)
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_SNK: Tensor,
+        bias_SN: Tensor | None,
+        groups: Groups,
+        inverse_R: Tensor | None,
+        moves: dict[str, Any],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_SNK, bias_SN, inverse_R)
+        ctx.groups, ctx.moves = groups, moves
+        out = x.new_zeros(groups.num_rows, weight_SNK.shape[1])
+        return plain_product(x, weight_SNK, groups, out=out, bias_SN=bias_SN, **moves)
+
+    @staticmethod
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_SNK, bias_SN, inverse_R = ctx.saved_tensors
+        dout, groups, moves = grads[0], ctx.groups, ctx.moves
+        left = 1 if moves["scatters"] else 0
+        right = groups.num_choices if moves["gathers"] else 0
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            by_slot, to_rows = replace(groups, num_choices=1), weight_SNK.transpose(1, 2)
+            dx = x.new_zeros(groups.num_rows, x.shape[1])
+            plain_product(dout, to_rows, by_slot, out=dx, gathers=moves["scatters"])
+            if right:
+                dx = launch_combine_fwd(dx, None, inverse_R, groups.offsets_E1[-1:], right)
+        if ctx.needs_input_grad[1]:
+            out = like_parameter(weight_SNK, groups)
+            divisors = {"left_divisor": left, "right_divisor": right}
+            dweight = weight_grad(dout, x, groups, out_SNK=out, **divisors)
+        if ctx.needs_input_grad[2]:
+            out = like_parameter(bias_SN, groups)
+            dbias = bias_grad(dout, groups, out_SN=out, divisor=left)
+        return dx, dweight, dbias, None, None, None
+
+
+def grouped_gemm_triton(
+    x: Tensor,
+    weight_SNK: Tensor,
+    bias_SN: Tensor | None,
+    groups: Groups,
+    inverse_R: Tensor | None,
+    *,
+    gathers: bool,
+    scatters: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """`grouped_gemm` on a GPU, or in Triton's interpreter.
+
+    Raises:
+        ValueError: A dtype that the kernels do not compute in, or an `out` that is not row-major.
+    """
+    check_triton_dtype(x)
+    moves: dict[str, Any] = {"gathers": gathers, "scatters": scatters}
+    if out is not None:
+        if out.stride(1) != 1:
+            raise ValueError(f"out must have unit stride along N, got strides {out.stride()}")
+        return plain_product(x, weight_SNK, groups, out=out, bias_SN=bias_SN, **moves)
+    result = _GroupedGemm.apply(x, weight_SNK, bias_SN, groups, inverse_R, moves)
+    return result  # type: ignore[no-any-return]

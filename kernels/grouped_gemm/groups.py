@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
 from moe_runtime.kernels.grouped_gemm.kernel import tile_map
 from moe_runtime.kernels.grouped_gemm.packed import Weights
-from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
+from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile, choose_tile
 from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.triton_support import launch, power_of_2
 

@@ -18,9 +18,15 @@ from torch import Tensor
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.table import TileKey, tile_key
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import describe_device, tile_by_rule
+from moe_runtime.kernels.grouped_gemm.tile import (
+    GpuLimits,
+    ProductKind,
+    Tile,
+    TileKey,
+    describe_device,
+    tile_by_rule,
+    tile_key,
+)
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
 

@@ -1,10 +1,21 @@
-/* Scalar conversions between fp32, bf16 and fp16, and an exponential: branch-free, so loops over them vectorise.
+/* Scalar conversions between fp32, bf16 and fp16, and activations: branch-free, so loops over them vectorise.
  * Addresses may be unaligned: tensors in a file begin where the file says. */
-#ifndef MOE_RUNTIME_CONVERT_H
-#define MOE_RUNTIME_CONVERT_H
+#pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
+enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, NUM_ACTIVATIONS };
+
+static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+static inline int64_t round_up(int64_t count, int64_t size) { return parts_of(count, size) * size; }
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -63,13 +74,31 @@ static inline uint16_t f32_to_f16(float value) {
 static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
 static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
 
-static inline void store_f32(char *dst, float value) { memcpy(dst, &value, 4); }
-static inline void store_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
-static inline void store_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
+/* Number i of values of a type; loops over a constant type become vectors. */
+INLINE float load_as(int dtype, const char *src, int64_t i) {
+    if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
+    return dtype == DTYPE_BF16 ? load_bf16(src + 2 * i) : load_f16(src + 2 * i);
+}
 
-static inline float round_f32(float value) { return value; }
-static inline float round_bf16(float value) { return bf16_to_f32(f32_to_bf16(value)); }
-static inline float round_f16(float value) { return f16_to_f32(f32_to_f16(value)); }
+INLINE void store_as(int dtype, char *dst, int64_t i, float value) {
+    if (dtype == DTYPE_F32)
+        memcpy(dst + 4 * i, &value, 4);
+    else
+        store_u16(dst + 2 * i, dtype == DTYPE_BF16 ? f32_to_bf16(value) : f32_to_f16(value));
+}
+
+INLINE float round_as(int dtype, float value) {
+    if (dtype == DTYPE_F32) return value;
+    return dtype == DTYPE_BF16 ? bf16_to_f32(f32_to_bf16(value)) : f16_to_f32(f32_to_f16(value));
+}
+
+/* call(type), with the type as a constant. */
+#define BY_DTYPE(dtype, call)                          \
+    switch (dtype) {                                   \
+        case DTYPE_F32: call(DTYPE_F32); break;        \
+        case DTYPE_BF16: call(DTYPE_BF16); break;      \
+        default: call(DTYPE_F16);                      \
+    }
 
 /* exp(x) to about 2 units in the last place: x = n ln 2 + r, polynomial in r, scaled by 2^n (the scheme of Cephes' expf).
  * Beyond the range of normal fp32 numbers the result saturates. */
@@ -91,4 +120,22 @@ static inline float exp_f32(float x) {
     return p * from_bits((bits_of(shifted) - bits_of(shifter) + 127u) << 23);
 }
 
-#endif
+INLINE float activated(int activation, float x) {
+    switch (activation) {
+        case ACT_SILU: return x / (1.0f + exp_f32(-x));
+        case ACT_GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+        case ACT_GELU_TANH: return x - x / (exp_f32(1.59576912160573072f * (x + 0.044715f * x * x * x)) + 1.0f);
+        case ACT_RELU: return x < 0.0f ? 0.0f : x;
+        default: return x < 0.0f ? 0.0f : x * x;
+    }
+}
+
+/* call(activation), with the activation as a constant. */
+#define BY_ACTIVATION(activation, call)                     \
+    switch (activation) {                                   \
+        case ACT_SILU: call(ACT_SILU); break;               \
+        case ACT_GELU: call(ACT_GELU); break;               \
+        case ACT_GELU_TANH: call(ACT_GELU_TANH); break;     \
+        case ACT_RELU: call(ACT_RELU); break;               \
+        default: call(ACT_RELU2);                           \
+    }

@@ -1,13 +1,8 @@
-/* Shared declarations of the native CPU kernels: the C interface that library.py loads with ctypes,
- * and the table of functions that every instruction-set variant provides.
- *
- * Data types, activations and packed layouts are small integers because they cross the ctypes border.
- */
-#ifndef MOE_RUNTIME_KERNELS_H
-#define MOE_RUNTIME_KERNELS_H
+/* Shared declarations of the native CPU kernels: the C interface that library.py loads with ctypes, the thread pool, and the
+ * table of functions that every instruction set provides. Small integers stand for types and layouts, as ctypes passes them. */
+#pragma once
 
-#include <stdint.h>
-
+#include "convert.h"
 #include "formats/planes.h"
 
 #if defined(__GNUC__)
@@ -36,32 +31,51 @@
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
 #define MOE_ABI_VERSION 28
 
-enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
-
-enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, NUM_ACTIVATIONS };
-
-/* The largest gate that is ranked without allocating; decode_step/gate_ranking.py sends larger ones through torch. */
-enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
-
-/* Of a normalisation, see norm.c: rounded before the weight, behind it, and behind one more than it. */
-enum { NORM_ROUNDED = 0, NORM_WIDE = 1, NORM_PLUS_ONE = 2 };
-
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
-/* How weights are multiplied, and with it how the rows of x are packed:
+/* How norm.c normalises: rounded before the weight, after it, and after a weight that is one larger. */
+enum { NORM_ROUNDED = 0, NORM_WIDE = 1, NORM_PLUS_ONE = 2 };
+
+/* ---- the thread pool ---- */
+
+typedef void (*PoolFn)(void *context);
+typedef void (*PartFn)(void *context, int thread, int64_t first, int64_t end);
+
+/* Runs fn(context) on the calling thread and on workers that come in time, and returns when all have left it. fn hands out
+ * its own work: it must be right when only the caller runs it. One call at a time; a second caller waits. With `share` it
+ * runs on OpenMP's threads instead, where moe_set_parallel has named a function that starts them.
+ * The pool's lock is held from pool_begin to pool_end; buffers that all calls share may be touched between them. */
+void pool_begin(void);
+void pool_run(PoolFn fn, void *context, int share);
+void pool_end(void);
+
+/* pool_run of fn for parts of `at_once` of `count` items; `thread` numbers the threads that take part. */
+void pool_each(PartFn fn, void *context, int64_t count, int64_t at_once, int share);
+
+/* Memory that lasts until pool_end, 64-byte aligned and reused by the next call; NULL when there is none. */
+void *pool_scratch(int64_t bytes);
+
+/* Threads that work on a call, the caller included. */
+int pool_threads(void);
+
+/* One turn of a waiting loop; `turn` counts them: long waits yield the processor. */
+void pool_relax(int turn);
+
+/* ---- matrices ---- */
+
+/* How weights are multiplied, and so how the rows of x are packed:
  *   KIND_F32      fp32 weights, x as fp32 in order
  *   KIND_F16      fp16 weights widened to fp32, x as fp32 in order
  *   KIND_BF16     bf16 weights widened to fp32, x as fp32, each group split into even and odd elements
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
  *   KIND_BF16_TILES bf16 weights in matrix units, x as pairs of bf16, transposed within a panel
- * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK but for the first; those of no kind of
- * their own are written to memory as fp32 a few rows at a time (KIND_F32):
- *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted where vectors are of eight: see block_rows.h
+ * Quantised weights; rows of x are packed in blocks of QUANT_BLOCK, except for the first kind. Formats without a kind are
+ * written as fp32, a few rows at a time (KIND_F32):
+ *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted for vectors of eight: see blocks.h
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
- *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see quantized_int8.h
- *   KIND_INT8_BLOCKS  codes in blocks as int8, x rounded to int8, see int8_blocks.h
- */
+ *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see int8.h
+ *   KIND_INT8_BLOCKS  codes in blocks as int8, x rounded to int8, see int8_blocks.h */
 enum {
     KIND_F32 = 0,
     KIND_F16 = 1,
@@ -88,8 +102,8 @@ enum { INT8_BLOCK_STEP = 256, INT8_STEP_BYTES = INT8_BLOCK_STEP + 16 * INT8_BLOC
 
 typedef struct Quantized Quantized;
 
-/* A row-major matrix [rows, cols] whose rows lie `stride` bytes apart. For a quantised one, which begins at row
- * `first_row` of what `quantized` describes, `data` are its codes. */
+/* A row-major matrix whose rows lie `stride` bytes apart. A quantised one begins at row `first_row` of what `quantized`
+ * describes, and `data` are its codes. */
 typedef struct {
     const char *data;
     int64_t stride;
@@ -97,32 +111,32 @@ typedef struct {
     int64_t first_row;
 } Matrix;
 
-/* Rows that are multiplied by whole lines of a matrix, in panels of max_panel_rows rows. A step is four bytes of a row: a pair
- * of bf16 or one fp32. Distances are in bytes: of rows of a panel, of steps of a row, and of panels. */
+/* Rows that are multiplied by whole lines of a matrix, in panels of max_panel_rows. A step is four bytes of a row: a pair of
+ * bf16 or one fp32. Distances in bytes: of rows of a panel, of steps of a row, and of panels. */
 typedef struct {
     const char *data;
     int64_t row, step, panel;
 } Rows;
 
-/* Values that lie `stride` bytes apart; data may be NULL. */
+/* Values `stride` bytes apart; data may be NULL. */
 typedef struct {
     const char *data;
     int64_t stride;
 } Bias;
 
-/* One expert as expert_weights.py writes it; gate.data is NULL when the expert has no gate.
- */
+/* One expert as expert_weights.py writes it; gate.data is NULL when the expert has no gate. */
 typedef struct {
     Matrix gate, up, down;
     Bias gate_bias, up_bias, down_bias;
 } Expert;
 
-/* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as
- * [k / k_step][row][k_step], for matrix units as [k / k_step][pair][row][2], padded with zeros, so that one panel is read
- * strictly forwards.
+/* ---- instruction sets ---- */
+
+/* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as [k / k_step][row][k_step], for matrix
+ * units as [k / k_step][pair][row][2], padded with zeros, so that it is read strictly forwards.
  *
- * Every sum over k has one accumulator vector that runs from the first group to the last, whatever
- * the tile around it: the result for one row and one weight row is independent of all other rows. */
+ * Every sum over k has one accumulator vector that runs from the first group to the last, whatever the tile around it: the
+ * result for one row and one weight row is independent of all other rows. */
 typedef struct {
     const char *name;
     int max_panel_rows, tile_rows; /* of x and of a matrix: as many sums are taken at once */
@@ -137,10 +151,10 @@ typedef struct {
     /* The same for weights that were just written, of no quantised kind. */
     void (*multiply_cached)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                             float *out, int64_t ldo);
-    /* The same of weights in the lossless code and one panel of KIND_BF16_DOT, one row or two at a time; NULL where there is none. */
+    /* The same for one or two rows in the lossless code and one panel of KIND_BF16_DOT; NULL where there is none. */
     PlanesDot dot_planes;
     /* out[row * ldo + n] = dot(x row, column n of a matrix [k, num_columns]). Rows of x are bf16 for KIND_BF16_DOT, with a zero
-     * behind an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
+     * after an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
     void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
                              float *out, int64_t ldo);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
@@ -148,7 +162,7 @@ typedef struct {
     /* Adds the values of a bias from the first on. */
     void (*add_bias)(float *values, Bias bias, int64_t first, int dtype, int64_t count);
     void (*store)(char *dst, int dtype, const float *src, int64_t count);
-    /* Reads every byte; the answer only keeps the reads alive. */
+    /* Reads every byte; the result only keeps the reads alive. */
     float (*read_all)(const char *data, int64_t bytes);
     /* The kind of products of a quantised matrix with rows of a data type. */
     int (*quantized_kind)(const Quantized *format, int x_dtype);
@@ -159,48 +173,46 @@ typedef struct {
 /* The instruction set that calls use. */
 const Isa *current_isa(void);
 
-/* Functions of the interface that others of it are made of: driver.c, batched.c, rank.c, norm.c. */
+/* Those that are compiled: MOE_HAVE_... says which. isa_amx gives NULL where the system has no tiles for this process. */
+extern const Isa isa_portable, isa_avx2, isa_avx512, isa_avx512bf16;
+const Isa *isa_amx(void);
+
+/* ---- functions that several files call ---- */
+
 MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
                                     int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                                     int decodes, int share_threads);
-
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads);
-MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
-                              int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
-                              int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
-                              int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
-                              int decodes, int share_threads);
 MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *out, int64_t num_tokens, int64_t choices,
                                  int64_t dim, int dtype, int weights_dtype, int share_threads);
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
                                           int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
-                                          int sinks_dtype, char *out,
-                                          int64_t outer, int64_t inner, int64_t rows, int64_t length, int64_t key_dim,
-                                          int64_t value_dim, float scale, int dtype, int share_threads);
-MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);
-MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
-                             float eps, int dtype, int form, int share_threads);
+                                          int sinks_dtype, char *out, int64_t outer, int64_t inner, int64_t rows, int64_t length,
+                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int share_threads);
 
-/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. By the caller alone. */
+/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. On the calling thread. */
 void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
                    float eps, int dtype, int form);
 
 /* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
 void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);
 
-/* Scores to weights in their place: they sum to one, together with that of a further score, which may be NULL. */
+/* Scores to weights in place: they sum to one, together with that of a further score, which may be NULL. */
 void moe_softmax(float *scores, int64_t count, const float *sink);
 
-/* Those that are compiled: MOE_HAVE_... says which. */
-extern const Isa isa_portable, isa_avx2, isa_avx512, isa_avx512bf16;
+/* What puts an expert's bytes in order once they have been read: StorageOrder of kernels/quantized, and two places in a slot. */
+typedef struct {
+    int64_t kind, from, to, rows, cols, bits, adds_one;
+} OrderStep;
 
-/* NULL where the system has no tiles for this process. */
-const Isa *isa_amx(void);
+/* Bytes of scratch memory that moe_put_in_order needs. */
+int64_t order_scratch_bytes(const OrderStep *steps, int64_t count);
+MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *slot, char *scratch);
 
-static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+/* ---- small helpers ---- */
 
 /* How weights whose outputs are neighbours in memory are multiplied with rows of a data type. */
 static inline int column_kind(const Isa *isa, int x_dtype, int weight_dtype) {
@@ -222,20 +234,30 @@ static inline int panel_rows_of(const Isa *isa, int kind) {
 /* The rows of one expert are cut into this many panels of nearly equal height. Four panels share the fetching of a tile
  * of four rows evenly, three do not (measured: 4 % at 16 rows); matrix units take them two by two. */
 static inline int64_t num_panels(int64_t num_rows, int max_panel_rows) {
-    const int64_t panels = (num_rows + max_panel_rows - 1) / max_panel_rows;
+    const int64_t panels = parts_of(num_rows, max_panel_rows);
     return panels == 3 && num_rows > 14 && max_panel_rows < PANEL_ROWS_OF_TILES ? 4 : panels;
 }
 
 static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_rows) {
-    int64_t small = num_rows / panels, larger = num_rows % panels;
+    const int64_t small = num_rows / panels, larger = num_rows % panels;
     return panel * small + (panel < larger ? panel : larger);
 }
 
 static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
-    if (kind == KIND_INT8_BLOCKS) return (k + INT8_BLOCK_STEP - 1) / INT8_BLOCK_STEP * INT8_STEP_BYTES;
-    const int64_t step = kind > KIND_QUANT_BLOCKS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
+    if (kind == KIND_INT8_BLOCKS) return parts_of(k, INT8_BLOCK_STEP) * INT8_STEP_BYTES;
+    const int64_t padded = round_up(k, kind > KIND_QUANT_BLOCKS ? QUANT_BLOCK : k_step);
     if (kind >= KIND_QUANT_INT4) return padded / QUANT_BLOCK * INT8_BLOCK_BYTES;
     return padded * (kind == KIND_BF16_DOT || kind == KIND_BF16_TILES || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }
 
-#endif
+/* Packs `count` elements of every row from element first_k on, in panels; row r is row index[r] of x, or r without an index. */
+static inline void pack_panels(const Isa *isa, int kind, const char *x, int64_t x_stride, int dtype, const int64_t *index,
+                               int64_t num_rows, int64_t first_k, int64_t count, int64_t k, char *packed) {
+    const int64_t panels = num_panels(num_rows, panel_rows_of(isa, kind)), row_bytes = packed_row_bytes(kind, k, isa->k_step);
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t start = panel_start(p, panels, num_rows), end = panel_start(p + 1, panels, num_rows);
+        for (int64_t r = start; r < end; r++)
+            isa->pack(kind, x + (index ? index[r] : r) * x_stride, dtype, count, packed + start * row_bytes, first_k,
+                      (int)(r - start), (int)(end - start), k);
+    }
+}

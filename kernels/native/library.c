@@ -1,10 +1,7 @@
-/* What the library says about itself and lets be chosen: the variants of the kernels, threads, memory bandwidth. */
+/* What the library says about itself, the choice of an instruction set, and memory bandwidth. */
 #include <stdatomic.h>
-#include <stddef.h>
-#include <string.h>
 
 #include "kernels.h"
-#include "pool.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -35,23 +32,18 @@ MOE_EXPORT int moe_cpu_is_amd(void) {
 #endif
 }
 
-#if defined(__x86_64__)
-/* Bits of EDX of leaf 7 of CPUID. */
-enum { AMX_BF16 = 22, AMX_TILE = 24 };
+enum { AMX_BF16 = 22, AMX_TILE = 24 }; /* bits of EDX of leaf 7 of CPUID */
 
 static int cpu_has_amx(int bit) {
+#if defined(__x86_64__)
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> bit & 1);
-}
-#endif
-
-MOE_EXPORT int moe_cpu_has_amx(void) {
-#if defined(__x86_64__)
-    return cpu_has_amx(AMX_BF16);
 #else
-    return 0;
+    return 0 * bit;
 #endif
 }
+
+MOE_EXPORT int moe_cpu_has_amx(void) { return cpu_has_amx(AMX_BF16); }
 
 enum { NUM_ISAS = 5 };
 
@@ -130,40 +122,24 @@ MOE_EXPORT int moe_select_isa(const char *name) {
     return 0;
 }
 
-/* ---- threads ---- */
-
-MOE_EXPORT void moe_set_num_threads(int num_threads) { pool_resize(num_threads); }
-MOE_EXPORT int moe_get_num_threads(void) { return pool_size(); }
-MOE_EXPORT void moe_set_parallel(ParallelFn parallel) { pool_set_parallel(parallel); }
-MOE_EXPORT void moe_set_spin_ns(int64_t nanoseconds) { pool_set_spin(nanoseconds); }
-
 /* ---- measurement ---- */
-
-enum { READ_BLOCK = 1 << 20 };
 
 typedef struct {
     const char *data;
-    int64_t bytes;
-    atomic_llong next;
     _Atomic float sum;
 } Reading;
 
-static void read_blocks(void *context) {
+static void read_block(void *context, int thread, int64_t first, int64_t end) {
     Reading *reading = context;
-    for (;;) {
-        int64_t start = atomic_fetch_add(&reading->next, READ_BLOCK);
-        const int64_t left = reading->bytes - start;
-        if (left <= 0) return;
-        float sum = current_isa()->read_all(reading->data + start, left < READ_BLOCK ? left : READ_BLOCK);
-        atomic_store_explicit(&reading->sum, sum, memory_order_relaxed);
-    }
+    (void)thread;
+    atomic_store_explicit(&reading->sum, current_isa()->read_all(reading->data + first, end - first), memory_order_relaxed);
 }
 
 /* Reads the whole buffer once with all threads; the caller takes the time. */
 MOE_EXPORT float moe_read(const char *data, int64_t bytes, int share_threads) {
-    Reading reading = {.data = data, .bytes = bytes};
+    Reading reading = {.data = data};
     pool_begin();
-    pool_run(read_blocks, &reading, share_threads);
+    pool_each(read_block, &reading, bytes, 1 << 20, share_threads);
     pool_end();
     return reading.sum;
 }

@@ -39,7 +39,6 @@ _CONTROLS = {
     "moe_cpu_has_amx": "i",
     "moe_cpu_is_amd": "i",
     "moe_set_num_threads": "v i",
-    "moe_get_num_threads": "i",
     "moe_set_parallel": "v p",
     "moe_set_spin_ns": "v q",
     "moe_read": "f pqi",
@@ -95,7 +94,6 @@ _KERNELS = {
     "moe_reads_stop": "v p",
     # queue, name, blocks, num_blocks, steps, num_steps, into, is_ahead
     "moe_reads_submit": "i pqpqpqpi",
-    "moe_reads_knows": "i pq",
     "moe_reads_start": "v p",
     "moe_reads_promote": "v pq",
     "moe_reads_cancel": "i pq",

@@ -1,22 +1,24 @@
-/* The thread pool. Workers watch a generation counter for a bounded time and then sleep on a condition variable,
- * so calls that follow one another closely start in about a microsecond and an idle pool costs nothing.
+/* The thread pool, for calls of microseconds to milliseconds. Workers watch a generation counter for a bounded time and then
+ * sleep on a condition variable: calls in close succession start in about a microsecond, and an idle pool costs nothing.
  *
- * The caller never waits for a worker to wake up: it opens the job, works on it itself, closes it, and waits only for
- * workers that are inside. `inside` and `open_job` are written and read in opposite order on the two sides with
- * sequentially consistent operations, so a worker that finds the job open is seen by the caller.
+ * The caller never waits for a worker to wake up: it opens the job, works on it, closes it, and waits only for workers that
+ * are inside. `inside` and `open_job` are written and read in opposite order on the two sides with sequentially consistent
+ * operations, so the caller sees a worker that finds the job open.
  *
- * OpenMP's threads spin for milliseconds after each parallel region of torch, and take half of our time when there are
- * as many workers as cores (measured: 27 instead of 60 GB/s). So a call may run on those very threads instead.
- */
+ * OpenMP's threads spin for milliseconds after each parallel region of torch, and take half of our time when there are as
+ * many workers as cores (measured: 27 instead of 60 GB/s). So a call may run on those threads instead. */
 #define _GNU_SOURCE
-#include "pool.h"
-
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
+
+#include "kernels.h"
+
+/* Runs fn(context) on `num_threads` threads and returns when all are done: OpenMP's GOMP_parallel. */
+typedef void (*ParallelFn)(PoolFn fn, void *context, unsigned num_threads, unsigned flags);
 
 enum { MAX_THREADS = 256, TURNS_BEFORE_YIELD = 2000, TURNS_PER_CLOCK = 64, PAGE = 4096 };
 
@@ -171,9 +173,32 @@ void pool_run(PoolFn fn, void *context, int share) {
     for (int turn = 0; atomic_load(&pool.inside) > 0; turn++) pool_relax(turn);
 }
 
+typedef struct {
+    PartFn fn;
+    void *context;
+    int64_t count, at_once;
+    atomic_llong next;
+    atomic_int next_thread;
+} Parts;
+
+static void take_parts(void *of) {
+    Parts *parts = of;
+    const int thread = atomic_fetch_add(&parts->next_thread, 1);
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&parts->next, parts->at_once);
+        if (first >= parts->count) return;
+        parts->fn(parts->context, thread, first, min64(first + parts->at_once, parts->count));
+    }
+}
+
+void pool_each(PartFn fn, void *context, int64_t count, int64_t at_once, int share) {
+    Parts parts = {.fn = fn, .context = context, .count = count, .at_once = at_once};
+    pool_run(take_parts, &parts, share);
+}
+
 void *pool_scratch(int64_t bytes) {
     if (bytes > pool.scratch_bytes) {
-        int64_t rounded = (bytes + PAGE - 1) / PAGE * PAGE;
+        const int64_t rounded = round_up(bytes, PAGE);
         free(pool.scratch);
         pool.scratch = aligned_alloc(PAGE, (size_t)rounded);
         pool.scratch_bytes = pool.scratch ? rounded : 0;
@@ -181,25 +206,20 @@ void *pool_scratch(int64_t bytes) {
     return pool.scratch;
 }
 
-void pool_resize(int num_threads) {
-    int workers = num_threads < 1 ? 0 : num_threads > MAX_THREADS ? MAX_THREADS - 1 : num_threads - 1;
+MOE_EXPORT void moe_set_num_threads(int num_threads) {
+    const int workers = num_threads < 1 ? 0 : num_threads > MAX_THREADS ? MAX_THREADS - 1 : num_threads - 1;
     pool_begin();
     if (workers < pool.num_workers) stop_workers();
     pool.wanted_workers = workers;
     pool_end();
 }
 
-int pool_size(void) {
-    pool_begin();
-    int size = pool_threads();
-    pool_end();
-    return size;
-}
-
-void pool_set_parallel(ParallelFn parallel) {
+/* What calls that share threads run on instead of the pool's own workers. */
+MOE_EXPORT void moe_set_parallel(ParallelFn parallel) {
     pool_begin();
     pool.parallel = parallel;
     pool_end();
 }
 
-void pool_set_spin(int64_t nanoseconds) { atomic_store(&pool.spin_ns, nanoseconds); }
+/* How long an idle worker watches for work before it sleeps. */
+MOE_EXPORT void moe_set_spin_ns(int64_t nanoseconds) { atomic_store(&pool.spin_ns, nanoseconds); }

@@ -21,9 +21,8 @@ from moe_runtime.kernels.linear.op import (
     native_row_limit,
 )
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
-from moe_runtime.kernels.rms_norm.op import ROWS_ALONE
+from moe_runtime.kernels.rms_norm.op import FORMS, ROWS_ALONE, NormForm
 from moe_runtime.kernels.rms_norm.op import native_problem as native_norm_problem
-from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm
 
 
 class PreparedLinear:

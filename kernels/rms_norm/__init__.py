@@ -1,6 +1,5 @@
 """`rms_norm`: rows divided by their root mean square, times a weight; also of a sum of two."""
 
-from moe_runtime.kernels.rms_norm.op import rms_norm
-from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm, rms_norm_reference
+from moe_runtime.kernels.rms_norm.op import FORMS, NormForm, rms_norm, rms_norm_reference
 
 __all__ = ["FORMS", "NormForm", "rms_norm", "rms_norm_reference"]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.rms_norm.reference import NormForm
+from moe_runtime.kernels.rms_norm.op import NormForm
 from moe_runtime.kernels.triton_support import dependent_launch, launch, power_of_2
 
 

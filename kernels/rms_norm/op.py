@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 import torch
@@ -15,7 +16,29 @@ from moe_runtime.kernels.native import (
     needs_torch,
     require_native,
 )
-from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm, rms_norm_reference
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.triton_support import require_triton
+
+NormForm = Literal["rounded", "wide", "plus_one"]
+"""How a row that was divided is multiplied, see `rms_norm`."""
+FORMS: tuple[NormForm, ...] = ("rounded", "wide", "plus_one")
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm = "rounded") -> Tensor:
+    """Normalises in fp32, or in fp64 when `x` is fp64.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        eps: added to the mean of the squares.
+        form: as of `rms_norm`.
+    """
+    wide = x.to(precise_dtype(x))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if form == "rounded":
+        return weight * normed.to(x.dtype)
+    return (normed * (weight.to(normed.dtype) + (form == "plus_one"))).to(x.dtype)
+
 
 ROWS_ALONE = 64
 """Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
@@ -51,8 +74,6 @@ def rms_norm(
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if impl == "triton" or (x.is_cuda and impl == "auto"):
-        from moe_runtime.kernels.rms_norm.gpu import run_triton
-
         normed = run_triton(x, weight, eps, form, is_asked_for=impl == "triton")
         if normed is not None:
             return normed
@@ -119,3 +140,113 @@ def _run_native(
         library.shares_threads(),
     )
     return out
+
+
+AddImpl = Literal["auto", "triton", "reference"]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    form: NormForm = "rounded",
+    impl: AddImpl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`x + residual` in their dtype, and `rms_norm` of it, in the bits of the two one by one.
+
+    Args:
+        x: `[..., D]`.
+        residual: The shape and dtype of `x`.
+        weight: `[D]`, dtype of `x`.
+        eps: As of `rms_norm`.
+        form: As of `rms_norm`.
+        impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able,
+            and else torch's sum and `rms_norm`. A named implementation never falls back.
+
+    Returns:
+        The sum and the normalised sum, both of the shape and dtype of `x`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.
+        TritonUnavailableError: `impl="triton"` and Triton is not installed.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            "expected a residual of the shape and dtype of x, got "
+            f"{list(residual.shape)} {residual.dtype} for {list(x.shape)} {x.dtype}"
+        )
+    if impl == "triton" or (x.is_cuda and impl == "auto"):
+        is_asked_for = impl == "triton"
+        found = add_by_triton(x, residual, weight, eps, form, is_asked_for=is_asked_for)
+        if found is not None:
+            return found
+    total = x + residual
+    if impl == "auto":
+        return total, rms_norm(total, weight, eps, form=form)
+    if impl == "reference":
+        return total, rms_norm_reference(total, weight, eps, form)
+    raise ValueError(f"impl must be one of auto, triton, reference, got {impl!r}")
+
+
+MOST_COLUMNS = 16384
+"""Of a row that one program holds."""
+
+
+def run_triton(
+    x: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
+) -> Tensor | None:
+    """`rms_norm` by the Triton kernel; None where it is not able, unless it `is_asked_for`.
+
+    Raises:
+        ValueError: It is asked for and cannot take the input.
+        TritonUnavailableError: It is asked for and Triton is not installed.
+    """
+    if is_asked_for:
+        require_triton(x.device)
+    if _can_take(x, weight):
+        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+
+        return launch_rms_norm(x, weight, eps, form)[1]
+    if not is_asked_for:
+        return None
+    raise _refusal(x, weight)
+
+
+def add_by_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
+) -> tuple[Tensor, Tensor] | None:
+    """`add_rms_norm`, for operands of one shape and dtype; else as `run_triton`."""
+    if is_asked_for:
+        require_triton(x.device)
+    if residual.device == x.device and _can_take(x, weight) and not needs_torch(residual):
+        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+
+        return launch_rms_norm(x, weight, eps, form, residual)
+    if not is_asked_for:
+        return None
+    raise _refusal(x, weight)
+
+
+def _refusal(x: Tensor, weight: Tensor) -> ValueError:
+    return ValueError(
+        "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of 1 to "
+        f"{MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
+        f"{weight.dtype} {list(weight.shape)}"
+    )
+
+
+def _can_take(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.numel() > 0
+        and weight.shape == x.shape[-1:]
+        and weight.shape[0] <= MOST_COLUMNS
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+        and x.dtype in DTYPE_CODES
+        and weight.is_contiguous()
+        and not needs_torch(x, weight)
+        and not torch.compiler.is_compiling()
+        and importlib.util.find_spec("triton") is not None
+    )

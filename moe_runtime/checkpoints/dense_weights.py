@@ -1,8 +1,6 @@
 """Everything of a model but its routed experts: loaded by transformers, tensor by tensor.
 
-The dense weights go through transformers' own conversion and initialisation. Only where their bytes
-come from is ours: each tensor is read straight into memory of its own, so that loading never maps
-the checkpoint and needs no more memory than the weights themselves.
+Each tensor is read straight into memory of its own, so that loading needs no more than the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
-from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
@@ -54,10 +52,7 @@ class _LazyTensor:
 
 
 class DenseReader:
-    """Reads dense weights from the checkpoint's files and reports how far it is.
-
-    Quantised ones become values of `dtype`.
-    """
+    """Reads dense weights, quantised ones as values of `dtype`, and reports how far it is."""
 
     def __init__(
         self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
@@ -157,8 +152,6 @@ def load_dense(
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        from moe_runtime.checkpoints.misfits import refuse_dense
-
         refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,7 +20,14 @@ from moe_runtime.checkpoints.checkpoint import (
     Progress,
     plain_entries,
 )
-from moe_runtime.checkpoints.model_files import find_checkpoint, read_config, take_quantization
+from moe_runtime.checkpoints.hub import (
+    SMALL_FILES,
+    HubName,
+    download,
+    headers_of,
+    parse_hub_name,
+    suggestion,
+)
 from moe_runtime.checkpoints.safetensors_index import (
     INDEX_FILE_NAME,
     PACKED_INDEX_NAME,
@@ -27,16 +35,208 @@ from moe_runtime.checkpoints.safetensors_index import (
     TensorEntry,
     read_checkpoint_index,
 )
-from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
+from moe_runtime.checkpoints.settings_check import (
+    QUANTIZATION_NAMES,
+    check_config,
+    check_generation_settings,
+    check_layers,
+    in_our_words,
+    named_lookup,
+)
+from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
-from moe_runtime.errors import UnsupportedModelError, blamed_on
+from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
+from moe_runtime.files import at_home, read_bounded
 from moe_runtime.memory.source import FileStamp
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from moe_runtime.checkpoints.formats import PackedWeight
     from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
+
+_MAX_BYTES = 64 << 20
+_WEIGHTS = "*.safetensors"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
+"""Files that a tokenizer can be made of."""
+_SAME_LAYOUT = {"kimi_k2": "deepseek_v3"}
+"""Families whose code lies in their repositories, and which family of transformers they equal."""
+QUANTIZATION_FILE = "hf_quant_config.json"
+
+
+def find_checkpoint(
+    path_or_id: str | Path, *, weights: bool = True, progress: Progress | None = None
+) -> Path:
+    """A checkpoint's folder or GGUF file, downloaded from the hub if a model there is named."""
+    found = _local_or_hub(path_or_id)
+    return found if isinstance(found, Path) else download(found, weights=weights, progress=progress)
+
+
+@contextmanager
+def found_headers(path_or_id: str | Path, progress: Progress | None = None) -> Iterator[Path]:
+    """A checkpoint's folder or GGUF file; of one on the hub its small files and headers alone."""
+    found = _local_or_hub(path_or_id)
+    with nullcontext(found) if isinstance(found, Path) else headers_of(found, progress) as folder:
+        yield folder
+
+
+def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
+    name = str(path_or_id)
+    if not name:
+        raise CheckpointError("expected a checkpoint's folder or its name on the hub, got no name")
+    try:
+        folder = Path(at_home(name))
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
+    if is_folder:
+        return folder
+    if is_there:
+        if folder.suffix != ".gguf" or not folder.is_file():
+            raise CheckpointError(f"{folder} is a file; expected a checkpoint's folder, or .gguf")
+        return folder
+    on_hub = None if isinstance(path_or_id, Path) else parse_hub_name(name)
+    if on_hub is None:
+        raise CheckpointError(
+            f"{one_line(name)} is not a directory; expected the folder of a checkpoint, a .gguf "
+            f"file, or OWNER/NAME on the hub{suggestion(folder)}"
+        )
+    return on_hub
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a checkpoint's folder that a download of it would have."""
+    if folder.is_file():  # GGUF
+        return [folder]
+    return [file for pattern in (*SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Reads ``config.json``, or what a GGUF file says in its place."""
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import read_model
+
+        return read_model(folder).config
+    import transformers
+
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise UnsupportedModelError(
+            f"{folder}: has an adapter (adapter_config.json), which no command applies to a model; "
+            "give the folder of its base model, and the adapter as serve --adapter NAME=FOLDER"
+        )
+    file = folder / "config.json"
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
+    check_config(values := _read_object(file), file)
+    if (name := values["model_type"]) not in {*transformers.CONFIG_MAPPING, *_SAME_LAYOUT}:
+        why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
+        raise UnsupportedModelError(f"{file}: {why}; install one that does, if there is one")
+    try:
+        with blamed_on(f"{file} cannot be read"):
+            if name not in transformers.CONFIG_MAPPING:
+                other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
+                return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
+            return transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError as error:
+        raise in_our_words(error, file) from error.__cause__
+
+
+def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Takes what a configuration says of quantised weights out of it: what, or None, and where.
+
+    ModelOpt may write it into `hf_quant_config.json`, which counts where `config.json` says
+    nothing.
+    """
+    found: Any = None
+    for part in (config.get_text_config(), config):
+        for name in QUANTIZATION_NAMES:
+            value = vars(part).pop(name, None)
+            found = found if value is None else value
+    if hasattr(found, "to_dict"):
+        found = found.to_dict()
+    file = folder / QUANTIZATION_FILE
+    if found is None and os.path.lexists(file):
+        quantization = _read_object(file).get("quantization")
+        if not isinstance(quantization, dict):
+            found = clipped(quantization)
+            raise CheckpointError(f"{file}: expected quantization to be an object, found {found}")
+        found = {"quant_method": "modelopt", **quantization}
+        return found, f"quantization of {QUANTIZATION_FILE}"
+    return found, "quantization_config of config.json"
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Loads the tokenizer of a checkpoint."""
+    if not folder.is_file():
+        read_config(folder)  # what is wrong with it is not the tokenizer's fault
+    tokenizer = read_tokenizer(folder)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes up an empty tokenizer where there are no files.
+        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
+    return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Reads the files of a tokenizer, or the one in a GGUF file; no model is needed."""
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import load_tokenizer
+
+        return load_tokenizer(folder)
+    from transformers import AutoTokenizer
+
+    files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
+    for file in files:
+        _read_whole(file)
+    try:
+        with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
+            return AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError:
+        for file in files:
+            _read_object(file)
+        if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+            raise CheckpointError(f"{folder}: has no tokenizer.json") from None
+        raise
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Reads ``generation_config.json``, or what a GGUF file says; None where there is none."""
+    from transformers import GenerationConfig
+
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import generation_settings
+
+        return generation_settings(folder)
+    file = folder / "generation_config.json"
+    if not os.path.lexists(file):
+        return None
+    check_generation_settings(_read_object(file), file)
+    with blamed_on(f"{file} cannot be read"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def _read_whole(file: Path) -> bytes:
+    try:
+        return read_bounded(file, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(_read_whole(file), has_infinity=True)
+    except ValueError as error:
+        found = one_line(str(error))
+        raise CheckpointError(
+            f"{file} cannot be read: expected a JSON object in UTF-8, found {found}"
+        ) from None
 
 
 def open_checkpoint(

@@ -201,7 +201,7 @@ class _DownloadLines:
 
 def fetch_model(model: str, *, weights: bool = True) -> "Path":
     """Finds a checkpoint as ``find_checkpoint`` does, under a bar while it is downloaded."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint
+    from moe_runtime.checkpoints.opening import find_checkpoint
 
     with loading_bar() as progress:
         return find_checkpoint(model, weights=weights, progress=progress)

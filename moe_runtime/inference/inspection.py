@@ -12,8 +12,7 @@ import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
-from moe_runtime.checkpoints.model_files import found_headers
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 from moe_runtime.inference.budget import (
     plan_memory,
     reserve_for,

@@ -15,8 +15,12 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
-from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import (
+    build_on_meta,
+    files_of,
+    open_checkpoint,
+    read_generation_config,
+)
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
     ACTIVATIONS,
@@ -58,7 +62,7 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
-from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
@@ -452,7 +456,7 @@ def check_names(
     """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
     file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
     shares or of activations has the name."""
-    require_known("policy", policy, (AUTO, *LIVE_POLICIES))
+    require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
@@ -639,7 +643,7 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
     """Tokens of the shortest prompts for which products take their second tile, their third, and so
     on."""
-    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT
+    from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT
 
     limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]
     lengths = [rows * num_experts // top_k + 1 for rows in limits]

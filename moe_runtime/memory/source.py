@@ -91,13 +91,18 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``. Raises OSError: the disk reports an error. Raises
-        EOFError: the file ends too early.
+        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since it
+        was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too early.
         """
         done = 0
         while done < needed_bytes:
-            moved = os.preadv(self._fd, [into[done:]], offset + done)
+            try:
+                moved = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError:  # as direct I/O behind the end of a file that got shorter
+                self.require_unchanged()
+                raise
             if moved == 0:
+                self.require_unchanged()
                 raise EOFError(f"the file ends before byte {offset + done}")
             done += moved
         return done
@@ -280,14 +285,12 @@ class ExpertSource:
         error: OSError | EOFError | None,
     ) -> CheckpointError | None:
         """The fault of an expert that native threads have read, if any."""
-        if error is not None:
-            return self._fault(key, number, error)
         try:
             for file in files:
                 file.require_unchanged()
         except CheckpointError as changed:
             return changed
-        return None
+        return None if error is None else self._fault(key, number, error)
 
     def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
         reason = error.strerror if isinstance(error, OSError) else str(error)

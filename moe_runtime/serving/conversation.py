@@ -12,14 +12,15 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.answer_sections import (
+from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
     AnswerSections,
+    AnswerText,
     HarmonySections,
     Kind,
+    Piece,
     is_harmony,
 )
-from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.requests import (
     Event,
     Finished,

@@ -12,20 +12,15 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.budget import known_positions
+from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
-from moe_runtime.serving.engine_options import (
-    EngineOptions,
-    capacity_of,
-    check_request,
-    rows_of_logits,
-)
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
+    EngineOptions,
     EngineStatistics,
     ExpertStatistics,
     Finished,
@@ -34,6 +29,7 @@ from moe_runtime.serving.requests import (
     NewToken,
     OnEvent,
     QueueFullError,
+    RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
@@ -407,7 +403,7 @@ class Engine:
     def _finish(self, sequence: Sequence, finished: Finished) -> None:
         if finished.reason != "error" and not self._is_closed:
             with Failure():
-                self._rows.look_into(sequence)
+                self._rows.take_out(sequence, is_view=True)
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)
@@ -419,9 +415,45 @@ def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
     return [(sequence, 1) for sequence in sequences]
 
 
-class EngineHandle:
-    """A request that an engine took."""
+def capacity_of(model: Any, max_tokens: int | None) -> int:
+    reserved = getattr(model, "_max_tokens", None)
+    found = reserved if max_tokens is None else max_tokens
+    if found is None:
+        raise ValueError("max_tokens must say how many tokens there is memory for")
+    if reserved is not None and found > reserved:
+        raise ValueError(
+            f"max_tokens is {found}, but the model was loaded with memory set aside for {reserved}"
+        )
+    if found < PIECE:
+        raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
+    return int(found)
 
+
+def check_request(
+    request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
+) -> None:
+    num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+    # the engine also computes what follows a prompt: one token more, which is not shown
+    if num_prompt + num_new > most_tokens or num_prompt >= most_room:
+        raise RequestTooLongError(
+            f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
+            f"but a request may have {most_tokens} in all",
+            num_tokens=num_prompt + num_new,
+            most_tokens=most_tokens,
+        )
+    for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
+
+
+def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
+    """Rows of fp32 logits that fit, with activations, into those set aside; at least four."""
+    activations = activation_bytes_per_token(config, dtype, top_k)
+    logits = 4 * config.get_text_config().vocab_size
+    return max(4, max_tokens * activations // (activations + logits))
+
+
+class EngineHandle:
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine = engine
         self._sequence = sequence

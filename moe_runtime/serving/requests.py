@@ -9,12 +9,53 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import COLDEST
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_PENALTY = 1e-20
 """Keeps logits up to 1e18 finite in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How an engine divides its work.
+
+    Attributes:
+        most_waiting: requests that may wait; more are refused.
+        most_running: requests that are answered at a time.
+        prompt_tokens: most tokens of prompts in a step in which others decode.
+        max_slowdown: times as long that a step may take with prompts as without, as far as
+            `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
+        idle_prompt_tokens: most tokens of prompts in a step in which no sequence decodes.
+        reuses_prefixes: keeps keys and values of prompts and answers in free memory.
+        exact: gives a request the bits that it would get alone: prompts are read one at a time, in
+            pieces of ``prompt_tokens``, and only whole pieces are reused.
+        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16, in half of
+            the memory for tokens. With ``exact`` there are rows for all running sequences, or none.
+
+    Raises:
+        ValueError: one is too small; the message begins with its name.
+    """
+
+    most_waiting: int = 256
+    most_running: int = 32
+    prompt_tokens: int = 256
+    max_slowdown: float = 3.0
+    idle_prompt_tokens: int = 2048
+    reuses_prefixes: bool = True
+    exact: bool = False
+    decode_rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.decode_rows <= MAX_TOKENS:
+            raise ValueError(f"decode_rows must be 0 to {MAX_TOKENS}, got {self.decode_rows}")
+        if not self.max_slowdown > 1:
+            raise ValueError(f"max_slowdown must be above 1, got {self.max_slowdown}")
 
 
 class QueueFullError(MoERuntimeError):

@@ -1,7 +1,4 @@
-"""The training loop: batches in, steps, records and checkpoints out.
-
-Source of the learning rate's course: Loshchilov and Hutter, "SGDR" (2017), without restarts.
-"""
+"""The training loop: batches in, steps, records and checkpoints out."""
 
 from __future__ import annotations
 
@@ -48,14 +45,11 @@ from moe_runtime.training.tracing import TrainingTrace
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of one step.
+    """The rate of one step (the first is 0).
 
     Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
-    falls along half a cosine, from the peak in the first step after them to `final_share` of it
-    where the run ends, behind its last step: no step is lost to an end of 0.
-
-    Args:
-        step: number of the step, the first is 0; from `num_steps` on the rate stays at its end.
+    falls along half a cosine to `final_share` of the peak, which it reaches behind the last step,
+    so no step has a rate of 0. Loshchilov and Hutter, "SGDR" (2017), without restarts.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
@@ -76,16 +70,12 @@ class SkippedSteps:
     """
 
     def __init__(self) -> None:
-        """None yet."""
         self.total = self.in_a_row = 0
 
     def count(
         self, bad_parameters: tuple[str, ...], *, step: int, first: int, last: int, has_loss: bool
     ) -> None:
-        """Counts one step.
-
-        Args:
-            bad_parameters: those whose gradients were not finite; none where the step was taken.
+        """Counts one step; `bad_parameters` are empty where it was taken.
 
         Raises:
             ValueError: the run cannot go on, or has come to nothing.
@@ -113,11 +103,7 @@ class SkippedSteps:
 
 
 def require_number(loss: float, step: int) -> float:
-    """The mean loss of held-out text.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """The mean loss of held-out text, refused if it is no number."""
     if math.isfinite(loss):
         return loss
     raise ValueError(f"the loss of held-out text is no number after step {step}; {LOWER}")
@@ -145,10 +131,6 @@ class Trainer:
     """Takes the steps of a run.
 
     Args:
-        run: text and settings.
-        model: trained in place.
-        optimizer: of the model's parameters.
-        sinks: where records go.
         ranks: the processes that train together; this one alone when omitted.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
@@ -175,11 +157,7 @@ class Trainer:
         self._saved_step = -1
 
     def restore(self, state: TrainingState) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            CheckpointError: it does not fit the model or the optimizer.
-        """
+        """Goes on from a checkpoint, or refuses one that does not fit."""
         model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
@@ -189,7 +167,7 @@ class Trainer:
         self.go_on(state)
 
     def go_on(self, state: Progress) -> None:
-        """Takes up where a checkpoint left off, its weights apart."""
+        """Takes up where a checkpoint left off, without its weights."""
         self._run.batches.seek(DataPosition(tuple(state.taken)))
         restore_random_states(state.random)
         self._ranks.draw_apart(state.step)
@@ -199,12 +177,8 @@ class Trainer:
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
     ) -> bool:
-        """Takes steps until the run is complete or asked to stop.
-
-        Either way a checkpoint of the last step is left behind.
-
-        Args:
-            on_record: called with every record, after the sinks.
+        """Takes steps until the run is complete or asked to stop, and saves a checkpoint of the
+        last one.
 
         Returns:
             Whether the run is complete.
@@ -230,11 +204,7 @@ class Trainer:
         return self.step >= run.steps
 
     def close(self) -> None:
-        """Ends what runs beside the training; the model is of no use then, if it is offloaded.
-
-        Raises:
-            MoERuntimeError, OSError: a checkpoint, a record or the trace could not be written.
-        """
+        """Ends background work; the model is of no use then, if it is offloaded."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -263,7 +233,6 @@ class Trainer:
         self._saved_step = self.step
 
     def _save_file(self, progress: dict[str, Any], keep: int) -> None:
-        """A checkpoint of this process alone."""
         state = TrainingState(
             **progress,
             model=self._model.state_dict(),
@@ -352,7 +321,7 @@ class Trainer:
         return self._ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
-        """One part's share of the loss; its losses go to those that were found."""
+        """One part's share of the loss; its losses are appended to `found`."""
         with self._recorded(windows), self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
@@ -372,7 +341,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, on_record: Callable[[Record], None]) -> None:
-        """Measures the held-out text and emits the record; without any text, does nothing."""
+        """Measures the held-out text, if any, and emits the record."""
         if not self._run.held_out:
             return
         self._model.eval()
@@ -399,7 +368,6 @@ class Trainer:
         return float(ranks.mean(total)) * ranks.num_data_ranks / sum(map(len, parts))
 
     def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The cross-entropy of each part."""
         pipeline = self._ranks.pipeline
         if pipeline is None:
             yield from (self._losses(part).cross_entropy for part in parts)
@@ -409,14 +377,8 @@ class Trainer:
         yield from (losses.cross_entropy for losses in pipeline.measure(inputs, at_once=at_once))
 
     def write_summary(self, folder: Path | None, *, adapters: Path | None = None) -> dict[str, Any]:
-        """Writes and returns what a run came to.
-
-        Args:
-            adapters: folder of what was exported instead, if adapters were.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes and returns the results of a run; `adapters` is the folder of exported ones, if
+        any."""
         summary = self._summary(folder)
         if adapters is not None:
             summary["adapters"] = str(adapters)

@@ -1,4 +1,4 @@
-"""AdamW with decay where it belongs, and gradients that are checked before they are used."""
+"""AdamW in memory, and gradients that are checked before they are used."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,14 +18,7 @@ from moe_runtime.training.run_config import OptimizerConfig
 
 
 class Optimizer(StepOptimizer):
-    """Gradients in, changed parameters out, all of it in memory.
-
-    Args:
-        ranks: the processes that train together; this one alone by default.
-
-    Raises:
-        ValueError: the model has no trainable parameter.
-    """
+    """Gradients in, changed parameters out, all of it in memory."""
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, ranks: OneRank | None = None
@@ -74,8 +67,6 @@ class Optimizer(StepOptimizer):
         self._adamw.load_state_dict(state)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
-
-        Zeros where no step was taken yet.
-        """
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`; zeros at
+        first."""
         return self._adamw.moments()

@@ -174,9 +174,9 @@ def start(
 
     Args:
         resume: go on from the newest checkpoint; without one, begin.
-        reschedule: the number of steps, the learning rate's course and the short sequences may
-            be others than before; the steps to come follow the new ones as if they had held from
-            the beginning.
+        reschedule: the number of steps, the learning rate's course and the short sequences may be
+            others than before; the steps to come follow the new ones as if they had held from the
+            beginning.
         ranks: the processes that train together; this one alone by default. The model is spread
             over them; their number may be another one than before.
 
@@ -184,8 +184,6 @@ def start(
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
             is damaged, was made with other settings, or has taken more steps than are wanted; or
             the processes do not share the folder.
-        ValueError: a package for the logs is missing.
-        OSError: the folder cannot be written.
     """
     ranks = ranks or OneRank()
     if ranks.size > 1:
@@ -222,7 +220,6 @@ def start(
 def _restore(
     trainer: Trainer, shards: ShardedCheckpoints | None, last: Path, state: Progress, ranks: OneRank
 ) -> None:
-    """Resumes a run from a checkpoint."""
     if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
         return
@@ -240,17 +237,9 @@ def _restore(
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Exports the model and writes `summary.json`; of several processes, the first one does it.
+    """Exports the model into `model/`, if asked, and writes `summary.json`; returns the summary.
 
-    Args:
-        trainer: after its last step.
-        export: also write the Hugging Face checkpoint into `model/`.
-
-    Returns:
-        The summary: versions, steps, tokens, seconds, last losses, folder of the model.
-
-    Raises:
-        OSError: a file cannot be written.
+    Of several processes, the first one does it, after the last step.
     """
     folder = preparation.output / "model" if export else None
     if folder is not None:
@@ -272,10 +261,8 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
 
 
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
-    """Gives the trained model to a function, with the parts that other processes have.
-
-    Those are in the last checkpoint.
-    """
+    """Gives the trained model to a function; parts of other processes are in the last
+    checkpoint."""
     config, model = preparation.config, preparation.model
     if model.is_whole:
         use(model)

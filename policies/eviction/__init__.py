@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from moe_runtime.config import nearest
-from moe_runtime.lazy import LazyTable
+from moe_runtime.config import nearest, require_known
+from moe_runtime.lazy import LazyTable, is_code_file
 from moe_runtime.policies.eviction.base import (
     Evictable,
     EvictionPolicy,
@@ -32,6 +32,7 @@ __all__ = [
     "even_shares",
     "make_global_policy",
     "make_policy",
+    "require_live",
 ]
 
 POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
@@ -53,7 +54,8 @@ POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
         "random": f"{__name__}.classic:RandomChoice.maker",
         "belady": f"{__name__}.classic:Belady.maker",
         "belady-bypass": f"{__name__}.classic:BeladyBypass.maker",
-    }
+    },
+    own=f"{__name__}.base:EvictionPolicy.maker",
 )
 """Makes the maker of a named policy: one object for each share of the slots."""
 
@@ -64,22 +66,27 @@ LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random
 """Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
 
 
+def require_live(policy: str) -> None:
+    """Refuses a name other than `auto` and those that serve a model; a file's class is checked."""
+    if is_code_file(policy):
+        POLICIES[policy]
+    else:
+        require_known("policy", policy, ("auto", *LIVE_POLICIES))
+
+
 def make_policy(
     name: str, *, num_slots: int, setting: Setting, adaptive: bool = False, reserve: int = 0
 ) -> LayerShares:
     """Builds the named policy with a share of the slots for every layer.
 
     Args:
-        name: one of ``POLICIES``.
         num_slots: slots of all layers together.
-        setting: what the policy may be told.
         adaptive: let the shares, even at first, move to where misses could be saved.
         reserve: slots through which experts may pass that are not kept. A policy that may decline
             gets as many fewer, one for each expert of a token at most.
 
     Raises:
-        ValueError: no policy has this name (the message suggests the nearest one), or the setting
-            lacks what the policy needs.
+        ValueError: no policy has this name, or the setting lacks what the policy needs.
     """
     make = _maker(name, setting)
     if make().may_decline:
@@ -92,11 +99,7 @@ def make_policy(
 
 
 def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:
-    """Builds the named policy over all layers together.
-
-    Raises:
-        ValueError: as for ``make_policy``.
-    """
+    """Builds the named policy over all layers together; raises as ``make_policy``."""
     return _maker(name, setting)()
 
 

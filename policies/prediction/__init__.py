@@ -1,14 +1,11 @@
-"""Predictors by name: which experts the coming layers will visit.
-
-Each is imported when it is asked for; most processes ask for one, or none.
-"""
+"""Predictors by name: which experts the coming layers will visit; imported when asked for."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_runtime.config import nearest
-from moe_runtime.lazy import LazyTable, lazy_names
+from moe_runtime.lazy import LazyTable, is_code_file, lazy_names
 from moe_runtime.policies.prediction.base import (
     Event,
     Guess,
@@ -20,8 +17,12 @@ from moe_runtime.policies.prediction.base import (
 )
 
 if TYPE_CHECKING:
-    from moe_runtime.policies.prediction.context import Contexts, contexts_of
-    from moe_runtime.policies.prediction.estimator import Estimator, Popularity
+    from moe_runtime.policies.prediction.estimator import (
+        Contexts,
+        Estimator,
+        Popularity,
+        contexts_of,
+    )
     from moe_runtime.policies.prediction.hidden import (
         HiddenLookahead,
         LookaheadPredictor,
@@ -35,8 +36,7 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".context": "Contexts contexts_of",
-            ".estimator": "Estimator Popularity",
+            ".estimator": "Contexts Estimator Popularity contexts_of",
             ".hidden": "HiddenLookahead LookaheadPredictor NextGate make_predictor",
             ".matched": "EamCollection",
             ".tables": "PreviousToken RunningCounts",
@@ -79,14 +79,16 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
         "token-markov": f"{__name__}.tables:TokenMarkov",
         "layer-affinity": f"{__name__}.tables:LayerAffinity",
         "naive-bayes": f"{__name__}.tables:NaiveBayes",
-        "token-identity": f"{__name__}.tokens:TokenIdentity",
+        "token-identity": f"{__name__}.trained:TokenIdentity",
         "eam": f"{__name__}.matched:EamCollection",
         "expert-map": f"{__name__}.matched:ExpertMapSearch",
         "combined": f"{__name__}.trained:Combination",
         "path-network": f"{__name__}.trained:PathNetwork",
         "next-gate": f"{__name__}.hidden:NextGate",
         "hidden-lookahead": f"{__name__}.hidden:HiddenLookahead",
-    }
+    },
+    own=f"{__name__}.estimator:Estimator",
+    arguments=("shape",),
 )
 
 NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "running-counts"}
@@ -95,11 +97,15 @@ NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "runn
 
 def is_file_name(predictor: str | Path) -> bool:
     """Whether a caller means the file of a trained predictor rather than a predictor's name."""
+    if is_code_file(predictor):
+        return False
     return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
 
 
 def check_name(predictor: str) -> None:
     """Refuses names that nothing has, or that guess nothing before they are trained."""
+    if is_code_file(predictor):
+        PREDICTORS[predictor]
     if predictor not in PREDICTORS:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(predictor, PREDICTORS)}; "

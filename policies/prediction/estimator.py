@@ -1,13 +1,152 @@
 """What predictors differ in: how probable each expert is, given what is known of a token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
-from moe_runtime.policies.prediction.context import Contexts
+
+RECENT_RATES = (0.3, 0.05)
+"""Weight of the newest token in the running means: the last few tokens, the last few dozen."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Contexts:
+    """The state of B sequences, each in the middle of one token.
+
+    An estimator that predicts from layer ``now`` must not look at ``path`` beyond ``now``.
+    """
+
+    shape: Shape
+    token_ids: np.ndarray  # ``[B]`` int64, -1 where not known
+    previous_token_ids: np.ndarray  # ``[B]`` int64, the token before; -1 where not known
+    num_tokens: np.ndarray  # ``[B]`` int64, tokens of the sequence before this one
+    path: np.ndarray  # ``[B, L, K]`` int64, experts of the current token; E where not known
+    path_weights: np.ndarray  # ``[B, L, K]`` float32, its gate weights
+    previous: np.ndarray  # ``[B, L, K]`` int64, experts of the previous token
+    # ``[B, L, K]`` int64, experts of the last token of this sequence that had the same id as the
+    # current one
+    recalled: np.ndarray
+    # ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-Infinity's
+    # request-level activation matrix)
+    counts: np.ndarray
+    # ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES
+    recent: np.ndarray
+    hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
+    # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
+    # a step runs; by the estimator's name
+    memo: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def rows(self, index: np.ndarray | slice) -> "Contexts":
+        columns = {name: getattr(self, name)[index] for name in _COLUMNS}
+        hidden = None if self.hidden is None else self.hidden[index]
+        return replace(self, **columns, hidden=hidden, memo={})
+
+
+_COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden", "memo")]
+
+
+class SequenceState:
+    """The memory of one sequence: updated with every token, read as one row of contexts."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        size = (shape.num_layers, shape.num_experts)
+        self.previous_token_id = -1
+        self.num_tokens = 0
+        self.unknown = np.full((shape.num_layers, shape.top_k), shape.num_experts, dtype=np.int64)
+        self.previous = self.unknown
+        self.counts = np.zeros(size, dtype=np.float32)
+        self.recent = np.zeros((len(RECENT_RATES), *size), dtype=np.float32)
+        self._rates = np.array(RECENT_RATES, dtype=np.float32)[:, None, None]
+        self._layer_rows = np.arange(shape.num_layers)[:, None]
+        self._paths: dict[int, np.ndarray] = {}
+
+    def row(self, token_id: int) -> dict[str, Any]:
+        """The columns of contexts for the next token, but its path; nothing is copied."""
+        return {
+            "token_ids": token_id,
+            "previous_token_ids": self.previous_token_id,
+            "num_tokens": self.num_tokens,
+            "previous": self.previous,
+            "recalled": self._paths.get(token_id, self.unknown),
+            "counts": self.counts,
+            "recent": self.recent,
+        }
+
+    def append(self, token_id: int, path_LK: np.ndarray) -> None:
+        """Takes a finished token into account; its path may hold E where it is not known."""
+        visited = np.zeros((self.shape.num_layers, self.shape.num_experts + 1), dtype=np.float32)
+        visited[self._layer_rows, path_LK] = 1.0
+        visited_LE = visited[:, :-1]
+        self.counts += visited_LE
+        self.recent += self._rates * (visited_LE - self.recent)
+        self.num_tokens += 1
+        self.previous = path_LK
+        self.previous_token_id = token_id
+        if token_id >= 0:
+            self._paths[token_id] = path_LK
+
+
+def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
+    """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
+    chunk, size = _empty(routes.shape, max_rows), 0
+    for sequence in range(routes.num_sequences):
+        state = SequenceState(routes.shape)
+        rows = routes.tokens_of(sequence)
+        for token in range(rows.start, rows.stop):
+            token_id = int(routes.token_ids[token])
+            for name, value in state.row(token_id).items():
+                getattr(chunk, name)[size] = value
+            size += 1
+            state.append(token_id, routes.expert_ids[token])
+            if size == max_rows or token + 1 == routes.num_tokens:
+                taken = slice(token + 1 - size, token + 1)
+                chunk.path, chunk.path_weights = (
+                    routes.expert_ids[taken],
+                    routes.gate_weights[taken],
+                )
+                yield chunk.rows(slice(size))
+                chunk, size = _empty(routes.shape, max_rows), 0
+
+
+def stack_states(
+    states: list[SequenceState],
+    token_ids: np.ndarray,
+    path: np.ndarray,
+    path_weights: np.ndarray,
+) -> Contexts:
+    """One row of contexts for each of several running sequences."""
+    rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
+    columns: dict[str, Any] = {
+        name: np.asarray(value)[None] if len(rows) == 1 else np.array([row[name] for row in rows])
+        for name, value in rows[0].items()
+    }
+    return Contexts(shape=states[0].shape, path=path, path_weights=path_weights, **columns)
+
+
+def _empty(shape: Shape, num_rows: int) -> Contexts:
+    """Arrays to be filled with rows."""
+    experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
+    return Contexts(
+        shape=shape,
+        token_ids=np.empty(num_rows, np.int64),
+        previous_token_ids=np.empty(num_rows, np.int64),
+        num_tokens=np.empty(num_rows, np.int64),
+        path=np.empty((0, *paths), np.int64),
+        path_weights=np.empty((0, *paths), np.float32),
+        previous=np.empty((num_rows, *paths), np.int64),
+        recalled=np.empty((num_rows, *paths), np.int64),
+        counts=np.empty((num_rows, *experts), np.float32),
+        recent=np.empty((num_rows, len(RECENT_RATES), *experts), np.float32),
+    )
+
 
 State = Mapping[str, np.ndarray]
 """Everything an estimator learned, as plain arrays of numbers: what its file holds."""
@@ -33,10 +172,9 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Probability that each row's token visits each expert of a layer.
+        """``[B, E]`` float32: chances that tokens visit a layer's experts, by layers up to ``now``.
 
-        Returns:
-            ``[B, E]`` float32 in [0, 1]; a row sums to about K.
+        A row sums to about K.
         """
 
     def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
@@ -71,10 +209,7 @@ class Estimator(ABC):
 
 
 class Popularity(Estimator):
-    """The share of all recorded tokens that visited an expert, whatever the token is.
-
-    The floor that every other predictor has to beat, and what they fall back to.
-    """
+    """The share of all recorded tokens that visited an expert: what others fall back to."""
 
     name = "popularity"
     kept: ClassVar = {"share": Kept("share_LE", is_chance=True)}  # [L, E]
@@ -119,12 +254,12 @@ def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
 def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
     """Share of tokens that visit each expert: ``[L, E]`` float32, smoothed towards ``K / E``."""
     shape = routes.shape
-    counts = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float64)
-    for layer in range(shape.num_layers):
-        counts[layer] = visits(routes.expert_ids[:, layer], shape.num_experts).sum(axis=0)
+    layers = routes.expert_ids.transpose(1, 0, 2)
+    # an expert that is chosen twice by a token counts once
+    counts = np.stack([visits(ids, shape.num_experts).sum(axis=0) for ids in layers])
     known = (routes.expert_ids < shape.num_experts).any(axis=2).sum(axis=0)[:, None]
     even = shape.top_k / shape.num_experts
-    return ((counts + prior * even) / (known + prior)).astype(np.float32)
+    return ((counts.astype(np.float64) + prior * even) / (known + prior)).astype(np.float32)
 
 
 def log_odds(probability: np.ndarray) -> np.ndarray:

@@ -12,17 +12,21 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
     keys_of,
 )
-from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
-from moe_runtime.policies.prediction.estimator import Estimator, State
+from moe_runtime.policies.prediction.estimator import (
+    Contexts,
+    Estimator,
+    SequenceState,
+    State,
+    stack_states,
+)
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""
 
 
 class TrackedPredictor:
-    """A ``Predictor`` made of an estimator and the memory of every running sequence.
-
-    Not thread-safe. Equal events give equal guesses.
+    """A ``Predictor`` made of an estimator and the memory of every running sequence; not
+    thread-safe.
     """
 
     needs_history = True
@@ -63,10 +67,8 @@ class TrackedPredictor:
         return guesses
 
     def chances(self, now: int, layer: int) -> np.ndarray:
-        """How probable each expert of one layer is at that layer's next turn: ``[E]``.
-
-        Returns:
-            float; all 0 during a prompt, as ``predict`` is silent there.
+        """``[E]``: chances that a layer's experts are visited in its next turn; all 0 during a
+        prompt.
         """
         contexts = self._contexts
         if contexts is None:

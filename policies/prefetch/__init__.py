@@ -1,6 +1,266 @@
-"""When a guess is worth reading: one set of rules for the live store and for replay."""
+"""When a guess is worth reading: rules without a clock, for the live store and for replay."""
 
-from moe_runtime.policies.prefetch.admission import Admission, PrefetchRules
-from moe_runtime.policies.prefetch.controller import Controller, StepCost
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 
-__all__ = ["Admission", "Controller", "PrefetchRules", "StepCost"]
+from moe_runtime.policies.prediction.base import Guess
+from moe_runtime.types import ExpertKey
+
+_REMEMBERED = 0.9  # weight of the past in the running mean of what a missing expert costs a layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchRules:
+    """When a guess is read."""
+
+    horizon: int = 2  # most layers to look ahead
+    # a guess must be at least this likely, however much waste is allowed
+    min_probability: float = 0.2
+    waste: float = 0.15  # share of the experts loaded that may be loaded and never used
+    allowance: float = 16.0  # most unused waste that is saved up, in experts
+    min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts
+    window: int = 8  # most guesses that wait for their layer at once
+    credit: float = 4.0  # most unused link time that is saved up, in experts
+
+
+class Admission:
+    """Turns idle time of the link into experts that may be prefetched, the most useful first.
+
+    Two budgets limit what is moved. Idle time of the link, divided by the time of a transfer, is
+    credit: a guess costs one, and some can be saved up. Every expert that a layer waited for, and
+    every guess that came true, earns a share of an expert that may be wrong; a guess costs its
+    probability to be wrong, corrected when its layer has come. The less is left, the surer a guess
+    must be.
+
+    The order is by impact (HybriMoE, arXiv 2504.05897, orders by the makespan that a prefetch
+    saves): what a missing expert of the layer has lately cost, times the probability, over the
+    layers ahead.
+    """
+
+    def __init__(self, rules: PrefetchRules, num_layers: int) -> None:
+        self.rules = rules
+        self._num_layers = num_layers
+        self._credit = 0.0
+        self._allowance = rules.allowance
+        self._open: list[dict[ExpertKey, float]] = [{} for _ in range(num_layers)]
+        self._last_used: list[Collection[ExpertKey]] = [()] * num_layers
+        self._miss_s = [0.0] * num_layers
+        self._layer_s = 0.0
+        self._transfer_s = 0.0
+
+    @property
+    def room(self) -> int:
+        """How many experts may be prefetched now."""
+        return int(self._credit) if self._allowance > 0 else 0
+
+    @property
+    def least_probability(self) -> float:
+        """How likely a guess must be now: the less waste is left to be allowed, the surer."""
+        unused = self._allowance / self.rules.allowance
+        return 1.0 - unused * (1.0 - self.rules.min_probability)
+
+    def horizon(self, top_k: int) -> int:
+        """How many layers ahead to look now."""
+        fits = 0.0 < top_k * self._transfer_s <= self._layer_s
+        return 1 if fits else self.rules.horizon
+
+    def idle(self, idle_s: float, transfer_s: float, *, layers: int = 1) -> None:
+        """The link was idle for some time, in which it could have moved experts."""
+        self._layer_s += (1 - _REMEMBERED) * (idle_s / layers - self._layer_s)
+        self._transfer_s = transfer_s
+        if transfer_s > 0:
+            self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)
+
+    def used(self, layer: int, keys: Collection[ExpertKey]) -> None:
+        """A layer visits these experts: its guesses are judged, and none takes their slots yet."""
+        self._last_used[layer] = keys
+        judged = self._open[layer]
+        if not judged:
+            return
+        for key, probability in judged.items():
+            self._earn((1.0 - probability) + self.rules.waste if key in keys else -probability)
+        judged.clear()
+
+    def waited(self, layers: Iterable[int], num_missing: int, stall_s: float) -> None:
+        """Layers had to wait so long, together, for so many experts; -1 is the last one."""
+        self._earn(self.rules.waste * num_missing)
+        if num_missing:
+            new_s = stall_s / num_missing
+            for layer in layers:
+                self._miss_s[layer] += (1 - _REMEMBERED) * (new_s - self._miss_s[layer])
+
+    def likely(self, guesses: Iterable[Guess]) -> list[Guess]:
+        """Those that are ever worth a slot; reads of others that have not begun are stale."""
+        return [guess for guess in guesses if guess[1] >= self.rules.min_probability]
+
+    def most_useful(self, guesses: Sequence[Guess], now: int) -> list[Guess]:
+        """Orders by impact the likely guesses that are sure enough now."""
+        least = self.least_probability
+        sure = [guess for guess in guesses if guess[1] >= least]
+        if len(sure) < 2:
+            return sure
+        least_s = 1e-3 * max(self._miss_s) or 1.0  # a layer that never waited yet comes last
+
+        def impact(guess: Guess) -> float:
+            key, probability = guess
+            ahead = (key.layer - now - 1) % self._num_layers + 1
+            return max(self._miss_s[key.layer], least_s) * probability / ahead
+
+        sure.sort(key=impact, reverse=True)
+        return sure
+
+    def gives_way(
+        self, incoming: ExpertKey, probability: float, chance: Mapping[ExpertKey, float]
+    ) -> Callable[[ExpertKey], bool]:
+        """Says of a held expert whether a guess may have its slot."""
+        just_used = self._last_used[incoming.layer]
+        bound = probability - self.rules.min_gain
+
+        def worth_less(held: ExpertKey) -> bool:
+            return (
+                held.layer == incoming.layer
+                and held not in just_used
+                and chance.get(held, 0.0) < bound
+            )
+
+        return worth_less
+
+    def spend(self, guess: Guess) -> None:
+        """Takes the price of a prefetch from the credit and from the allowance for waste."""
+        key, probability = guess
+        self._credit -= 1.0
+        self._allowance -= 1.0 - probability
+        self._open[key.layer][key] = probability
+
+    def take_back(self, key: ExpertKey) -> None:
+        """A prefetch was cancelled before it began; if its layer has not come it cost nothing."""
+        probability = self._open[key.layer].pop(key, None)
+        if probability is not None:
+            self._credit = min(self.rules.credit, self._credit + 1.0)
+            self._earn(1.0 - probability)
+
+    def _earn(self, experts: float) -> None:
+        self._allowance = min(self.rules.allowance, self._allowance + experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What a decode step took."""
+
+    seconds: float  # from its begin to the next one's, waiting and predicting included
+    stall_s: float  # seconds of these that computation waited for experts
+    predict_s: float  # seconds of these that were spent on predicting
+    saved_s: float  # the most that guesses which came true can have saved: their transfers
+
+
+class Controller:
+    """Turns prefetching on while decode steps are faster with it.
+
+    While little is waited, nothing is tried. Otherwise blocks of steps run off, on, on, off, and
+    the medians of their times decide. It goes off again as soon as the guesses of the last steps
+    cannot have saved what predicting took, and is compared anew now and then.
+    """
+
+    WINDOW = 6  # Steps that are looked at together
+    BLOCK_STEPS = 4
+    TRIAL = (False, True, True, False)
+    GAIN = 0.02  # Share of a step that prefetching must save
+    LEAST_STALL = 0.1
+    """Share of a step that must be waiting for a trial: not all of it can be saved, and predicting
+    and reading early take some hundredths of a step."""
+    HOPELESS = 1.1  # So many times slower is no accident, even of a few steps
+    STEPS_ON = 256
+    STEPS_OFF = 64
+    """Steps until the next trial after a failed one; twice as many after each further one."""
+    MOST_STEPS_OFF = 1024
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.verdict = "not tried yet"
+        self.num_trials = 0
+        self._plan: deque[bool] = deque()
+        self._costs: dict[bool, list[StepCost]] = {False: [], True: []}
+        self._recent: deque[StepCost] = deque(maxlen=self.WINDOW)
+        self._wait = 0
+        self._pause = self.STEPS_OFF
+
+    def step(self, cost: StepCost) -> None:
+        """Takes note of a finished decode step and decides about the next one."""
+        self._recent.append(cost)
+        self._wait -= 1
+        if self._plan or self._costs[True]:
+            self._try(cost)
+        elif self.is_active:
+            self._watch_on()
+        else:
+            self._watch_off()
+
+    def _try(self, cost: StepCost) -> None:
+        self._costs[self.is_active].append(cost)
+        is_judged = len(self._costs[True]) >= self.BLOCK_STEPS
+        if not self._plan or (is_judged and self._is_hopeless()):
+            self._decide()
+        else:
+            self._set(self._plan.popleft())
+
+    def _watch_off(self) -> None:
+        if self._wait > 0 or len(self._recent) < self.WINDOW:
+            return
+        stall_s = sum(cost.stall_s for cost in self._recent)
+        share = stall_s / sum(cost.seconds for cost in self._recent)
+        if share >= self.LEAST_STALL:
+            self._begin_trial()
+        elif not self.num_trials:
+            self.verdict = f"off: steps wait {share:.1%} of their time, too little to save"
+
+    def _watch_on(self) -> None:
+        saved_s = sum(cost.saved_s for cost in self._recent)
+        predict_s = sum(cost.predict_s for cost in self._recent)
+        if len(self._recent) == self.WINDOW and saved_s < predict_s:
+            self._set(False)
+            self._wait = self.WINDOW
+            self.verdict = (
+                f"off: in {self.WINDOW} steps guesses saved at most {1e3 * saved_s:.2f} ms and "
+                f"took {1e3 * predict_s:.2f} ms"
+            )
+        elif self._wait <= 0:
+            self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self.num_trials += 1
+        self._plan.extend(on for on in self.TRIAL for _ in range(self.BLOCK_STEPS))
+        self._costs = {False: [], True: []}
+        self._set(self._plan.popleft())
+
+    def _is_hopeless(self) -> bool:
+        return self._typical(True) > self.HOPELESS * self._typical(False)
+
+    def _decide(self) -> None:
+        off_s, on_s = self._typical(False), self._typical(True)
+        stall_off, stall_on = (
+            1e3 * median(cost.stall_s for cost in self._costs[on]) for on in (False, True)
+        )
+        pays = on_s < off_s * (1.0 - self.GAIN)
+        if pays:
+            self._wait, self._pause = self.STEPS_ON, self.STEPS_OFF
+        else:
+            self._wait = self._pause
+            self._pause = min(2 * self._pause, self.MOST_STEPS_OFF)
+        self._plan.clear()
+        self._costs = {False: [], True: []}
+        self._set(pays)
+        self.verdict = (
+            f"{'on' if pays else 'off'}: a step took {1e3 * on_s:.2f} ms with prefetch and "
+            f"{1e3 * off_s:.2f} ms without, of which {stall_on:.2f} and {stall_off:.2f} ms waiting "
+            "for experts"
+        )
+
+    def _typical(self, on: bool) -> float:
+        return median(cost.seconds for cost in self._costs[on])
+
+    def _set(self, on: bool) -> None:
+        if on is not self.is_active:
+            self._recent.clear()
+        self.is_active = on

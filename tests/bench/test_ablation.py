@@ -153,11 +153,7 @@ moments = "bf16"
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is(
-    words: list[str],
-    added: str,
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], added: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path, config=f"{CONFIG}\n{added}\n")
     asked = [part for one in words for part in ("--vary", one)]
@@ -235,10 +231,7 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
 
     torch.set_num_threads(3)
     results = measure_ablation(
-        variants,
-        tmp_path,
-        Rules(judged=(), most=2, on_repetition=note),
-        {"model": "m"},
+        variants, tmp_path, Rules(judged=(), most=2, on_repetition=note), {"model": "m"}
     )
     assert sorted(set(seen)) == [(BASE, 3), ("run.threads=0", 3), ("run.threads=2", 2)]
     assert torch.get_num_threads() == results["settings"]["num_threads"] == 3

@@ -11,9 +11,14 @@ import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.benchmarks.cases.expert_layers import LayerSizes, layer_of_model
-from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, measure_experts, write_layer
+from moe_runtime.benchmarks.cases.expert_layers import (
+    ExpertsPlan,
+    layer_of_model,
+    measure_experts,
+    write_layer,
+)
 from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers import kt_kernel
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
 from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules

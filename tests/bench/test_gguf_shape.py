@@ -14,7 +14,7 @@ from moe_runtime.benchmarks.synthetic.gguf_files import (
     GgufShape,
     gguf_shape_of_name,
 )
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
 

@@ -16,9 +16,9 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.expert_layers import layer_of_model
-from moe_runtime.benchmarks.cases.expert_systems import (
+from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
+    layer_of_model,
     measure_experts,
     num_equal,
     write_layer,
@@ -154,8 +154,7 @@ def test_the_layer_arrives_as_it_is(
     name: str, plan: ExpertsPlan, packages: list[str], tmp_path: Path
 ) -> None:
     write_layer(plan, tmp_path)
-    module = host._read(str(peer_file(name)))
-    peer = host._made(module, {"top_k": plan.layer.top_k})
+    _, peer = host._made(str(peer_file(name)), {"top_k": plan.layer.top_k})
     host.load_experts(peer, str(tmp_path))
     plan.layer.select("eager")
     for tokens in plan.tokens:
@@ -190,7 +189,6 @@ def test_without_the_package_the_line_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, name, None)
-    module = host._read(str(peer_file(name)))
     with pytest.raises(ImportError, match=f"{name}.* needs: pip install ") as refused:
-        host._made(module, {"top_k": 2})
+        host._made(str(peer_file(name)), {"top_k": 2})
     assert describe_peer(peer_file(name))["INSTALL"] in str(refused.value)

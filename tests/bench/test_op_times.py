@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_runtime.benchmarks.cases import ops
-from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError

@@ -15,9 +15,9 @@ import torch
 
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
-from moe_runtime.kernels.grouped_gemm import tiles, tuner
-from moe_runtime.kernels.grouped_gemm.table import TileKey
-from moe_runtime.kernels.grouped_gemm.tile import Tile
+from moe_runtime.kernels.grouped_gemm import tile as tiles
+from moe_runtime.kernels.grouped_gemm import tuner
+from moe_runtime.kernels.grouped_gemm.tile import Tile, TileKey
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Problem
 
 TILE = Tile(64, 64, 64, 4, 3)

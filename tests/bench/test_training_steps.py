@@ -14,7 +14,7 @@ from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
 from moe_runtime.benchmarks.cases import training
-from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.cases.training import (
     FusedAdamW,
     OffloadedSystem,

@@ -90,12 +90,7 @@ def test_every_figure_is_that_of_the_delays() -> None:
     }.items():
         cuts = statistics.quantiles(values, n=100, method="inclusive")
         assert row[name] == pytest.approx(
-            {
-                "mean": statistics.fmean(values),
-                "p50": cuts[49],
-                "p90": cuts[89],
-                "p99": cuts[98],
-            },
+            {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]},
             abs=NEAR,
         )
     assert row["goodput"]["share"] == 0.5
@@ -252,11 +247,7 @@ def asked_with(
         async with scripted(note) as http:
             client = LoadClient(http, chat=chosen.chat, fields={"temperature": 0}, timeout_s=9.0)
             return await run_load(
-                client,
-                chosen,
-                on_answer=lambda *_: None,
-                is_stopping=is_stopping,
-                meters=meters,
+                client, chosen, on_answer=lambda *_: None, is_stopping=is_stopping, meters=meters
             )
 
     return *run_virtually(work), asked
@@ -350,9 +341,7 @@ def test_a_stop_before_the_first_answer_waits_for_nobody(model: str | None) -> N
     """The server would take an hour for each first request; it is stopped at the third look."""
     looks = itertools.count()
     name, found, asked = asked_with(
-        settings(model=model),
-        lambda body: pieces([3600.0]),
-        is_stopping=lambda: next(looks) >= 2,
+        settings(model=model), lambda body: pieces([3600.0]), is_stopping=lambda: next(looks) >= 2
     )
     assert (found, len(asked)) == ([], 1)
     assert name == (model or "")

@@ -64,11 +64,7 @@ STREAM = {"stream": True, "prompt": "a"}
 JUDGED: dict[str, tuple[Sequence[Part] | httpx2.Response, dict[str, int], str | None]] = {
     "whole": (pieces([0.1, 0.1]), {"answered": 1}, None),
     "cut off": (pieces([0.1, 0.1])[:-1], {}, "cut off after 3 events"),
-    "read error": (
-        events({"error": INJECTED}, "[DONE]"),
-        {"failed": 1},
-        None,
-    ),
+    "read error": (events({"error": INJECTED}, "[DONE]"), {"failed": 1}, None),
     "other error": (events({"error": ERROR}, "[DONE]"), {}, "a sound request got status 200"),
     "early read error": (httpx2.Response(500, json={"error": INJECTED}), {"failed": 1}, None),
     "other form": (httpx2.Response(500, json={"detail": "no"}), {}, "status 500, not in OpenAI's"),

@@ -8,7 +8,11 @@ import torch
 from moe_runtime.checkpoints import dense_weights
 from moe_runtime.checkpoints.dense_weights import DenseReader
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.errors import CheckpointError
+from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange, lay_out
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
 
 READ = 2 * BLOCK_BYTES
 FILE_BYTES = 5 * READ + 1234  # ends inside a block
@@ -33,3 +37,22 @@ def test_a_weight_lies_at_an_aligned_address_wherever_it_lay_in_its_file(
         # what processors read and torch's libraries compute at once is at most as long
         assert read.data_ptr() % 64 == 0
     reader.close()
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_has_changed(tmp_path):
+    """Direct I/O behind the new end says `Invalid argument`, which names no cause."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(FILE_BYTES))
+    whole = TensorEntry("weight", file, "U8", (FILE_BYTES,), 0, FILE_BYTES)
+    reader = DenseReader([whole], torch.float32, None)
+    key = ExpertKey(0, 0)
+    found = TensorRange.of(file, "expert", 0, torch.uint8, (FILE_BYTES,), (1,))
+    source = ExpertSource({key: (layout := lay_out([found]))})
+    file.open("r+b").truncate(FILE_BYTES - 700)
+    changed = rf"{file.name} has changed .* load it again"
+    with pytest.raises(CheckpointError, match=changed):
+        reader.bytes_of("weight", file, 0, FILE_BYTES)
+    with pytest.raises(CheckpointError, match=changed):
+        source.read({key: aligned_bytes(layout.slot_bytes)})
+    reader.close()
+    source.close()

@@ -21,8 +21,7 @@ import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
-from moe_runtime.checkpoints.model_files import load_tokenizer
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, load_tokenizer, open_checkpoint
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 SAMPLE = next(sample for sample in SAMPLES if sample.name == "qwen2moe-q8_0")

@@ -23,9 +23,8 @@ from gguf_vocabularies import (
     write_vocabulary,
 )
 
-from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
-from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS
-from moe_runtime.checkpoints.model_files import load_tokenizer, read_generation_config
+from moe_runtime.checkpoints.gguf.tokenizer import WORD_SPLITS, make_tokenizer, read_vocabulary
+from moe_runtime.checkpoints.opening import load_tokenizer, read_generation_config
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 
 FILE = Path("model.gguf")

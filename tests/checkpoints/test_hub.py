@@ -17,7 +17,7 @@ from text_checkpoint import tiny_text_model, tiny_tokenizer
 from warm_python import warm_python
 
 from moe_runtime.checkpoints.hub import HubName, gguf_files, parse_hub_name
-from moe_runtime.checkpoints.model_files import find_checkpoint
+from moe_runtime.checkpoints.opening import find_checkpoint
 from moe_runtime.cli.console import fetch_model
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes

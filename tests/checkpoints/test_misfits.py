@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import read_config
+from moe_runtime.checkpoints.opening import read_config
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeError, MoERuntimeWarning
 

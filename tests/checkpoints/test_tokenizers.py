@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from text_checkpoint import tiny_text_model, tiny_tokenizer
 
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.errors import CheckpointError
 
 

@@ -328,7 +328,7 @@ def test_numbers_beyond_all_bounds(
 
 def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> None:
     import moe_runtime
-    from moe_runtime.checkpoints.model_files import load_tokenizer
+    from moe_runtime.checkpoints.opening import load_tokenizer
     from moe_runtime.inference.generation import COLDEST, generate_text
 
     model = moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB")

@@ -11,7 +11,7 @@ from traces import trace_of
 from training_runs import CONFIG, write_run
 
 from moe_runtime.benchmarks.suite.peers import split_peer
-from moe_runtime.checkpoints.model_files import find_checkpoint
+from moe_runtime.checkpoints.opening import find_checkpoint
 from moe_runtime.cli.commands.finetune import _pattern
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError

@@ -18,7 +18,7 @@ from http_server import model_of, served
 from page_blocks import PAGES, blocks_of
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
 from moe_runtime.lab.traces import read_trace

@@ -53,7 +53,11 @@ def change_tensors(checkpoint: Path, change) -> None:
 
 
 def test_no_directory(tmp_path):
-    assert "is not a directory" in refused(tmp_path / "nothing")
+    told = refused(tmp_path / "nothing")
+    wanted = "expected the folder of a checkpoint, a .gguf file, or OWNER/NAME on the hub"
+    assert f"nothing is not a directory; {wanted}" in told
+    with pytest.raises(CheckpointError, match=wanted):
+        inspect_checkpoint("nothing-here")
 
 
 def test_a_file(checkpoint):

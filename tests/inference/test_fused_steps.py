@@ -46,7 +46,7 @@ FAMILIES = {
         ),
     )
 }
-launching = importlib.import_module("moe_runtime.kernels.triton_support.launch")
+launching = importlib.import_module("moe_runtime.kernels.triton_support")
 
 
 @pytest.fixture(scope="module", autouse=True)

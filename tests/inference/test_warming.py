@@ -132,7 +132,7 @@ def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 8), (32, 4), (60, 7)])
 def test_each_tile_has_a_prompt_that_compiles_it(num_experts: int, top_k: int) -> None:
     pytest.importorskip("triton")
-    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, tile_by_rule
+    from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, tile_by_rule
 
     def tile_of(num_tokens: int) -> Any:
         rows = num_tokens * top_k

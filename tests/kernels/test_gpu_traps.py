@@ -13,10 +13,10 @@ import torch
 from launched_kernels import launched_kernels
 from torch import Tensor
 
-from moe_runtime.kernels.grouped_gemm import forward, table, tiles
+from moe_runtime.kernels.grouped_gemm import forward
+from moe_runtime.kernels.grouped_gemm import tile as tiles
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
-from moe_runtime.kernels.triton_support import PreparedLaunch, launch
-from moe_runtime.kernels.triton_support.launch import _kind_of
+from moe_runtime.kernels.triton_support import PreparedLaunch, _kind_of, launch
 
 CHANGING = {
     "num_tiles_m", "num_tiles", "num_rows", "num_tokens", "num_slots", "num_blocks", "num_parts",
@@ -69,21 +69,21 @@ def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tiles, "SHIPPED", tmp_path / "shipped")
     gpu, rule = "A GPU", Tile(64, 128, 64, 4, 4)
-    key = table.TileKey("plain", 16, 768, 2048, 64)
-    own = table.table_path(gpu)
+    key = tiles.TileKey("plain", 16, 768, 2048, 64)
+    own = tiles.table_path(gpu)
     assert own == tmp_path / "moe_runtime" / "tiles" / "a-gpu.json"
-    table.write_table(table.table_path(gpu, tmp_path / "shipped"), gpu, {key: rule})
+    tiles.write_table(tiles.table_path(gpu, tmp_path / "shipped"), gpu, {key: rule})
     own.parent.mkdir(parents=True)
     own.write_text("{")
-    table.measured_tiles.cache_clear()
+    tiles.measured_tiles.cache_clear()
     with pytest.warns(UserWarning, match=r"a-gpu\.json is no table of tiles .*delete it"):
-        assert table.measured_tiles(gpu) == {key: rule}
+        assert tiles.measured_tiles(gpu) == {key: rule}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert table.measured_tiles(gpu) == {key: rule}
-    table.measured_tiles.cache_clear()
+        assert tiles.measured_tiles(gpu) == {key: rule}
+    tiles.measured_tiles.cache_clear()
 
 
 @pytest.fixture

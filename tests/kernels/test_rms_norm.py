@@ -5,7 +5,7 @@ import torch
 
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm, rms_norm_reference
-from moe_runtime.kernels.rms_norm.residual import add_rms_norm
+from moe_runtime.kernels.rms_norm.op import add_rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -13,8 +13,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
+from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, TILES_32_BIT, ProductKind, Tile
 from moe_runtime.kernels.operands.activation import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.kernels.grouped_gemm import table as table_module
-from moe_runtime.kernels.grouped_gemm import tiles
-from moe_runtime.kernels.grouped_gemm.table import (
+from moe_runtime.kernels.grouped_gemm import tile as tiles
+from moe_runtime.kernels.grouped_gemm.tile import (
+    GpuLimits,
+    Tile,
     TileKey,
     measured_tiles,
     read_table,
@@ -21,7 +22,6 @@ from moe_runtime.kernels.grouped_gemm.table import (
     tile_key,
     write_table,
 )
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tuner import (
     LayerBatch,
     Problem,
@@ -117,8 +117,8 @@ def test_a_table_is_used_from_the_next_call_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a launcher asks for is what the tuner keeps, for the GPU it was measured on alone."""
-    monkeypatch.setattr(table_module, "cache_folder", lambda: tmp_path / "own")
-    monkeypatch.setattr(table_module, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tiles, "cache_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(tiles, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(tiles, "describe_device", lambda _: GpuLimits())
     gpu = [GPU]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu[0])

@@ -8,7 +8,7 @@ import torch
 from http_server import TEMPLATE, Served, model_of, served
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
 

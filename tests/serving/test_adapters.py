@@ -30,8 +30,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.serving.adapters import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.starting import AdapterChoice, adapters_of
+from moe_runtime.serving.requests import EngineOptions
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
 PROMPTS = ((5, 7, 11), tuple(range(20, 60)), (300, 2))

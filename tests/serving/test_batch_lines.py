@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.serving.batches.batch_lines import PromptLine, read_lines
+from moe_runtime.serving.batches.batch_run import PromptLine, read_lines
 from moe_runtime.serving.requests import SamplingOptions
 
 DEFAULTS = SamplingOptions(temperature=0.5, seed=3, repetition_penalty=1.1)

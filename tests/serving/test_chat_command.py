@@ -24,7 +24,7 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving import conversation
 from moe_runtime.serving.conversation import Conversation
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.answer_sections import HARMONY_MARKS
+from moe_runtime.serving.http.answer_text import HARMONY_MARKS
 from moe_runtime.serving.requests import Finished, NewToken, SamplingOptions
 
 OPTIONS = ["--host-memory", "64MiB", "--dtype", "float32", "-n", "12", "--policy", "lru"]

@@ -24,8 +24,12 @@ from moe_runtime.inference.device import decode_graphs
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.serving import passes
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.requests import NewToken, RequestTooLongError, SamplingOptions
+from moe_runtime.serving.requests import (
+    EngineOptions,
+    NewToken,
+    RequestTooLongError,
+    SamplingOptions,
+)
 
 pytest.importorskip("triton")
 NUM_EXPERTS, CAPACITY = 6, 512

@@ -8,8 +8,8 @@ import torch
 from engine_events import Answer, ask, ask_all, greedy, hold, request_of
 
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.requests import EngineOptions
 
 NEW = 12
 

@@ -11,7 +11,7 @@ from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.requests import EngineOptions
 
 NEW = 8
 TOGETHER = (

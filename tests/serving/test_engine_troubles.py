@@ -12,9 +12,9 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.requests import (
     EngineClosedError,
+    EngineOptions,
     Finished,
     NewToken,
     QueueFullError,

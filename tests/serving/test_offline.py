@@ -7,9 +7,13 @@ import pytest
 from engine_events import PATIENCE_S, greedy, request_of
 
 from moe_runtime.serving.batches.offline import Answer, answer_all, order_of_work
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefixes import LEAST_SHARED
-from moe_runtime.serving.requests import EngineStatistics, GenerationRequest, NewToken
+from moe_runtime.serving.requests import (
+    EngineOptions,
+    EngineStatistics,
+    GenerationRequest,
+    NewToken,
+)
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Sequence
 

@@ -17,8 +17,8 @@ from engine_events import Answer, ask, greedy, request_of
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefixes import PrefixDisk, PrefixFiles, identity_of
+from moe_runtime.serving.requests import EngineOptions
 
 BLOCK, BYTES, FILE = 4, 4080, 4096
 NEW = 6

@@ -9,8 +9,8 @@ from engine_events import ask, greedy, hold, request_of
 
 from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.requests import EngineOptions
 from moe_runtime.serving.sequence_cache import BlockCopies
 
 CAPACITY = 512

@@ -10,7 +10,7 @@ from moe_runtime.inference.steps import Listener, Step
 from moe_runtime.lab.traces.format import read_trace
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.requests import EngineOptions
 
 
 class Ends(Listener):

@@ -10,8 +10,7 @@ from engine_events import ask_all, request_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.requests import SamplingOptions
+from moe_runtime.serving.requests import EngineOptions, SamplingOptions
 from moe_runtime.serving.sampling import Sampler, token_logprobs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])

@@ -93,7 +93,7 @@ BENCH_CASES = {
     "bench experts": Case(
         (
             "moe_runtime.benchmarks.cases.expert_layers.layer_of_model",
-            "moe_runtime.benchmarks.cases.expert_systems.measure_experts",
+            "moe_runtime.benchmarks.cases.expert_layers.measure_experts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {

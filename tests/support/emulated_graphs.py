@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from moe_runtime.memory.device.device import NOT_TOLD
 
 # whose name in its package is that of a function
-launching = import_module("moe_runtime.kernels.triton_support.launch")
+launching = import_module("moe_runtime.kernels.triton_support")
 
 MOST_COUNTED = 16
 """Numbers of a tensor that a kernel may count in; larger ones it only fills."""

@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 
 from warm_python import warm_python
 
-from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import (
     Ready,
@@ -33,6 +31,7 @@ from moe_runtime.serving.http.starting import (
 )
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
+    EngineOptions,
     EngineStatistics,
     Event,
     ExpertStatistics,

@@ -32,7 +32,7 @@ from moe_runtime.training.offload.memory import FrozenMemory
 
 pytest.importorskip("triton")
 
-from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
 FAMILIES = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 
@@ -123,7 +123,7 @@ def run(
         trained = preparation.model.named_parameters()
         found = {name: p.detach().cpu().clone() for name, p in trained if p.requires_grad}
         trainer.close()
-    assert ways == {is_slotted}
+    assert ways == {True} if is_slotted else True not in ways
     return losses, found
 
 

@@ -59,6 +59,6 @@ static void pack_blocks(const char *src, int dtype, int64_t count, float *panel,
     for (int64_t i = 0; i < count; i++) {
         const int64_t element = first_k + i, within = element % 32;
         const int64_t vector = element / 32 * 4 + within % 16 / 8 * 2 + within % 2, lane = within / 16 * 4 + within % 8 / 2;
-        panel[(vector / 2 * panel_rows + row) * K_STEP + vector % 2 * LANES + lane] = load_element(src, dtype, i);
+        panel[(vector / 2 * panel_rows + row) * K_STEP + vector % 2 * LANES + lane] = load_as(dtype, src, i);
     }
 }

@@ -49,6 +49,6 @@ INLINE void group_values(int code, const CodeTable *table, const uint8_t *src, i
 static void pack_blocks(const char *src, int dtype, int64_t count, float *panel, int64_t first_k, int row, int panel_rows) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t element = first_k + i;
-        panel[(element / K_STEP * panel_rows + row) * K_STEP + element % K_STEP] = load_element(src, dtype, i);
+        panel[(element / K_STEP * panel_rows + row) * K_STEP + element % K_STEP] = load_as(dtype, src, i);
     }
 }

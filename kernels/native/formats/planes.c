@@ -5,7 +5,6 @@
 #include "convert.h"
 #include "kernels.h"
 #include "formats/planes.h"
-#include "pool.h"
 #include "formats/quantized.h"
 
 /* Bit i of a byte as byte i of a word, and back; little-endian, as everything that is packed. */

@@ -130,10 +130,10 @@ static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int 
 /* A group of a row, of which `filled` values are there; whole ones in a loop of vectors. */
 INLINE void load_group(const char *src, int dtype, int64_t first, int64_t filled, float values[INT8_GROUP]) {
     if (filled >= INT8_GROUP) {
-        for (int i = 0; i < INT8_GROUP; i++) values[i] = load_element(src, dtype, first + i);
+        for (int i = 0; i < INT8_GROUP; i++) values[i] = load_as(dtype, src, first + i);
         return;
     }
-    for (int i = 0; i < INT8_GROUP; i++) values[i] = i < filled ? load_element(src, dtype, first + i) : 0.0f;
+    for (int i = 0; i < INT8_GROUP; i++) values[i] = i < filled ? load_as(dtype, src, first + i) : 0.0f;
 }
 
 static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,

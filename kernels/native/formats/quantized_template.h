@@ -211,11 +211,6 @@ static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, c
 
 /* ---- packing ---- */
 
-INLINE float load_element(const char *src, int dtype, int64_t i) {
-    if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
-    return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
-}
-
 /* How far ahead of its use a line is fetched, in bytes. */
 enum { LANES_AHEAD = 12 << 10 };
 
@@ -291,7 +286,7 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
     for (int64_t at = first_k; at < end; at += 8) {
         float values[8] = {0};
         const int64_t filled = last_k - at < 8 ? last_k - at : 8;
-        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
+        for (int64_t j = 0; j < filled; j++) values[j] = load_as(dtype, src, at - first_k + j);
         const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
         if (kind == KIND_QUANT_F32 && LANES == 8) {
             float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;

@@ -1,9 +1,8 @@
 /* Reads in flight without the interpreter: threads that serve the blocks of submitted reads, demands before read-aheads.
  *
- * A thread of Python that ends a read needs the interpreter's lock, which the computing thread holds: each of them waits
- * for the other, several times per read. These threads never need it. What ended lies in a list until the computing thread
- * takes it, and a counter that can be looked at without a call says whether there is anything to take.
- */
+ * A thread of Python that ends a read needs the interpreter's lock, which the computing thread holds: each waits for the
+ * other, several times per read. These threads never need it. Reads that ended stay in a list until the computing thread takes
+ * them, and a counter that can be read without a call tells whether there are any. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -13,7 +12,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#include "formats/storage_order.h"
+#include "kernels.h"
 
 enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1, WORTH_A_CALL = 512 << 10 };
 
@@ -84,7 +83,7 @@ static int64_t fill(const Block *block, char *into, int64_t *done) {
     return 0;
 }
 
-/* Wakes nobody while the lock is held: who wakes up on another processor would only wait for it, and so would the caller. */
+/* Wakes threads after the lock is free: one that wakes up on another processor would only wait for it, and so would the caller. */
 static void unlock_and_tell(Queue *queue) {
     atomic_fetch_add(&queue->events, 1);
     const int has_sleepers = queue->num_sleepers > 0;
@@ -92,9 +91,9 @@ static void unlock_and_tell(Queue *queue) {
     if (has_sleepers) pthread_cond_broadcast(&queue->changed);
 }
 
-/* Calls one thread if there is work and none was called. Waking a thread takes a tenth of the time of a small read, so who
- * computes does it once for reads that are submitted together. More are called by a thread that is about to move a large
- * block, and by who begins to wait. */
+/* Calls one thread if there is work and none was called. Waking a thread takes a tenth of the time of a small read, so the
+ * computing thread does it once for reads that are submitted together. More are called by a thread that is about to move a
+ * large block, and by one that begins to wait. */
 static void unlock_and_call(Queue *queue) {
     const int calls = (queue->demands.first || queue->aheads.first) && queue->num_idle && !queue->is_called;
     queue->is_called |= calls;
@@ -176,19 +175,6 @@ static Read *find(const List *list, int64_t name) {
     return read;
 }
 
-static Read *find_waiting(const Queue *queue, int64_t name) {
-    Read *read = find(&queue->aheads, name);
-    return read ? read : find(&queue->demands, name);
-}
-
-static void free_all(List *list) {
-    for (Read *read = list->first; read;) {
-        Read *next = read->next;
-        free(read);
-        read = next;
-    }
-}
-
 /* Ends the threads when they are done with the blocks that they are moving. What ended can still be taken, the rest never
  * ends. Once is enough. */
 MOE_EXPORT void moe_reads_stop(void *of) {
@@ -207,10 +193,12 @@ MOE_EXPORT void moe_reads_stop(void *of) {
 MOE_EXPORT void moe_reads_close(void *of) {
     Queue *queue = of;
     moe_reads_stop(queue);
-    free_all(&queue->demands);
-    free_all(&queue->aheads);
-    free_all(&queue->serving);
-    free_all(&queue->finished);
+    List *lists[] = {&queue->demands, &queue->aheads, &queue->serving, &queue->finished};
+    for (int i = 0; i < 4; i++)
+        for (Read *read; (read = lists[i]->first);) {
+            take_out(lists[i], read);
+            free(read);
+        }
     free(queue->scratch);
     free(queue);
 }
@@ -258,15 +246,6 @@ MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int6
     return 1;
 }
 
-/* Whether a read was queued and has been neither taken back nor forgotten. */
-MOE_EXPORT int moe_reads_knows(void *of, int64_t name) {
-    Queue *queue = of;
-    pthread_mutex_lock(&queue->lock);
-    const int knows = find_waiting(queue, name) || find(&queue->serving, name) || find(&queue->finished, name);
-    pthread_mutex_unlock(&queue->lock);
-    return knows;
-}
-
 /* Has the threads serve what was submitted. */
 MOE_EXPORT void moe_reads_start(void *of) {
     Queue *queue = of;
@@ -291,7 +270,8 @@ MOE_EXPORT void moe_reads_promote(void *of, int64_t name) {
 MOE_EXPORT int moe_reads_cancel(void *of, int64_t name) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
-    Read *read = find_waiting(queue, name);
+    Read *read = find(&queue->aheads, name);
+    if (!read) read = find(&queue->demands, name);
     if (read && read->next_block) read = NULL;
     if (read) take_out(waiting_list(queue, read), read);
     pthread_mutex_unlock(&queue->lock);
@@ -299,21 +279,17 @@ MOE_EXPORT int moe_reads_cancel(void *of, int64_t name) {
     return read != NULL;
 }
 
-/* Tells what ended, FIELDS numbers for each read: its name, bytes, error, the block and the place in the file that it happened
- * at, and how many ns ago it ended. Returns for how many reads. They are told of until moe_reads_forget: who is interrupted
- * while he takes note of them can ask again. */
+/* Lists reads that ended, FIELDS numbers for each: its name, bytes, error, the block and the place in the file that it happened
+ * at, and how many ns ago it ended. Returns how many. They stay listed until moe_reads_forget: an interrupted caller can ask
+ * again. */
 MOE_EXPORT int64_t moe_reads_ended(void *of, int64_t *out, int64_t room) {
     Queue *queue = of;
     int64_t count = 0;
     pthread_mutex_lock(&queue->lock);
     for (const Read *read = queue->finished.first; read && count < room; read = read->next, count++) {
-        int64_t *fields = out + FIELDS * count;
-        fields[0] = read->name;
-        fields[1] = read->bytes;
-        fields[2] = read->error;
-        fields[3] = read->error_block;
-        fields[4] = read->error_offset;
-        fields[5] = now_ns() - read->ended_ns;
+        const int64_t fields[FIELDS] = {read->name, read->bytes, read->error, read->error_block, read->error_offset,
+                                        now_ns() - read->ended_ns};
+        memcpy(out + FIELDS * count, fields, sizeof fields);
     }
     pthread_mutex_unlock(&queue->lock);
     return count;

@@ -24,7 +24,7 @@ static void pack(int kind, const char *src, int dtype, int64_t count, char *pane
             continue;
         }
         float values[K_STEP] = {0};
-        for (int j = 0; j < filled; j++) values[j] = load_element(src, dtype, i + j);
+        for (int j = 0; j < filled; j++) values[j] = load_as(dtype, src, i + j);
         if (kind == KIND_BF16_DOT) {
             uint16_t *out = (uint16_t *)group;
             for (int j = 0; j < K_STEP; j++) out[j] = f32_to_bf16(values[j]);
@@ -40,50 +40,27 @@ static void pack(int kind, const char *src, int dtype, int64_t count, char *pane
     }
 }
 
-INLINE float apply(int activation, float x) {
-    switch (activation) {
-        case ACT_SILU: return x / (1.0f + exp_f32(-x));
-        case ACT_GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-        case ACT_GELU_TANH: {
-            float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-            return x - x / (exp_f32(2.0f * inner) + 1.0f);
-        }
-        case ACT_RELU: return x < 0.0f ? 0.0f : x;
-        default: return x < 0.0f ? 0.0f : x * x;
-    }
-}
-
 INLINE void activate_with(int activation, float *restrict values, const float *restrict factor, int64_t count) {
     if (factor)
-        for (int64_t i = 0; i < count; i++) values[i] = apply(activation, values[i]) * factor[i];
+        for (int64_t i = 0; i < count; i++) values[i] = activated(activation, values[i]) * factor[i];
     else
-        for (int64_t i = 0; i < count; i++) values[i] = apply(activation, values[i]);
+        for (int64_t i = 0; i < count; i++) values[i] = activated(activation, values[i]);
 }
 
 static void activate(int activation, float *values, const float *factor, int64_t count) {
-    switch (activation) {
-        case ACT_SILU: activate_with(ACT_SILU, values, factor, count); break;
-        case ACT_GELU: activate_with(ACT_GELU, values, factor, count); break;
-        case ACT_GELU_TANH: activate_with(ACT_GELU_TANH, values, factor, count); break;
-        case ACT_RELU: activate_with(ACT_RELU, values, factor, count); break;
-        default: activate_with(ACT_RELU2, values, factor, count); break;
-    }
+#define ACTIVATE(activation) activate_with(activation, values, factor, count)
+    BY_ACTIVATION(activation, ACTIVATE)
 }
 
 static void add_bias(float *values, Bias bias, int64_t first, int dtype, int64_t count) {
     const char *src = bias.data + first * bias.stride;
     if (bias.stride == dtype_bytes(dtype))
-        for (int64_t i = 0; i < count; i++) values[i] += load_element(src, dtype, i);
+        for (int64_t i = 0; i < count; i++) values[i] += load_as(dtype, src, i);
     else
-        for (int64_t i = 0; i < count; i++) values[i] += load_element(src + i * bias.stride, dtype, 0);
+        for (int64_t i = 0; i < count; i++) values[i] += load_as(dtype, src + i * bias.stride, 0);
 }
 
 static void store(char *dst, int dtype, const float *src, int64_t count) {
-    if (dtype == DTYPE_F32) {
-        memcpy(dst, src, (size_t)count * 4);
-    } else if (dtype == DTYPE_BF16) {
-        for (int64_t i = 0; i < count; i++) store_u16(dst + 2 * i, f32_to_bf16(src[i]));
-    } else {
-        for (int64_t i = 0; i < count; i++) store_u16(dst + 2 * i, f32_to_f16(src[i]));
-    }
+#define STORE(type) for (int64_t i = 0; i < count; i++) store_as(type, dst, i, src[i])
+    BY_DTYPE(dtype, STORE)
 }

@@ -7,14 +7,10 @@
  */
 #include <immintrin.h>
 #include <pthread.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "convert.h"
-#include "products/call.h"
-
-#define INLINE static inline __attribute__((always_inline))
+#include "kernels.h"
 
 enum { ROWS = PANEL_ROWS_OF_TILES, STRIP_ROWS = 2 * ROWS, K_STEP = 32, STEP_BYTES = 2 * K_STEP, CACHE_LINE = 64 };
 

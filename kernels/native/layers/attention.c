@@ -1,43 +1,31 @@
-/* The attention layer of one token a sequence, from hidden values to hidden values, in one call; and of the layer of whole
- * sequences what lies between the products.
+/* The attention layer of one token a sequence, from hidden values to hidden values, in one call; and for whole sequences the
+ * work between the products.
  *
- * Between the products lie a few thousand operations on values that just were in the cache; as operations of their own,
- * each with its own call, they take longer than the products of a small model. Their arithmetic is that of separate
- * operations, each rounded to the data type: setup.py compiles this file without fused multiply-add.
- */
-#include <stdatomic.h>
-#include <string.h>
-
-#include "convert.h"
+ * Between the products lie a few thousand operations on values in the cache; as separate operations, each with its own call,
+ * they take longer than the products of a small model. Their arithmetic is that of separate operations, each rounded to the
+ * data type: setup.py compiles this file without fused multiply-add. */
 #include "kernels.h"
-#include "pool.h"
 
 enum { ROWS_AT_ONCE = 4 };
 
 /* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. The angles of
- * second values lie `angle` bytes behind those of first values. */
-#define DEFINE_ROTATE(NAME, BYTES)                                                                              \
-    MOE_CLONES static void rotate_##NAME(const char *restrict x, const char *restrict cos, const char *restrict sin, \
-                                         char *restrict out, int64_t half, int64_t angle) {                     \
-        const int64_t other = half * BYTES;                                                                     \
-        for (int64_t i = 0; i < half * BYTES; i += BYTES) {                                                     \
-            const float first = load_##NAME(x + i), second = load_##NAME(x + other + i);                        \
-            store_##NAME(out + i, round_##NAME(first * load_##NAME(cos + i)) +                                    \
-                                    round_##NAME(-second * load_##NAME(sin + i)));                              \
-            store_##NAME(out + other + i, round_##NAME(second * load_##NAME(cos + angle + i)) +                   \
-                                            round_##NAME(first * load_##NAME(sin + angle + i)));                \
-        }                                                                                                       \
+ * second values are `angle` values behind those of first values. */
+INLINE void rotate_as(int dtype, const char *restrict x, const char *restrict cos, const char *restrict sin, char *restrict out,
+                      int64_t half, int64_t angle) {
+    for (int64_t i = 0; i < half; i++) {
+        const float first = load_as(dtype, x, i), second = load_as(dtype, x, half + i);
+        store_as(dtype, out, i, round_as(dtype, first * load_as(dtype, cos, i)) + round_as(dtype, -second * load_as(dtype, sin, i)));
+        store_as(dtype, out, half + i, round_as(dtype, second * load_as(dtype, cos, angle + i)) +
+                                           round_as(dtype, first * load_as(dtype, sin, angle + i)));
     }
+}
 
-DEFINE_ROTATE(f32, 4)
-DEFINE_ROTATE(bf16, 2)
-DEFINE_ROTATE(f16, 2)
+MOE_CLONES static void rotate(int dtype, const char *x, const char *cos, const char *sin, char *out, int64_t half, int64_t angle) {
+#define ROTATE(type) rotate_as(type, x, cos, sin, out, half, angle)
+    BY_DTYPE(dtype, ROTATE)
+}
 
-typedef void (*Rotate)(const char *restrict, const char *restrict, const char *restrict, char *restrict, int64_t,
-                       int64_t);
-static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
-
-/* The layer's weights and sizes as decode_step/attention_step.py writes them; norms and biases may be NULL. The weight whose stride is
+/* The layer's weights and sizes as attention_step.py writes them; norms and biases may be NULL. The weight whose stride is
  * negative is the `Matrix` of a quantised one. */
 typedef struct {
     const char *qkv;
@@ -60,7 +48,7 @@ typedef struct {
     int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
 } Cached;
 
-/* Where sequences of one length have keys and values, as decode_step/attention_step.py writes it; the token is written to the last row. */
+/* Where sequences of one length have keys and values, as attention_step.py writes it; the token is written to the last row. */
 typedef struct {
     Cached keys, values;
     int64_t length;
@@ -90,7 +78,7 @@ static void make_heads(const AttentionLayer *layer, int kind, const Angles *angl
     const int64_t half = layer->pairs_share ? angles->dim : angles->dim / 2, turned = 2 * half * size;
     const int64_t at = position * angles->stride;
     for (int64_t h = 0; h < heads; h++, row += bytes, out += out_stride) {
-        rotations[dtype](row, angles->cos + at, angles->sin + at, out, half, layer->pairs_share ? 0 : half * size);
+        rotate(dtype, row, angles->cos + at, angles->sin + at, out, half, layer->pairs_share ? 0 : half);
         memcpy(out + turned, row + turned, (size_t)(bytes - turned));
     }
 }
@@ -112,41 +100,35 @@ typedef struct {
     const char *rows[2]; /* queries and keys, [num_rows, heads * key_dim] without gaps */
     char *out[2];        /* [sequences, heads, tokens, key_dim] */
     Angles angles;
-    int64_t num_rows, tokens, angle_rows;
+    int64_t tokens, angle_rows;
     char *normed;
     int64_t normed_bytes; /* of each thread */
-    atomic_llong next_row, next_thread;
 } Heads;
 
-static void make_some_heads(void *context) {
+static void make_some_heads(void *context, int thread, int64_t first, int64_t end) {
     Heads *call = context;
     const AttentionLayer *layer = call->layer;
     const int64_t bytes = layer->key_dim * dtype_bytes((int)layer->dtype), tokens = call->tokens;
-    char *normed = call->normed + atomic_fetch_add(&call->next_thread, 1) * call->normed_bytes;
-    for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next_row, ROWS_AT_ONCE);
-        if (first >= call->num_rows) return;
-        for (int64_t r = first; r < call->num_rows && r < first + ROWS_AT_ONCE; r++)
-            for (int kind = QUERIES; kind <= KEYS; kind++) {
-                const int64_t heads = kind == KEYS ? layer->key_heads : layer->heads;
-                char *out = call->out[kind] + (r / tokens * heads * tokens + r % tokens) * bytes;
-                make_heads(layer, kind, &call->angles, r % call->angle_rows, call->rows[kind] + r * heads * bytes, normed, out,
-                           tokens * bytes);
-            }
-    }
+    for (int64_t r = first; r < end; r++)
+        for (int kind = QUERIES; kind <= KEYS; kind++) {
+            const int64_t heads = kind == KEYS ? layer->key_heads : layer->heads;
+            char *out = call->out[kind] + (r / tokens * heads * tokens + r % tokens) * bytes;
+            make_heads(layer, kind, &call->angles, r % call->angle_rows, call->rows[kind] + r * heads * bytes,
+                       call->normed + thread * call->normed_bytes, out, tokens * bytes);
+        }
 }
 
-/* The heads of queries and keys of whole sequences, normalised and turned. Angles are of `angle_rows` rows, which all
- * sequences share or which are as many as rows. */
+/* The heads of queries and keys of whole sequences, normalised and turned. There are `angle_rows` rows of angles: those of one
+ * sequence, which all share, or of all. */
 MOE_EXPORT int moe_attention_heads(const AttentionLayer *layer, const char *queries, const char *keys, int64_t num_rows,
                                    int64_t tokens, const char *cos, const char *sin, int64_t angle_rows, int64_t angle_dim,
                                    char *query_heads, char *key_heads, int share_threads) {
     const int64_t size = dtype_bytes((int)layer->dtype), normed_bytes = layer->heads * layer->key_dim * size;
     pool_begin();
     Heads call = {.layer = layer, .rows = {queries, keys}, .out = {query_heads, key_heads},
-                  .angles = {cos, sin, angle_dim * size, angle_dim}, .num_rows = num_rows, .tokens = tokens,
-                  .angle_rows = angle_rows, .normed = pool_scratch(pool_threads() * normed_bytes), .normed_bytes = normed_bytes};
-    if (call.normed) pool_run(make_some_heads, &call, share_threads);
+                  .angles = {cos, sin, angle_dim * size, angle_dim}, .tokens = tokens, .angle_rows = angle_rows,
+                  .normed = pool_scratch(pool_threads() * normed_bytes), .normed_bytes = normed_bytes};
+    if (call.normed) pool_each(make_some_heads, &call, num_rows, ROWS_AT_ONCE, share_threads);
     pool_end();
     return call.normed ? STATUS_OK : STATUS_NO_MEMORY;
 }

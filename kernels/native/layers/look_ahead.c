@@ -1,15 +1,68 @@
-/* Looking ahead from the hidden states of a step's tokens, a layer at a time: judges what was guessed for this layer, asks the
- * gates of the next ones, and says which of their experts are more likely than not. `policies/prediction/lookahead.py` says
- * what is computed; a test holds the two together.
- */
-#include <stddef.h>
-#include <string.h>
-
+/* Which experts a gate prefers for one hidden state, and a look-ahead made of it: for every layer it judges what was guessed,
+ * asks the gates of the next layers, and names their likely experts.
+ *
+ * In torch a ranking is a product, a conversion and a sort of a few dozen numbers: four calls, each of which takes longer
+ * than the arithmetic. `policies/prediction/lookahead.py` specifies the look-ahead; a test holds the two together. */
 #include "kernels.h"
 
-/* The memory of a look-ahead as gate_ranking/look_ahead.py lays it out. L layers, D distances, N tokens, R ranks. */
+enum { LANES = 16 };
+
+/* The largest gate that is ranked without allocating; decode_step/gate_ranking.py sends larger ones through torch. */
+enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
+
+/* One gate as decode_step/gate_ranking.py writes it: weight [num_experts, dim] with unit stride, bias [num_experts] or NULL, both of fp32 or bf16. */
 typedef struct {
-    const char *gates; /* [D * L] records of rank.c, each gate_bytes long */
+    const char *weight;
+    int64_t stride; /* bytes between rows */
+    const float *bias;
+    int64_t num_experts, dim, num_ranks, weight_dtype, hidden_dtype;
+} Gate;
+
+/* Sixteen sums side by side, which the compiler turns into vectors. */
+INLINE float dot(const float *x, const char *row, int64_t dim, int dtype) {
+    float lanes[LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane] * load_as(dtype, row, i + lane);
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    for (; i < dim; i++) sum += x[i] * load_as(dtype, row, i);
+    return sum;
+}
+
+MOE_CLONES static void compute_logits(const Gate *gate, const char *hidden, float *x, float *logits) {
+    if (gate->hidden_dtype == DTYPE_F32)
+        for (int64_t i = 0; i < gate->dim; i++) x[i] = load_as(DTYPE_F32, hidden, i);
+    else
+        for (int64_t i = 0; i < gate->dim; i++) x[i] = load_as(DTYPE_BF16, hidden, i);
+    for (int64_t e = 0; e < gate->num_experts; e++) {
+        const char *row = gate->weight + e * gate->stride;
+        logits[e] = gate->weight_dtype == DTYPE_F32 ? dot(x, row, gate->dim, DTYPE_F32) : dot(x, row, gate->dim, DTYPE_BF16);
+        if (gate->bias) logits[e] += gate->bias[e];
+    }
+}
+
+/* Writes the num_ranks experts of largest logit, the largest first, of equals the first. STATUS_NO_MEMORY: the gate is too wide. */
+MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked) {
+    const Gate *gate = gate_record;
+    float x[MOST_DIMS], logits[MOST_EXPERTS];
+    char taken[MOST_EXPERTS] = {0};
+    if (gate->dim > MOST_DIMS || gate->num_experts > MOST_EXPERTS) return STATUS_NO_MEMORY;
+    compute_logits(gate, hidden, x, logits);
+    for (int64_t rank = 0; rank < gate->num_ranks; rank++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < gate->num_experts; e++)
+            if (!taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+        taken[best] = 1;
+        ranked[rank] = best;
+    }
+    return STATUS_OK;
+}
+
+/* ---- the look-ahead ---- */
+
+/* The memory of a look-ahead as decode_step/gate_ranking.py lays it out. L layers, D distances, N tokens, R ranks. */
+typedef struct {
+    const char *gates; /* [D * L] records of `Gate`, each gate_bytes long */
     int64_t gate_bytes;
     int64_t num_layers, num_distances, most_tokens, num_ranks, num_experts, top_k, hidden_bytes;
     double prior, remembered, least; /* weights of RankRecord, and the least probability that is told */

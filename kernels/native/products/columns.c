@@ -1,15 +1,12 @@
-/* Products of a matrix that lies transposed, [dim_in, dim_out], where a weight's outputs are neighbours. So lie the experts
- * of some families, so lies every matrix for the gradient of its input, and so do rows for the gradient of a matrix: there
- * the other factor lies transposed as well, and is brought into panels first, by all threads.
+/* Products of a transposed matrix, [dim_in, dim_out], where a weight's outputs are neighbours. So lie the experts of some
+ * families, every matrix for the gradient of its input, and rows for the gradient of a matrix: there the other factor is
+ * transposed as well, and all threads bring it into panels first.
  *
  * A thread takes a block of columns and reads it once, from the first line to the last. A sum runs over k in one order
- * whatever the block, so neither the number of threads nor the other rows change a bit.
- */
+ * whatever the block: neither the number of threads nor the other rows change a bit. */
 #include <stdatomic.h>
 
-#include "convert.h"
 #include "kernels.h"
-#include "pool.h"
 
 /* Sums of one block, in bytes, that leave room in the first-level cache, and columns of a block. */
 enum { SUM_BYTES = 24 << 10, MIN_COLUMNS = 64, MAX_COLUMNS = 2048 };
@@ -36,43 +33,38 @@ typedef struct {
 
 enum { LINES_AT_ONCE = 16, ROWS_AT_ONCE = 1024 };
 
+INLINE void widen(int dtype, const char *src, int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count; i++) out[i] = load_as(dtype, src, i);
+}
+
 /* Four bytes of every row in this step: two lines as pairs of bf16, or one line as fp32. */
 MOE_CLONES static void copy_line(int kind, int dtype, const char *first, const char *second, int64_t count, uint32_t *restrict out) {
-    float *values = (float *)out;
+#define WIDEN(type) widen(type, first, count, (float *)out)
     if (kind == KIND_BF16_DOT)
         for (int64_t i = 0; i < count; i++) out[i] = load_u16(first + 2 * i) | (second ? (uint32_t)load_u16(second + 2 * i) << 16 : 0);
-    else if (dtype == DTYPE_F32)
-        memcpy(out, first, (size_t)(4 * count));
-    else if (dtype == DTYPE_BF16)
-        for (int64_t i = 0; i < count; i++) values[i] = load_bf16(first + 2 * i);
     else
-        for (int64_t i = 0; i < count; i++) values[i] = load_f16(first + 2 * i);
+        BY_DTYPE(dtype, WIDEN)
 }
 
 /* One step of all rows, to where each panel reads it. */
-static inline __attribute__((always_inline)) void spread(const uint32_t *line, int64_t count, int panel_rows, char *out,
-                                                         int64_t panel) {
+INLINE void spread(const uint32_t *line, int64_t count, int panel_rows, char *out, int64_t panel) {
     for (; count >= panel_rows; count -= panel_rows, line += panel_rows, out += panel) memcpy(out, line, (size_t)(4 * panel_rows));
     if (count) memcpy(out, line, (size_t)(4 * count));
 }
 
 static void bring_into_panels(Columns *call) {
     const int together = call->kind == KIND_BF16_DOT ? 2 : 1, rows = call->isa->max_panel_rows;
-    const int64_t steps = (call->dim_in + together - 1) / together;
+    const int64_t steps = parts_of(call->dim_in, together);
     uint32_t line[ROWS_AT_ONCE];
     for (;;) {
-        const int64_t begin = atomic_fetch_add(&call->next_line, LINES_AT_ONCE), left = steps - begin;
-        if (left <= 0) break;
-        const int64_t count = left < LINES_AT_ONCE ? left : LINES_AT_ONCE;
+        const int64_t begin = atomic_fetch_add(&call->next_line, LINES_AT_ONCE), count = min64(LINES_AT_ONCE, steps - begin);
+        if (count <= 0) break;
         for (int64_t s = begin; s < begin + count; s++) {
             const char *first = call->left.data + s * together * call->left.stride;
             const char *second = s * together + 1 < call->dim_in ? first + call->left.stride : NULL;
             copy_line(call->kind, call->x_dtype, first, second, call->num_rows, line);
             char *out = call->panels + s * call->x.step;
-            if (rows == 6)
-                spread(line, call->num_rows, 6, out, call->x.panel);
-            else
-                spread(line, call->num_rows, 4, out, call->x.panel);
+            rows == 6 ? spread(line, call->num_rows, 6, out, call->x.panel) : spread(line, call->num_rows, 4, out, call->x.panel);
         }
         atomic_fetch_add_explicit(&call->ready_lines, count, memory_order_release);
     }
@@ -88,7 +80,7 @@ static void compute_blocks(void *context) {
     for (;;) {
         const int64_t first = atomic_fetch_add(&call->next, 1) * call->block;
         if (first >= call->dim_out) return;
-        const int64_t rest = call->dim_out - first, count = rest < call->block ? rest : call->block;
+        const int64_t count = min64(call->block, call->dim_out - first);
         const Matrix here = {.data = call->weight.data + first * dtype_bytes(call->weight_dtype), .stride = call->weight.stride};
         isa->multiply_columns(call->kind, here, call->dim_in, count, call->x, call->num_rows, sums, values, call->block);
         for (int64_t m = 0; m < call->num_rows; m++) {
@@ -104,28 +96,19 @@ static void compute_blocks(void *context) {
 
 /* Columns of a block: few enough for their sums, and every thread has as many blocks as the others. */
 static int64_t block_columns(int64_t dim_out, int64_t num_rows, int64_t step, int64_t threads) {
-    int64_t most = SUM_BYTES / (4 * num_rows);
-    most = most < MIN_COLUMNS ? MIN_COLUMNS : most > MAX_COLUMNS ? MAX_COLUMNS : most;
-    const int64_t turns = (dim_out + most * threads - 1) / (most * threads);
-    const int64_t even = (dim_out + turns * threads - 1) / (turns * threads);
-    return (even + step - 1) / step * step;
+    const int64_t most = max64(MIN_COLUMNS, min64(MAX_COLUMNS, SUM_BYTES / (4 * num_rows)));
+    return round_up(parts_of(dim_out, parts_of(dim_out, most * threads) * threads), step);
 }
 
 /* One row of x as the products read it: bf16 for the instruction for pairs, else fp32. */
 MOE_CLONES static void copy_row(char *out, int kind, const char *x, int dtype, int64_t count, int64_t padded) {
-    if (kind == KIND_BF16_DOT) {
-        memset(out + 2 * count, 0, (size_t)(2 * (padded - count)));
+#define WIDEN_ROW(type) widen(type, x, count, (float *)out)
+    const int64_t size = kind == KIND_BF16_DOT ? 2 : 4;
+    memset(out + size * count, 0, (size_t)(size * (padded - count)));
+    if (kind == KIND_BF16_DOT)
         memcpy(out, x, (size_t)(2 * count));
-        return;
-    }
-    float *values = (float *)out;
-    for (int64_t i = count; i < padded; i++) values[i] = 0;
-    if (dtype == DTYPE_F32)
-        memcpy(values, x, (size_t)(4 * count));
-    else if (dtype == DTYPE_BF16)
-        for (int64_t i = 0; i < count; i++) values[i] = load_bf16(x + 2 * i);
     else
-        for (int64_t i = 0; i < count; i++) values[i] = load_f16(x + 2 * i);
+        BY_DTYPE(dtype, WIDEN_ROW)
 }
 
 /* Whether rows of x already lie as the products read them: fp32, or whole pairs of bf16 at addresses of pairs. */
@@ -146,7 +129,7 @@ MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t nu
                     .num_rows = num_rows, .dim_in = dim_in, .dim_out = dim_out, .out = out, .out_stride = out_stride};
     if (!num_rows || !dim_out) return STATUS_OK;
     pool_begin();
-    const int64_t threads = pool_threads(), x_bytes = (num_rows * row_bytes + 63) / 64 * 64;
+    const int64_t threads = pool_threads(), x_bytes = round_up(num_rows * row_bytes, 64);
     call.block = block_columns(dim_out, num_rows, isa->k_step, threads);
     const int64_t copied = is_as_read(kind, x, x_stride, x_dtype, dim_in) ? 0 : x_bytes;
     char *scratch = pool_scratch(copied + 2 * threads * num_rows * call.block * (int64_t)sizeof(float));
@@ -178,7 +161,7 @@ MOE_EXPORT int moe_outer(const char *left, int64_t left_stride, const char *righ
     if (!dim_a || !dim_b) return STATUS_OK;
     if (dim_a > ROWS_AT_ONCE) return STATUS_BAD_ROW;
     pool_begin();
-    const int64_t threads = pool_threads(), panels = (dim_a + panel_rows - 1) / panel_rows * panel, panel_bytes = (panels + 63) / 64 * 64;
+    const int64_t threads = pool_threads(), panel_bytes = round_up(parts_of(dim_a, panel_rows) * panel, 64);
     call.block = block_columns(dim_b, dim_a, isa->k_step, threads);
     char *scratch = pool_scratch(panel_bytes + 2 * threads * dim_a * call.block * (int64_t)sizeof(float));
     if (scratch) {

@@ -1,16 +1,10 @@
-/* What lies around the products of experts with many rows: their tokens' rows side by side, the activation, the step back
- * over it, and the weighted sum of rows into the tokens they belong to.
+/* The work around the products of experts with many rows: gathering their tokens' rows, the activation, the step back over
+ * it, and the weighted sum of rows into their tokens.
  *
- * One thread computes a whole row, in the sum a whole range of columns, so the number of threads changes no bit.
- */
-#include <math.h>
+ * One thread computes a whole row, in the sum a whole range of columns, so the number of threads changes no bit. */
 #include <stdatomic.h>
 
-#include "convert.h"
 #include "kernels.h"
-#include "pool.h"
-
-#define INLINE static inline __attribute__((always_inline))
 
 enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, ROWS_GATHERED = 16, FETCHED_BYTES = 1024, CACHE_LINE = 64, MIN_COLUMNS = 256 };
 
@@ -37,15 +31,8 @@ INLINE float softcap_slope(float x, float cap) {
 }
 
 INLINE float function_of(int function, int plain, const Formula *f, float x) {
-    switch (function) {
-        case ACT_SILU:
-            if (plain) return x / (1.0f + exp_f32(-x));
-            return softcap(x, f->gate_softcap) / (1.0f + exp_f32(-f->alpha * x));
-        case ACT_GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-        case ACT_GELU_TANH: return x - x / (exp_f32(1.59576912160573072f * (x + 0.044715f * x * x * x)) + 1.0f);
-        case ACT_RELU: return x < 0.0f ? 0.0f : x;
-        default: return x < 0.0f ? 0.0f : x * x;
-    }
+    if (function != ACT_SILU || plain) return activated(function, x);
+    return softcap(x, f->gate_softcap) / (1.0f + exp_f32(-f->alpha * x));
 }
 
 INLINE float slope_of(int function, int plain, const Formula *f, float x) {
@@ -118,84 +105,58 @@ INLINE void step_back(int function, int plain, const Formula *f, int has_gate, f
     }
 }
 
-typedef void (*Forward)(const Formula *, int, float *, const float *, int64_t);
-typedef void (*Backward)(const Formula *, int, float, float *, float *, float *, float *, int64_t);
+/* call(function, plain, has_gate), with constants. */
+#define BY_FORM(plain, has_gate, call, function)                                    \
+    if (plain)                                                                      \
+        has_gate ? call(function, 1, 1) : call(function, 1, 0);                     \
+    else                                                                            \
+        has_gate ? call(function, 0, 1) : call(function, 0, 0)
 
-#define DEFINE_FORMULA(NAME, FUNCTION, PLAIN)                                                                           \
-    MOE_CLONES static void forward_##NAME(const Formula *f, int has_gate, float *gate, const float *up, int64_t n) {    \
-        if (has_gate)                                                                                                   \
-            hidden_values(FUNCTION, PLAIN, f, 1, gate, up, n);                                                          \
-        else                                                                                                            \
-            hidden_values(FUNCTION, PLAIN, f, 0, gate, up, n);                                                          \
-    }                                                                                                                   \
-    MOE_CLONES static void backward_##NAME(const Formula *f, int has_gate, float weight, float *gate, float *up,        \
-                                           float *grad, float *products, int64_t n) {                                   \
-        if (has_gate)                                                                                                   \
-            step_back(FUNCTION, PLAIN, f, 1, weight, gate, up, grad, products, n);                                      \
-        else                                                                                                            \
-            step_back(FUNCTION, PLAIN, f, 0, weight, gate, up, grad, products, n);                                      \
-    }
-
-DEFINE_FORMULA(silu, ACT_SILU, 1)
-DEFINE_FORMULA(gelu, ACT_GELU, 1)
-DEFINE_FORMULA(gelu_tanh, ACT_GELU_TANH, 1)
-DEFINE_FORMULA(relu, ACT_RELU, 1)
-DEFINE_FORMULA(relu2, ACT_RELU2, 1)
-DEFINE_FORMULA(any_silu, ACT_SILU, 0)
-DEFINE_FORMULA(any_gelu, ACT_GELU, 0)
-DEFINE_FORMULA(any_gelu_tanh, ACT_GELU_TANH, 0)
-DEFINE_FORMULA(any_relu, ACT_RELU, 0)
-DEFINE_FORMULA(any_relu2, ACT_RELU2, 0)
-
-static const Forward forwards[2][NUM_ACTIVATIONS] = {
-    {forward_any_silu, forward_any_gelu, forward_any_gelu_tanh, forward_any_relu, forward_any_relu2},
-    {forward_silu, forward_gelu, forward_gelu_tanh, forward_relu, forward_relu2},
-};
-static const Backward backwards[2][NUM_ACTIVATIONS] = {
-    {backward_any_silu, backward_any_gelu, backward_any_gelu_tanh, backward_any_relu, backward_any_relu2},
-    {backward_silu, backward_gelu, backward_gelu_tanh, backward_relu, backward_relu2},
-};
-
-void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count) {
-    forwards[0][function]((const Formula *)formula, has_gate, gate, up, count);
+MOE_CLONES static void forward(int function, int plain, const Formula *f, int has_gate, float *gate, const float *up, int64_t count) {
+#define FORWARD(function, plain, has_gate) hidden_values(function, plain, f, has_gate, gate, up, count)
+#define FORWARD_BY_FORM(function) BY_FORM(plain, has_gate, FORWARD, function)
+    BY_ACTIVATION(function, FORWARD_BY_FORM)
 }
 
-/* ---- rows of numbers of any type; `step` is the distance of neighbours in elements ---- */
+MOE_CLONES static void backward(int function, int plain, const Formula *f, int has_gate, float weight, float *gate, float *up,
+                                float *grad, float *products, int64_t count) {
+#define BACKWARD(function, plain, has_gate) step_back(function, plain, f, has_gate, weight, gate, up, grad, products, count)
+#define BACKWARD_BY_FORM(function) BY_FORM(plain, has_gate, BACKWARD, function)
+    BY_ACTIVATION(function, BACKWARD_BY_FORM)
+}
 
-#define DEFINE_TYPE(NAME, BYTES, LOAD, STORE)                                                                           \
-    INLINE void load_row_##NAME##_by(const char *src, int64_t step, float *restrict out, int64_t count) {               \
-        for (int64_t i = 0; i < count; i++) out[i] = LOAD(src + i * step * BYTES);                                  \
-    }                                                                                                               \
-    INLINE void store_row_##NAME##_by(char *dst, int64_t step, const float *restrict values, int64_t count) {           \
-        for (int64_t i = 0; i < count; i++) STORE(dst + i * step * BYTES, values[i]);                               \
-    }                                                                                                               \
-    MOE_CLONES static void load_row_##NAME(const char *src, int64_t step, float *out, int64_t count) {                  \
-        if (step == 1)                                                                                              \
-            load_row_##NAME##_by(src, 1, out, count);                                                                   \
-        else                                                                                                        \
-            load_row_##NAME##_by(src, 2, out, count);                                                                   \
-    }                                                                                                               \
-    MOE_CLONES static void store_row_##NAME(char *dst, int64_t step, const float *values, int64_t count) {              \
-        if (step == 1)                                                                                              \
-            store_row_##NAME##_by(dst, 1, values, count);                                                               \
-        else                                                                                                        \
-            store_row_##NAME##_by(dst, 2, values, count);                                                               \
-    }                                                                                                               \
-    MOE_CLONES static void add_##NAME(float *restrict sums, const char *src, float weight, int64_t count) {         \
-        for (int64_t i = 0; i < count; i++) sums[i] += weight * LOAD(src + i * BYTES);                              \
-    }
+void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count) {
+    forward(function, 0, (const Formula *)formula, has_gate, gate, up, count);
+}
 
-INLINE void write_f32(char *dst, float value) { memcpy(dst, &value, 4); }
-INLINE void write_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
-INLINE void write_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
+/* ---- rows of numbers of any type; `step`, 1 or 2, is the distance of neighbours in elements ---- */
 
-DEFINE_TYPE(f32, 4, load_f32, write_f32)
-DEFINE_TYPE(bf16, 2, load_bf16, write_bf16)
-DEFINE_TYPE(f16, 2, load_f16, write_f16)
+INLINE void load_row_as(int dtype, const char *src, int64_t step, float *restrict out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = load_as(dtype, src, i * step);
+}
 
-static void (*const loads[])(const char *, int64_t, float *, int64_t) = {load_row_f32, load_row_bf16, load_row_f16};
-static void (*const stores[])(char *, int64_t, const float *, int64_t) = {store_row_f32, store_row_bf16, store_row_f16};
-static void (*const adds[])(float *, const char *, float, int64_t) = {add_f32, add_bf16, add_f16};
+INLINE void store_row_as(int dtype, char *dst, int64_t step, const float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) store_as(dtype, dst, i * step, values[i]);
+}
+
+MOE_CLONES static void load_row(int dtype, const char *src, int64_t step, float *out, int64_t count) {
+#define LOAD_ROW(type) step == 1 ? load_row_as(type, src, 1, out, count) : load_row_as(type, src, 2, out, count)
+    BY_DTYPE(dtype, LOAD_ROW)
+}
+
+MOE_CLONES static void store_row(int dtype, char *dst, int64_t step, const float *values, int64_t count) {
+#define STORE_ROW(type) step == 1 ? store_row_as(type, dst, 1, values, count) : store_row_as(type, dst, 2, values, count)
+    BY_DTYPE(dtype, STORE_ROW)
+}
+
+INLINE void add_row_as(int dtype, float *restrict sums, const char *src, float weight, int64_t count) {
+    for (int64_t i = 0; i < count; i++) sums[i] += weight * load_as(dtype, src, i);
+}
+
+MOE_CLONES static void add_row(int dtype, float *sums, const char *src, float weight, int64_t count) {
+#define ADD_ROW(type) add_row_as(type, sums, src, weight, count)
+    BY_DTYPE(dtype, ADD_ROW)
+}
 
 /* ---- the activation ---- */
 
@@ -210,7 +171,6 @@ typedef struct {
     char *grad_z; /* [rows, width] of dtype, without gaps; NULL in the forward pass */
     const float *weights; /* [rows] or NULL for ones */
     float *grad_weights; /* [rows] */
-    atomic_llong next;
 } Gate;
 
 static void gate_row(const Gate *call, int64_t row) {
@@ -226,21 +186,21 @@ static void gate_row(const Gate *call, int64_t row) {
     for (int64_t first = 0; first < call->dim_hidden; first += CHUNK) {
         const int64_t left = call->dim_hidden - first, count = left < CHUNK ? left : CHUNK;
         const int64_t gate_at = first * step, up_at = up_first + first * step;
-        loads[call->z_dtype](z + up_at * z_bytes, step, up, count);
-        if (call->has_gate) loads[call->z_dtype](z + gate_at * z_bytes, step, gate, count);
-        if (kept) stores[call->kept_dtype](kept + up_at * kept_bytes, step, up, count);
-        if (kept && call->has_gate) stores[call->kept_dtype](kept + gate_at * kept_bytes, step, gate, count);
+        load_row(call->z_dtype, z + up_at * z_bytes, step, up, count);
+        if (call->has_gate) load_row(call->z_dtype, z + gate_at * z_bytes, step, gate, count);
+        if (kept) store_row(call->kept_dtype, kept + up_at * kept_bytes, step, up, count);
+        if (kept && call->has_gate) store_row(call->kept_dtype, kept + gate_at * kept_bytes, step, gate, count);
         if (!grad_z) {
-            forwards[call->plain][call->function](call->formula, call->has_gate, gate, up, count);
-            stores[call->dtype](hidden + first * bytes, 1, gate, count);
+            forward(call->function, call->plain, call->formula, call->has_gate, gate, up, count);
+            store_row(call->dtype, hidden + first * bytes, 1, gate, count);
             continue;
         }
-        loads[call->dtype](hidden + first * bytes, 1, grad, count);
-        backwards[call->plain][call->function](call->formula, call->has_gate, call->weights ? call->weights[row] : 1.0f, gate,
-                                               up, grad, products, count);
-        stores[call->dtype](hidden + first * bytes, 1, grad, count);
-        stores[call->dtype](grad_z + up_at * bytes, step, up, count);
-        if (call->has_gate) stores[call->dtype](grad_z + gate_at * bytes, step, gate, count);
+        load_row(call->dtype, hidden + first * bytes, 1, grad, count);
+        backward(call->function, call->plain, call->formula, call->has_gate, call->weights ? call->weights[row] : 1.0f, gate, up, grad,
+                 products, count);
+        store_row(call->dtype, hidden + first * bytes, 1, grad, count);
+        store_row(call->dtype, grad_z + up_at * bytes, step, up, count);
+        if (call->has_gate) store_row(call->dtype, grad_z + gate_at * bytes, step, gate, count);
         for (int64_t i = count; i < CHUNK; i++) products[i] = 0.0f;
         for (int64_t i = 0; i < CHUNK; i += SUM_LANES)
             for (int lane = 0; lane < SUM_LANES; lane++) sums[lane] += products[i + lane];
@@ -251,13 +211,9 @@ static void gate_row(const Gate *call, int64_t row) {
     call->grad_weights[row] = total;
 }
 
-static void gate_rows(void *context) {
-    Gate *call = context;
-    for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next, ROWS_AT_ONCE);
-        if (first >= call->num_rows) return;
-        for (int64_t row = first; row < first + ROWS_AT_ONCE && row < call->num_rows; row++) gate_row(call, row);
-    }
+static void gate_rows(void *context, int thread, int64_t first, int64_t end) {
+    (void)thread;
+    for (int64_t row = first; row < end; row++) gate_row(context, row);
 }
 
 /* hidden = activation(z), and kept = z if there is one. With grad_z: hidden holds the gradient of the hidden values for a
@@ -272,7 +228,7 @@ MOE_EXPORT void moe_gate(const char *z, int64_t z_stride, int64_t num_rows, int6
                  .plain = plain != 0, .formula = (const Formula *)formula, .kept = kept, .kept_dtype = kept_dtype,
                  .hidden = hidden, .grad_z = grad_z, .weights = weights, .grad_weights = grad_weights};
     pool_begin();
-    pool_run(gate_rows, &call, share_threads);
+    pool_each(gate_rows, &call, num_rows, ROWS_AT_ONCE, share_threads);
     pool_end();
 }
 
@@ -284,7 +240,6 @@ typedef struct {
     const int64_t *tokens;
     char *out;
     int dtype, out_dtype;
-    atomic_llong next;
 } Gather;
 
 /* Rows lie anywhere: the processor does not find the next by itself. Of a long one it finds the rest. */
@@ -292,21 +247,18 @@ static void fetch_row(const char *row, int64_t bytes) {
     for (int64_t b = 0; b < bytes && b < FETCHED_BYTES; b += CACHE_LINE) __builtin_prefetch(row + b, 0, 3);
 }
 
-static void gather_rows(void *context) {
+static void gather_rows(void *context, int thread, int64_t first, int64_t end) {
     Gather *call = context;
     const int64_t out_bytes = call->dim * dtype_bytes(call->out_dtype), source_bytes = call->dim * dtype_bytes(call->dtype);
-    for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next, ROWS_GATHERED);
-        if (first >= call->num_rows) return;
-        for (int64_t row = first; row < first + ROWS_GATHERED && row < call->num_rows; row++) {
-            const char *source = call->source + call->tokens[row] * call->stride;
-            if (row + 1 < call->num_rows) fetch_row(call->source + call->tokens[row + 1] * call->stride, source_bytes);
-            char *out = call->out + row * out_bytes;
-            if (call->dtype == call->out_dtype)
-                memcpy(out, source, (size_t)out_bytes);
-            else
-                loads[call->dtype](source, 1, (float *)out, call->dim);
-        }
+    (void)thread;
+    for (int64_t row = first; row < end; row++) {
+        const char *source = call->source + call->tokens[row] * call->stride;
+        if (row + 1 < call->num_rows) fetch_row(call->source + call->tokens[row + 1] * call->stride, source_bytes);
+        char *out = call->out + row * out_bytes;
+        if (call->dtype == call->out_dtype)
+            memcpy(out, source, (size_t)out_bytes);
+        else
+            load_row(call->dtype, source, 1, (float *)out, call->dim);
     }
 }
 
@@ -316,7 +268,7 @@ MOE_EXPORT void moe_gather_rows(const char *source, int64_t stride, int64_t dim,
     Gather call = {.source = source, .stride = stride, .dim = dim, .num_rows = num_rows, .tokens = tokens, .out = out,
                    .dtype = dtype, .out_dtype = out_dtype};
     pool_begin();
-    pool_run(gather_rows, &call, share_threads);
+    pool_each(gather_rows, &call, num_rows, ROWS_GATHERED, share_threads);
     pool_end();
 }
 
@@ -324,35 +276,27 @@ MOE_EXPORT void moe_gather_rows(const char *source, int64_t stride, int64_t dim,
 
 typedef struct {
     float *sums;
-    int64_t dim, num_rows, columns_at_once;
+    int64_t dim, num_rows;
     const int64_t *tokens;
     const char *rows;
     const float *weights;
     int dtype;
-    atomic_llong next;
 } Sum;
 
-static void sum_columns(void *context) {
+static void sum_columns(void *context, int thread, int64_t first, int64_t end) {
     Sum *call = context;
-    const int64_t bytes = dtype_bytes(call->dtype), most = call->columns_at_once;
-    for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next, most), left = call->dim - first;
-        if (left <= 0) return;
-        for (int64_t row = 0; row < call->num_rows; row++)
-            adds[call->dtype](call->sums + call->tokens[row] * call->dim + first, call->rows + (row * call->dim + first) * bytes,
-                              call->weights ? call->weights[row] : 1.0f, left < most ? left : most);
-    }
+    (void)thread;
+    for (int64_t row = 0; row < call->num_rows; row++)
+        add_row(call->dtype, call->sums + call->tokens[row] * call->dim + first,
+                call->rows + (row * call->dim + first) * dtype_bytes(call->dtype), call->weights ? call->weights[row] : 1.0f, end - first);
 }
 
 /* sums[tokens[r]] += weights[r] * rows[r], in the order of r. The caller has checked the tokens. */
 MOE_EXPORT void moe_add_rows(float *sums, int64_t dim, const int64_t *tokens, const char *rows, int64_t num_rows,
                              const float *weights, int dtype, int share_threads) {
-    Sum call = {.sums = sums, .dim = dim, .num_rows = num_rows, .tokens = tokens, .rows = rows, .weights = weights,
-                .dtype = dtype};
+    Sum call = {.sums = sums, .dim = dim, .num_rows = num_rows, .tokens = tokens, .rows = rows, .weights = weights, .dtype = dtype};
     pool_begin();
     /* one range a thread: the longer, the better the processor fetches ahead */
-    call.columns_at_once = (dim / pool_threads() + MIN_COLUMNS - 1) / MIN_COLUMNS * MIN_COLUMNS;
-    if (call.columns_at_once < MIN_COLUMNS) call.columns_at_once = MIN_COLUMNS;
-    pool_run(sum_columns, &call, share_threads);
+    pool_each(sum_columns, &call, dim, max64(MIN_COLUMNS, round_up(dim / pool_threads(), MIN_COLUMNS)), share_threads);
     pool_end();
 }

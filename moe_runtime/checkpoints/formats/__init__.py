@@ -1,7 +1,4 @@
-"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model.
-
-A format is one file, which knows its names, types and shapes, and one row of `FORMATS`.
-"""
+"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ Finder = Callable[[Settings, Mapping[str, TensorEntry]], Iterator[PackedWeight]]
 _HERE = "moe_runtime.checkpoints.formats"
 FORMATS: Mapping[str, Finder] = LazyTable(
     {
-        "mxfp4": f"{_HERE}.gpt_oss:weights_of",
-        "fp8": f"{_HERE}.fp8:weights_of",
-        "mxfp8": f"{_HERE}.fp8:weights_of",
+        "mxfp4": f"{_HERE}.floats:mxfp4_weights",
+        "fp8": f"{_HERE}.floats:fp8_weights",
+        "mxfp8": f"{_HERE}.floats:fp8_weights",
         "compressed-tensors": f"{_HERE}.compressed_tensors:weights_of",
-        "modelopt": f"{_HERE}.modelopt:weights_of",
-        "gptq": f"{_HERE}.gptq:weights_of",
-        "awq": f"{_HERE}.awq:weights_of",
+        "modelopt": f"{_HERE}.floats:modelopt_weights",
+        "gptq": f"{_HERE}.columns:gptq_weights",
+        "awq": f"{_HERE}.columns:awq_weights",
     }
 )
 """By the `quant_method` of `config.json`."""

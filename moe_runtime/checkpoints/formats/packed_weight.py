@@ -17,7 +17,7 @@ from moe_runtime.checkpoints.formats.settings import CONFIG
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
-from moe_runtime.kernels.quantized.storage_order import WORD_BITS, StorageOrder
+from moe_runtime.kernels.quantized.storage_order import StorageOrder
 from moe_runtime.memory.layout import TensorRange
 
 SCALE_NAMES: Mapping[str, ScaleName] = {
@@ -61,9 +61,20 @@ Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
 """Rows and columns of a weight, how they are written, and where their parts lie."""
 
 
+class PartOrder(NamedTuple):
+    """How one tensor of a weight lies."""
+
+    kind: str | None  # of its `StorageOrder`; None where it is in order
+    per: int = 1  # rows or columns of the weight for a row of the tensor; 0 where one is for all
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One weight as a model has it, one matrix or a stack of them, in several tensors of a file."""
+    """One weight as a model has it, one matrix or a stack of them, in several tensors of a file.
+
+    One matrix may lie in an order that no product reads. It is put in order when an expert enters
+    its slot or a dense weight is loaded, never on the disk.
+    """
 
     name: str  # of the weight, as the conversion table of transformers knows it
     lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for those of E experts
@@ -79,6 +90,9 @@ class PackedWeight:
     # makes the model's values of those in the file; None where they are these
     convert: Callable[[Tensor], Tensor] | None = None
     moves_codes: bool = False  # whether it only moves values, and codes as well
+    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
+    along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are
+    adds_one: bool = False  # whether zero points are stored less one, as `StorageOrder` has it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,6 +142,9 @@ class PackedWeight:
 
     def pieces(self, most_elements: int) -> Iterator[Piece]:
         """Cuts all matrices, one below the other, into pieces of about so many elements."""
+        if self.orders:
+            yield from self._reordered_pieces(most_elements)
+            return
         group = max(1, self.format.group_rows)
         most = max(1, most_elements // self.num_cols)
         most = most // group * group or most
@@ -140,12 +157,17 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where the parts of some rows lie.
-
-        Returns:
-            `codes`, and `scales`, `zero_points` and `global_scale` where there are any: what
-            `Packing.matrix` makes one matrix of `[count, K]` of.
+        """Where the parts of `count` rows lie, of which `Packing.matrix` makes one matrix `[count,
+        K]`.
         """
+        if self.orders:
+            if (first, step, count) != (0, 1, self.num_rows):
+                raise UnsupportedModelError(
+                    f"{self.name}: expected a matrix of an expert in tensors of its own, found "
+                    f"rows {first} to {first + (count - 1) * step} of {self.num_rows} to be one; "
+                    f"such checkpoints are not supported yet"
+                )
+            return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
         kind = self.format
         number, row = divmod(first, self.num_rows)
         last = row + (count - 1) * step
@@ -177,39 +199,7 @@ class PackedWeight:
             found[name] = TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
         return found
 
-
-class PartOrder(NamedTuple):
-    """How one tensor of a weight lies."""
-
-    kind: str | None  # of its `StorageOrder`; None where it is in order
-    # how many rows or columns of the weight, whichever the tensor's first dimension goes along, one
-    # row of the tensor is for; 0 where it has one row for all
-    per: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ReorderedWeight(PackedWeight):
-    """One matrix `[N, K]` whose numbers lie in the file in an order that no product reads.
-
-    They are put in order when an expert enters its slot or a dense weight is loaded, never on the
-    disk.
-    """
-
-    along: Literal["rows", "columns"] = "rows"  # what the first dimension of the tensors goes along
-    orders: Mapping[str, PartOrder] = field(default_factory=dict)
-    adds_one: bool = False  # whether zero points are stored less one, as `StorageOrder` has it
-
-    def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """As of any weight, but for the whole matrix only."""
-        if (first, step, count) != (0, 1, self.num_rows):
-            raise UnsupportedModelError(
-                f"{self.name}: expected a matrix of an expert in tensors of its own, found rows "
-                f"{first} to {first + (count - 1) * step} of {self.num_rows} to be one; such "
-                f"checkpoints are not supported yet"
-            )
-        return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
-
-    def pieces(self, most_elements: int) -> Iterator[Piece]:
+    def _reordered_pieces(self, most_elements: int) -> Iterator[Piece]:
         """Cuts the weight along the first dimension of its tensors, each piece within a group."""
         is_by_rows = self.along == "rows"
         size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
@@ -317,14 +307,10 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _other_groups(
+def other_groups(
     kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
 ) -> str:
-    """The end of a message about scales that are those of other groups; empty where of none.
-
-    Args:
-        sizes: `(*lead, N, K)` of the weight.
-    """
+    """The end of a message about scales that are those of other groups; empty where of none."""
     if len(found) != len(sizes) or [*found[:-2]] != [*sizes[:-2]]:
         return ""
     fitting = []
@@ -380,96 +366,13 @@ def with_scales(
     is_transposed: bool = False,
     place: str = CONFIG,
 ) -> PackedWeight:
-    """A weight whose scales are checked, and their type put into its format.
-
-    Args:
-        sizes: `(*lead, N, K)`.
-    """
+    """A weight of `(*lead, N, K)` whose scales are checked, and their type put into its format."""
     *lead, rows, cols = sizes
     shape = (*lead, *kind.scales_shape(rows, cols))
     require_beside(
-        scales, codes, shape, dtypes, lambda: _other_groups(kind, sizes, scales.shape, place)
+        scales, codes, shape, dtypes, lambda: other_groups(kind, sizes, scales.shape, place)
     )
     return PackedWeight(
         *(name, tuple(lead), rows, cols, replace(kind, scales=SCALE_NAMES[scales.dtype])),
         *(codes, scales, None, global_scale, is_transposed),
     )
-
-
-def by_columns(
-    module: str,
-    entries: Mapping[str, TensorEntry],
-    codes: tuple[TensorEntry, PartOrder],
-    sizes: tuple[int, int],
-    group: int,
-    zeros_kind: str,
-    bits: int,
-    *,
-    adds_one: bool = False,
-) -> ReorderedWeight:
-    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`, whose rows are columns.
-
-    Args:
-        sizes: `(N, K)`.
-    """
-    (entry, order), (rows, cols) = codes, sizes
-    scales, zeros = (
-        part_of(entries, module, [suffix], f"a part of {entry.name}")
-        for suffix in (".scales", ".qzeros")
-    )
-    kind = WeightFormat(
-        "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
-    )
-    _require_rows(entry, rows, scales, zeros, bits)
-    groups = kind.scales_shape(rows, cols)[1]
-
-    def hint() -> str:  # where zero points agree with them, the configuration is wrong
-        agree = zeros.shape[:1] == scales.shape[:1]
-        return _other_groups(kind, sizes, scales.shape[::-1]) if agree else ""
-
-    require_beside(scales, entry, (groups, rows), ("F16", "BF16", "F32"), hint)
-    require_beside(zeros, entry, (groups, _words(rows, bits)), ["I32"])
-    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
-    return ReorderedWeight(
-        *(f"{module}.weight", (), rows, cols, kind, entry, scales, zeros),
-        along="columns",
-        orders={
-            "codes": order,
-            "scales": PartOrder("transposed", group),
-            "zero_points": PartOrder(zeros_kind, group),
-        },
-        adds_one=adds_one,
-    )
-
-
-def _require_rows(
-    codes: TensorEntry, rows: int, scales: TensorEntry, zeros: TensorEntry, bits: int
-) -> None:
-    """Checks the rows of codes where scales and zero points agree on another number, and bits."""
-    if len(scales.shape) != 2 or len(zeros.shape) != 2:
-        return
-    others, num_words = scales.shape[1], zeros.shape[1]
-    beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
-    if others == rows:
-        for likely in (2, 4, 8):
-            if _words(rows, likely) == num_words != _words(rows, bits):
-                raise CheckpointError(
-                    f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "
-                    f"{bits} bits, found {num_words}, as of {likely} bits; correct bits in the "
-                    "quantization_config of config.json"
-                )
-    elif num_words == _words(others, bits) != _words(rows, bits):
-        # one has a word for several rows, the other for several columns
-        sizes = (others, num_words) if codes.shape[1] == rows else (num_words, others)
-        method = "awq" if codes.shape[1] == rows else "gptq"
-        causes = [f"as quant_method {method} has them"] if codes.shape[1] == sizes[1] else []
-        causes += ["transposed"] if codes.shape[0] == sizes[0] else []
-        raise CheckpointError(
-            f"{codes.name}: expected codes of {others} rows, as {beside} have, found those of "
-            f"{rows} in {[*codes.shape]}; {' or '.join(causes) or 'damaged'}: correct the "
-            "quantization_config of config.json, or fetch the checkpoint again"
-        )
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD_BITS)

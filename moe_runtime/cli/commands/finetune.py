@@ -23,7 +23,7 @@ from moe_runtime.cli.console import (
     quiet_transformers,
     say_line,
 )
-from moe_runtime.cli.strict import FOLDER, refuse_given
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
@@ -34,88 +34,28 @@ if TYPE_CHECKING:
 def finetune(
     ctx: typer.Context,
     model: options.Model,
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DATA...",
-            help="Text files, folders of .txt files, or patterns such as 'a/*.md'.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar=FOLDER, help="Folder of the run.")
-    ] = Path("finetuned"),
-    lora: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="RANK", help="Train adapters of this rank only."),
-    ] = None,
-    lora_on: Annotated[
-        str, typer.Option(help="Modules with adapters: attention, experts, or both with a comma.")
-    ] = "attention,experts",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
-    ] = None,
-    zeroth_order: Annotated[
-        bool,
-        typer.Option(
-            "--zeroth-order",
-            help="Train by forward passes alone: no gradients, no optimizer states.",
-        ),
-    ] = False,
-    eps: Annotated[
-        float | None,
-        typer.Option(help="With --zeroth-order: the distance of its two measurements."),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with "
-            "--zeroth-order."
-        ),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")] = 512,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
-    micro_batches: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Split each step into N parts (gradient accumulation). More parts use less "
-            "memory.",
-        ),
-    ] = 1,
+    data: Annotated[list[str], typer.Argument(metavar="DATA...")],
+    output: options.OutputFolder = Path("finetuned"),
+    lora: Annotated[int | None, typer.Option(min=1, metavar="RANK")] = None,
+    lora_on: str = "attention,experts",
+    steps: options.Count | None = None,
+    zeroth_order: bool = False,
+    eps: float | None = None,
+    rate: float | None = None,
+    warmup: options.Natural = 0,
+    context: options.Count = 512,
+    sequences: options.Count = 8,
+    micro_batches: options.Count = 1,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
     device: options.Device = "cpu",
-    storage_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder on a fast disk for the experts' states; the run's own if omitted."
-        ),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Of products: float32 or bfloat16; trained weights stay float32.")
-    ] = "float32",
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Use gradient checkpointing: less memory, slower.")
-    ] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 100,
-    export_dtype: Annotated[
-        str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
-    ] = "auto",
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Seed of the text's order, initial adapters and random directions."
-        ),
-    ] = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE.npz",
-            help="Record which experts the gates choose, for `report`.",
-        ),
-    ] = None,
+    storage_dir: Path | None = None,
+    precision: str = "float32",
+    recompute: bool = False,
+    checkpoint_every: options.Natural = 100,
+    export_dtype: str = "auto",
+    seed: options.Natural = 0,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE.npz")] = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
     dry_run: options.DryRun = False,
@@ -131,6 +71,29 @@ def finetune(
     continues. At the end the folder's model/ has a checkpoint with the names and layout of MODEL.
     Quantised and packed checkpoints can be trained with --lora only: adapters/ then has the
     adapters in PEFT's format, and `serve` takes those of --lora-on attention.
+
+    Args:
+        data: Text files, folders of .txt files, or patterns such as 'a/*.md'.
+        output: Folder of the run.
+        lora: Train adapters of this rank only.
+        lora_on: Modules with adapters: attention, experts, or both with a comma.
+        steps: Optimizer steps; once over the text when omitted.
+        zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
+        eps: With --zeroth-order: the distance of its two measurements.
+        rate: Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with
+            --zeroth-order.
+        warmup: Steps of linear warm-up.
+        context: Tokens of a sequence.
+        sequences: Sequences of a step.
+        micro_batches: Split each step into N parts (gradient accumulation). More parts use less
+            memory.
+        storage_dir: Folder on a fast disk for the experts' states; the run's own if omitted.
+        precision: Of products: float32 or bfloat16; trained weights stay float32.
+        recompute: Use gradient checkpointing: less memory, slower.
+        checkpoint_every: Steps between checkpoints.
+        export_dtype: Of the result: auto (as it was), float32, bfloat16 or float16.
+        seed: Seed of the text's order, initial adapters and random directions.
+        trace: Record which experts the gates choose, for `report`.
     """
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
     from moe_runtime.policies.eviction.base import PolicyChoice
 
-Verify = Annotated[
-    bool,
-    typer.Option(
-        "--verify",
-        help="Also read every weight of the model, and name the first that is NaN or infinite.",
-    ),
-]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""
 
@@ -34,30 +27,26 @@ _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 def inspect(
     ctx: typer.Context,
     model: options.Model,
-    host_memory: Annotated[
-        str | None,
-        typer.Option("--host-memory", help="Also show what this budget buys, such as 7GiB."),
-    ] = None,
+    host_memory: str | None = None,
     dtype: options.Dtype = "auto",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            min=1,
-            help="Tokens to set memory aside for; the model's maximum when omitted, at most 4096.",
-        ),
-    ] = None,
+    max_tokens: options.Count | None = None,
     cache_code: options.CacheCode = "none",
-    verify: Verify = False,
+    verify: bool = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show a model's layers and experts, its sizes, and what a memory budget buys."""
+    """Show a model's layers and experts, its sizes, and what a memory budget buys.
+
+    Args:
+        host_memory: Also show what this budget buys, such as 7GiB.
+        max_tokens: Tokens to set memory aside for; the model's maximum when omitted, at most 4096.
+        verify: Also read every weight of the model, and name the first that is NaN or infinite.
+    """
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     if budget is not None and budget.num_bytes is None:
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
     quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
-        from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+        from moe_runtime.checkpoints.opening import find_checkpoint, read_config
 
         # a bad one is refused before the seconds that the import of the engine takes
         read_config(find_checkpoint(model))

@@ -18,8 +18,9 @@ from moe_runtime.cli.console import (
     quiet_transformers,
 )
 from moe_runtime.cli.prompts import read_text
-from moe_runtime.cli.strict import StrictCommand, expanded, refuse_given
+from moe_runtime.cli.strict import StrictCommand, argument, expanded, option, refuse_given
 from moe_runtime.config import nearest
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,41 +30,34 @@ if TYPE_CHECKING:
     from moe_runtime.types import ModelSignature
 
 Traces = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="[TRACE...]", help="Recorded traces of one model (.npz)."),
-]
-Name = Annotated[
-    str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
+    list[Path] | None, argument("Recorded traces of one model (.npz).", metavar="[TRACE...]")
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Option("--predictor", help="Which predictor, several times if wanted; all by default."),
+    option("Which predictor, several times if wanted; all by default.", "--predictor"),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", help="File to write (.npz).")]
 TestShare = Annotated[
-    float, typer.Option(min=0.01, max=0.99, help="Share of the sequences kept from training.")
+    float, option("Share of the sequences kept from training.", min=0.01, max=0.99)
 ]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of the split into training and test sequences.")
-]
-Distances = Annotated[str, typer.Option(help="Layers to look ahead, separated by commas.")]
+Seed = Annotated[int, option("Seed of the split into training and test sequences.", min=0)]
+Distances = Annotated[str, option("Layers to look ahead, separated by commas.")]
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="Measure a sample of this many tokens.")
+    int | None, option("Measure a sample of this many tokens.", "--max-tokens", min=1)
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What predictors are trained on: recorded traces, or a text that a model reads."""
+    """What predictors are trained on: recorded traces, or a text that a model reads.
+
+    Args:
+        model: Instead of traces: a checkpoint that reads --text.
+        text: Text that the model reads, to record its hidden states.
+    """
 
     traces: Traces = None
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Instead of traces: a checkpoint that reads --text."),
-    ] = None
-    text: Annotated[
-        Path | None, typer.Option(help="Text that the model reads, to record its hidden states.")
-    ] = None
+    model: str | None = None
+    text: Path | None = None
     host_memory: options.HostMemory = "auto"
 
     def read(self, ctx: typer.Context, names: list[str]) -> "Sequences":
@@ -107,18 +101,24 @@ def show(as_json: options.Json = False) -> None:
 def fit(
     ctx: typer.Context,
     *,
-    output: Output,
+    output: options.Output,
     sources: Sources,
-    predictor: Name = "combined",
+    predictor: str = "combined",
     as_json: options.Json = False,
 ) -> None:
     """Train a predictor on all sequences of traces, for `run --predictor FILE`.
 
     With --model and --text instead of traces the model reads the text, so that hidden-lookahead,
     which uses hidden states, can be trained too.
+
+    Args:
+        output: File to write (.npz).
+        predictor: Which predictor; `predictor list` shows them.
     """
     from moe_runtime.lab.traces.learned import write_predictor
 
+    if is_code_file(predictor):
+        raise ValueError(f"--predictor {predictor}: what code of your own learned has no file")
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "

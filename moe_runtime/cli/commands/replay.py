@@ -8,10 +8,11 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import argument, option, refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
+from moe_runtime.lazy import is_code_file
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
@@ -22,95 +23,69 @@ if TYPE_CHECKING:
 
 TraceFile = Annotated[
     Path,
-    typer.Argument(
+    argument(
+        "A trace of `run --trace`, a plain .npz of ids, or Megatron's router trace (.jsonl).",
         metavar="TRACE",
-        help="A trace of `run --trace`, a plain .npz of ids, or Megatron's router trace (.jsonl).",
     ),
-]
-Policies = Annotated[
-    str, typer.Option("--policy", help="Eviction policies, separated by commas; or all.")
-]
-PredictorName = Annotated[
-    str | None,
-    typer.Option(
-        "--predictor",
-        help="Also prefetch with this predictor: a name (needs --train), or an .npz file.",
-    ),
-]
-Train = Annotated[
-    Path | None,
-    typer.Option(help="Trace to train predictors, static and activation-aware on."),
 ]
 Capacity = Annotated[
     str | None,
-    typer.Option(
-        help="Shares of the experts that fit in memory; when omitted, those of 12.5%,25%,50% that "
-        "hold a token's experts."
+    option(
+        "Shares of the experts that fit in memory; when omitted, those of 12.5%,25%,50% "
+        "that hold a token's experts."
     ),
 ]
-Scope = Annotated[
-    str, typer.Option(help="per-layer: a share for each layer; global: one pool for all.")
-]
-Shares = Annotated[
-    str, typer.Option(help="even, or adaptive: layers whose misses cost more get more slots.")
-]
-Reset = Annotated[
-    bool, typer.Option("--reset", help="Empty the cache at the beginning of each request.")
-]
+Scope = Annotated[str, option("per-layer: a share for each layer; global: one pool for all.")]
+Reset = Annotated[bool, option("Empty the cache at the beginning of each request.", "--reset")]
 SideBySide = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Replay this many requests of the trace at a time, a token of each in a step, "
+        "instead of the recorded steps.",
         min=1,
         max=4096,
-        help="Replay this many requests of the trace at a time, a token of each in a step, "
-        "instead of the recorded steps.",
     ),
 ]
 NumExperts = Annotated[
-    int | None, typer.Option(min=1, help="Experts of a layer, for files that lack the number.")
+    int | None, option("Experts of a layer, for files that lack the number.", min=1)
 ]
 Bandwidth = Annotated[
-    str | None,
-    typer.Option(help="Bytes per second of the link, such as 3GB. With it, time is modelled."),
+    str | None, option("Bytes per second of the link, such as 3GB. With it, time is modelled.")
 ]
-Latency = Annotated[
-    float, typer.Option(min=0.0, help="Seconds of a transfer in addition to its bytes.")
-]
+Latency = Annotated[float, option("Seconds of a transfer in addition to its bytes.", min=0.0)]
 ASSUMED_EXPERT = "16MiB"
 """Of traces that do not say how large an expert is."""
 ExpertSize = Annotated[
     str | None,
-    typer.Option(
-        help="Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them. "
-        "Without --bandwidth also sizes separated by commas, one for each layer or each expert: "
-        "reads are weighed by them, and lec and gdsf use them."
+    option(
+        "Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them."
+        " Without --bandwidth also sizes separated by commas, one for each layer or each "
+        "expert: reads are weighed by them, and lec and gdsf use them."
     ),
 ]
-LayerTime = Annotated[
-    float, typer.Option(min=0.0, help="Seconds that a layer computes without experts.")
-]
+LayerTime = Annotated[float, option("Seconds that a layer computes without experts.", min=0.0)]
 KnownAhead = Annotated[
     float,
-    typer.Option(
+    option(
+        "Part of --layer-time that comes after the choice of experts and needs none of "
+        "them, as with ScMoE's shortcut.",
         min=0.0,
-        help="Part of --layer-time that comes after the choice of experts and needs none of them, "
-        "as with ScMoE's shortcut.",
     ),
 ]
 LEARNERS = frozenset({"static", "activation-aware"})
 """Policies that learn from `--train`."""
-ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
+ExpertTime = Annotated[float, option("Seconds that one expert computes.", min=0.0)]
 
 
 def replay(
     ctx: typer.Context,
     trace: TraceFile,
-    policy: Policies = "reuse",
-    predictor: PredictorName = None,
-    train: Train = None,
+    policy: str = "reuse",
+    predictor: str | None = None,
+    train: Path | None = None,
     capacity: Capacity = None,
     scope: Scope = "per-layer",
-    shares: Shares = "even",
+    shares: str = "even",
     reset: Reset = False,
     side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
@@ -127,6 +102,13 @@ def replay(
 
     The table always includes LRU, random eviction and Belady's optimum (with and without bypass).
     With --bandwidth the link and the computation are modelled too.
+
+    Args:
+        policy: Eviction policies or your FILE.py, separated by commas; or all.
+        predictor: Also prefetch with this predictor: a name or your FILE.py (these need --train),
+            or an .npz file.
+        train: Trace to train predictors, static and activation-aware on.
+        shares: even, or adaptive: layers whose misses cost more get more slots.
     """
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
@@ -148,7 +130,8 @@ def replay(
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     predictor = predictor and at_home(predictor)
     is_trained = predictor is not None and is_file_name(predictor)
-    if train is not None and (predictor is None or is_trained) and not LEARNERS & set(names):
+    learns = bool(LEARNERS & set(names)) or any(map(is_code_file, names))
+    if train is not None and (predictor is None or is_trained) and not learns:
         known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"
         raise ValueError(f"--train has nothing to train: {known}; leave one out")
     with loading_bar() as progress:

@@ -42,45 +42,17 @@ def run(
     ctx: typer.Context,
     *,
     model: options.Model,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Text to continue; repeat it for several prompts."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the prompt; - reads standard input.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a prompt in each line; in a .jsonl file a JSON string, or an object "
-            "with a prompt. - reads standard input."
-        ),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
-    ] = False,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p")] = None,
+    prompt_file: Path | None = None,
+    prompts: Path | None = None,
+    chat: bool = False,
     max_new_tokens: options.MaxNewTokens = 128,
     sampling: options.Sampling,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
-    ] = None,
+    max_tokens: options.Count | None = None,
     loading: options.Loading,
-    placement: Annotated[
-        Path | None,
-        typer.Option(
-            "--placement",
-            help="Map made by `moe-runtime place` that assigns experts to processes, under "
-            "torchrun.",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Record every routing decision into this .npz file.")
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="Write the times of layers, waits and reads as a Chrome trace (.json)."),
-    ] = None,
+    placement: Path | None = None,
+    trace: Path | None = None,
+    timeline: Path | None = None,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
     config: options.Config = None,
@@ -90,10 +62,22 @@ def run(
     The text goes to stdout as it is generated, a table of statistics to stderr. Several prompts are
     answered one after another, each as if it were alone. Under `torchrun` the processes divide the
     experts between them and print the text once.
+
+    Args:
+        prompt: Text to continue; repeat it for several prompts.
+        prompt_file: File with the prompt; - reads standard input.
+        prompts: File with a prompt in each line; in a .jsonl file a JSON string, or an object with
+            a prompt. - reads standard input.
+        chat: Put the prompt into the model's chat template.
+        max_tokens: Room for prompt and new tokens; just enough when omitted.
+        placement: Map made by `moe-runtime place` that assigns experts to processes, under
+            torchrun.
+        trace: Record every routing decision into this .npz file.
+        timeline: Write the times of layers, waits and reads as a Chrome trace (.json).
     """
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
-        from moe_runtime.checkpoints.model_files import find_checkpoint
+        from moe_runtime.checkpoints.opening import find_checkpoint
 
         with loading_bar() as progress:
             quiet_transformers(ctx.obj)
@@ -143,8 +127,8 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
 
 def load_tokenizer(model: str) -> Any:
     """Loads the tokenizer first: it is quick, and tells how much room the prompt needs."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint
-    from moe_runtime.checkpoints.model_files import load_tokenizer as load
+    from moe_runtime.checkpoints.opening import find_checkpoint
+    from moe_runtime.checkpoints.opening import load_tokenizer as load
 
     return load(find_checkpoint(model, weights=False))
 
@@ -156,7 +140,7 @@ def find_sampling(
 
     Settings that are not obeyed are named in a warning; `is_engine` as for `warn_of_unused`.
     """
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
@@ -182,7 +166,7 @@ def _room_for(
     chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
     num_prompt_tokens = max(

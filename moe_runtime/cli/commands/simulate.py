@@ -14,63 +14,54 @@ from moe_runtime.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from moe_runtime.lab.simulate.layer_simulation import ShortcutSchedule
     from moe_runtime.lab.simulate.scaling import ScalingPoint
-    from moe_runtime.lab.simulate.shortcut import ShortcutSchedule
 
-Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
-Degrees = Annotated[str, typer.Option(help="Numbers of chunks that rows are cut into.")]
-Machine = Annotated[
-    Path | None,
-    typer.Option(help="TOML file with measured links and rates; see docs/scaling.md."),
-]
-Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
-ModelDim = Annotated[int, typer.Option(min=1, help="Width of the model.")]
-ExpertHidden = Annotated[int, typer.Option(min=1, help="Hidden width of an expert.")]
-TopK = Annotated[int, typer.Option(min=1, help="Experts of each token.")]
-ExpertsPerRank = Annotated[int, typer.Option(min=1, help="Experts that each rank owns.")]
-SharedHidden = Annotated[int, typer.Option(min=0, help="Hidden width of shared experts.")]
-Zipf = Annotated[float, typer.Option(min=0.0, help="Skew of the experts' loads; 0 is none.")]
-Algorithm = Annotated[str, typer.Option(help="Placement, as in `moe-runtime place`.")]
-Replicas = Annotated[int, typer.Option(min=0, help="Slots of each rank for second copies.")]
-Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 computes.")]
-Shortcut = Annotated[
-    str | None,
-    typer.Option(
-        help="Seconds of each operation that ScMoE's shortcut overlaps with the exchange, in "
-        "order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4."
-    ),
-]
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-Plot = Annotated[
-    Path | None,
-    typer.Option(help=f"Draw layer time and exposed communication ({', '.join(PLOT_SUFFIXES)})."),
-]
 
 MOST_RANKS = 1 << 13
 
 
 def simulate(
-    ranks: Ranks = "8,64,512",
-    degrees: Degrees = "1,2,4,8",
-    machine: Machine = None,
-    tokens: Tokens = 8192,
-    model_dim: ModelDim = 4096,
-    expert_hidden: ExpertHidden = 14336,
-    top_k: TopK = 2,
-    experts_per_rank: ExpertsPerRank = 4,
-    shared_hidden: SharedHidden = 0,
-    zipf: Zipf = 0.0,
-    algorithm: Algorithm = "round-robin",
-    replicas_per_rank: Replicas = 0,
-    straggler: Straggler = 1.0,
-    shortcut: Shortcut = None,
-    plot: Plot = None,
+    ranks: str = "8,64,512",
+    degrees: str = "1,2,4,8",
+    machine: Path | None = None,
+    tokens: options.Count = 8192,
+    model_dim: options.Count = 4096,
+    expert_hidden: options.Count = 14336,
+    top_k: options.Count = 2,
+    experts_per_rank: options.Count = 4,
+    shared_hidden: options.Natural = 0,
+    zipf: options.NotNegative = 0.0,
+    algorithm: str = "round-robin",
+    replicas_per_rank: options.Natural = 0,
+    straggler: Annotated[float, typer.Option(min=1.0)] = 1.0,
+    shortcut: str | None = None,
+    plot: Path | None = None,
     as_json: options.Json = False,
 ) -> None:
     """Predict the time of one Mixture-of-Experts layer spread over many ranks.
 
     Compares a flat all-to-all with one in two levels, and numbers of chunks. Exposed is
     communication that no computation hides; its ratio is to a flat all-to-all without overlap.
+
+    Args:
+        ranks: Numbers of ranks, separated by commas.
+        degrees: Numbers of chunks that rows are cut into.
+        machine: TOML file with measured links and rates; see docs/scaling.md.
+        tokens: Tokens of each rank.
+        model_dim: Width of the model.
+        expert_hidden: Hidden width of an expert.
+        top_k: Experts of each token.
+        experts_per_rank: Experts that each rank owns.
+        shared_hidden: Hidden width of shared experts.
+        zipf: Skew of the experts' loads; 0 is none.
+        algorithm: Placement, as in `moe-runtime place`.
+        replicas_per_rank: Slots of each rank for second copies.
+        straggler: How much slower rank 0 computes.
+        shortcut: Seconds of each operation that ScMoE's shortcut overlaps with the exchange, in
+            order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4.
+        plot: Draw layer time and exposed communication (.png, .svg, .pdf).
     """
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
@@ -221,7 +212,7 @@ def _shortcut_schedules(
     points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
 ) -> "dict[int, ShortcutSchedule]":
     """The best place of the experts for each number of ranks, by the faster unchunked exchange."""
-    from moe_runtime.lab.simulate.shortcut import ShortcutCosts, best_shortcut_schedule
+    from moe_runtime.lab.simulate.layer_simulation import ShortcutCosts, best_shortcut_schedule
 
     found = {}
     for num_ranks in sorted({point.num_ranks for point in points}):

@@ -22,6 +22,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.cli.strict import argument
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import require_not_read
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from moe_runtime.training.run_config import RunConfig
     from moe_runtime.training.session import Preparation
 
+
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG.toml", help="The run, as docs/training.md describes it.")
+    Path, argument("The run, as docs/training.md describes it.", metavar="CONFIG.toml")
 ]
 
 # Weight, gradient and AdamW's two moments, all in float32.
@@ -53,12 +55,7 @@ _OPERATIONS = 6
 def train(
     ctx: typer.Context,
     config_file: ConfigFile,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Overrides a key, such as run.steps=100. Repeatable."
-        ),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
     dry_run: options.DryRun = False,
@@ -69,6 +66,9 @@ def train(
     Ctrl-C finishes the step, saves a checkpoint and stops; --resume continues from there. At the
     end the run's folder has a Hugging Face checkpoint in model/. Under `torchrun` the processes
     divide the experts and each step's micro-batches between them.
+
+    Args:
+        settings: Overrides a key, such as run.steps=100. Repeatable.
     """
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
@@ -150,7 +150,7 @@ def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
     """The architecture that the model leaves as, or None and the reason."""
-    from moe_runtime.models.lm.hugging_face import hugging_face_family
+    from moe_runtime.models.lm.export import hugging_face_family
 
     try:
         return hugging_face_family(preparation.config.model), ""

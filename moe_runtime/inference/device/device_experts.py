@@ -21,7 +21,7 @@ from moe_runtime.inference.device.misses import HostPart, Misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights, QuantizedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
 from moe_runtime.memory.device.device import Device, Event, Told
 from moe_runtime.memory.device.device_layout import (
@@ -393,9 +393,9 @@ class DeviceStacks:
             return False
         if isinstance(stack, StackedExperts):
             return stack.dtype == dtype
-        from moe_runtime.kernels.expert_mlp.quantized.quantized_triton import problem
+        from moe_runtime.kernels.expert_mlp.triton_path import quantized_problem
 
-        return problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
+        return quantized_problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
 
     def num_experts(self, layer: int) -> int:
         return self._num_experts[layer]

@@ -35,7 +35,7 @@ from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.rms_norm import FORMS
-from moe_runtime.kernels.rms_norm.residual import add_rms_norm
+from moe_runtime.kernels.rms_norm.op import add_rms_norm
 from moe_runtime.kernels.triton_support import is_interpreted
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.config import MISSES, require_known
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
+from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.store import ExpertStore

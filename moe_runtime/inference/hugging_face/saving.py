@@ -17,8 +17,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, require_plain
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import TensorsOf
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import QUANTIZATION_FILE, build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.safetensors_index import write_index
 from moe_runtime.checkpoints.settings_check import QUANTIZATION_NAMES
 from moe_runtime.checkpoints.strict_json import parse_object

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes
-from moe_runtime.policies.prediction.context import Contexts, contexts_of
-from moe_runtime.policies.prediction.estimator import Estimator, visits
+from moe_runtime.policies.prediction.estimator import Contexts, Estimator, contexts_of, visits
 
 CONTROL = "control"
 CALIBRATION_BINS = 10

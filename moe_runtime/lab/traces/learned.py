@@ -16,8 +16,7 @@ import numpy as np
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure
 from moe_runtime.files import make_folders, write_atomically
-from moe_runtime.lab.traces.archive import Archive
-from moe_runtime.lab.traces.format import parse_signature
+from moe_runtime.lab.traces.format import Archive, parse_signature
 from moe_runtime.lab.traces.recent import cached_path
 from moe_runtime.lab.traces.routes import same_model, shown_model
 from moe_runtime.policies.prediction import PREDICTORS, Estimator, check_name, is_file_name
@@ -160,7 +159,7 @@ def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSi
     arrays = header.get("arrays")
     if not isinstance(arrays, dict) or not set(map(str, arrays.values())) <= _DTYPES:
         raise CheckpointError(f"{archive.path}: the header announces arrays of unknown types")
-    if kind is _TRAINED and header.get("predictor") not in PREDICTORS:
+    if kind is _TRAINED and header.get("predictor") not in list(PREDICTORS):
         raise CheckpointError(
             f"{archive.path}: predictor {header.get('predictor')!r} is not known, expected one of "
             f"{', '.join(sorted(PREDICTORS))}"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_runtime.serving.engine import Engine, EngineHandle
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import (
     EngineClosedError,
+    EngineOptions,
     EngineStatistics,
     Event,
     Finished,

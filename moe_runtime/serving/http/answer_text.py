@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from moe_runtime.inference.incremental_text import IncrementalText
+from moe_runtime.serving.http.tool_formats import (
+    Marks,
+    ParsedCall,
+    ToolFormat,
+    json_text,
+    may_be_object,
+    read_json,
+)
 from moe_runtime.serving.requests import FinishReason, NewToken
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.http.schema import Function
 
 
 class MarkSearch:
@@ -164,3 +177,357 @@ class AnswerText:
         ):
             tokens.append(self._waiting.popleft())
         return Piece(free, tuple(tokens), "stop" if stop else None, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    opens: str
+    closes: str
+
+
+REASONING_MARKS = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|channel>thought", "<channel|>"),
+)
+
+
+def reasoning_marks_of(template: str) -> ReasoningMarks | None:
+    return next((marks for marks in REASONING_MARKS if marks.closes in template), None)
+
+
+Kind = Literal["reasoning", "content"]
+Part = tuple[Kind, str] | ParsedCall
+_Section = Literal["reasoning", "content", "call"]
+_MOST_HEAD = 256
+"""Characters of a call within reasoning that tell it from a mark that is only mentioned."""
+
+
+class AnswerSections:
+    """Splits the text of an answer as it comes.
+
+    Args:
+        reasoning: marks of reasoning; None where the text has none.
+        tools: how calls are written; None where no tools were given.
+        functions: the tools that were given.
+        begins_with: ``"reasoning"`` where the prompt ends with the mark that opens it.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningMarks | None,
+        tools: ToolFormat | None,
+        functions: Sequence[Function] = (),
+        begins_with: Kind = "content",
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._functions = functions
+        self._section: _Section = begins_with
+        self._call = ""
+        self._marks: Marks | None = None  # of the call; None where it has none
+        self._is_thought = False  # the call began within reasoning
+        self._left_over: set[str] = set()  # marks that end what a call has ended already
+        self._has_content = False
+        # White space at an end is text where text follows, and nothing where a mark does.
+        self._spaces = ""
+        self._is_behind_mark = begins_with == "reasoning"
+        self._search = self._new_search()
+
+    def add(self, text: str) -> Iterator[Part]:
+        if self._reasoning is None and self._tools is None:
+            if text:
+                yield "content", text
+            return
+        while True:
+            self._begin_bare(text)
+            free, mark, text = self._search.add(text)
+            yield from self._take(free)
+            if self._is_mention():
+                text = (yield from self._refuse_call()) + self._search.end() + (mark or "") + text
+            elif mark is None:
+                return
+            else:
+                text = (yield from self._pass(mark)) + text
+            self._search = self._new_search()
+
+    def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
+        """No more text comes.
+
+        Args:
+            cut_by: where the model would have written more: what it wrote next, as far as known. A
+                call or mark that has only begun is dropped then.
+        """
+        held = self._search.end()
+        while self._section == "call":
+            if cut_by is None:
+                yield from self._take(held)
+            text = yield from self._finish_call("" if cut_by is None else held, cut_by)
+            self._search = self._new_search()
+            yield from self.add(text)
+            held = self._search.end()
+        if cut_by is None or not self._begins_mark(held, cut_by):
+            yield from self._take(held)
+        if self._spaces and not self._is_behind_mark and self._section == "content":
+            yield "content", self._spaces
+
+    def _new_search(self) -> MarkSearch:
+        """Searches for what may end the current section."""
+        opens = () if self._tools is None else self._tools.opens
+        thought = () if self._reasoning is None else (self._reasoning.opens, self._reasoning.closes)
+        if self._section == "call":
+            assert self._tools is not None
+            closes = () if self._marks is None else (self._marks.closes,)
+            marks = (*closes, *(thought[1:] if self._is_thought else ()))
+            is_json = self._tools.is_json
+            return (JsonMarkSearch if is_json else MarkSearch)([one for one in marks if one])
+        if self._section == "reasoning":
+            return MarkSearch([*thought[1:], *opens])
+        return MarkSearch([*opens, *thought[:1], *self._left_over])
+
+    def _begins_mark(self, held: str, behind: str) -> bool:
+        """Whether text at the end of the section begins its mark, with a letter at least: signs
+        alone are as likely text."""
+        marks = [] if self._tools is None else [*self._tools.opens]
+        if self._reasoning is not None and self._section == "reasoning":
+            marks.append(self._reasoning.closes)
+        elif self._reasoning is not None and not self._has_content:
+            marks.append(self._reasoning.opens)
+        text = held + behind
+        return any(map(str.isalpha, held)) and any(
+            mark.startswith(text) or text.startswith(mark) for mark in marks
+        )
+
+    def _begin_bare(self, text: str) -> None:
+        """Enters a call where the content begins as one without a mark does."""
+        may_be = self._section == "content" and not self._has_content and not self._search.holds
+        bare = self._tools and self._tools.bare
+        if bare and may_be and text.lstrip().startswith(bare.begins):
+            self._section, self._marks = "call", None
+            self._search = self._new_search()
+
+    def _take(self, text: str) -> Iterator[Part]:
+        if self._section == "call":
+            self._call += text
+            return
+        text = self._spaces + text
+        if self._is_behind_mark:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._spaces = text[len(body) :]
+        if body:
+            self._is_behind_mark = False
+            self._has_content = self._has_content or self._section == "content"
+            yield self._section, body
+
+    def _pass(self, mark: str) -> Generator[Part, None, str]:
+        """A mark ends the section; gives text before it that is to be split again."""
+        if self._section == "call":
+            if self._is_thought and self._reasoning and mark == self._reasoning.closes:
+                return (yield from self._refuse_call()) + mark
+            return (yield from self._finish_call(mark))
+        known = () if self._tools is None else self._tools.marks
+        marks = next((one for one in known if one.opens == mark), None)
+        if marks is not None:
+            self._marks, self._is_thought = marks, self._section == "reasoning"
+            self._enter("call")
+        elif self._section == "reasoning":
+            self._enter("content")
+        elif mark in self._left_over:
+            self._left_over.discard(mark)
+        elif self._has_content:
+            # Reasoning stands at the beginning; further on the mark is talked about.
+            yield from self._take(mark)
+        else:
+            self._enter("reasoning")
+        return ""
+
+    def _is_mention(self) -> bool:
+        if self._tools is None or self._section != "call" or not self._is_thought:
+            return False
+        begun = self._read_call(self._call[:_MOST_HEAD])
+        return not self._tools.reader.may_begin(begun, self._functions)
+
+    def _refuse_call(self) -> Generator[Part, None, str]:
+        """Reasoning goes on behind a mark that opens no call; gives the text to be split again."""
+        assert self._marks is not None
+        text, self._call, self._section = self._call, "", "reasoning"
+        self._is_thought = self._is_behind_mark = False
+        yield from self._take(self._marks.opens)
+        return text
+
+    def _read_call(self, text: str, closes: str = "") -> str:
+        marks = self._marks
+        return f"{marks.opens}{text}{closes}" if marks is not None and marks.are_read else text
+
+    def _enter(self, section: _Section) -> None:
+        # What stands before a call is wanted if it turns out to be none.
+        self._spaces = self._spaces if section == "call" else ""
+        self._section, self._is_behind_mark = section, True
+
+    def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
+        """Gives the calls that were written, or the text where it is none.
+
+        Args:
+            mark: that ends it, or what of that was written where the text ends.
+            cut_by: what the model wrote next, where it would have written more.
+
+        Returns:
+            Text behind a mark that seemed to lie in a string, where that was no call.
+        """
+        assert self._tools is not None
+        closes = None if self._marks is None else self._marks.closes
+        bare = self._tools.bare if self._marks is None else None
+        reader = bare or self._tools.reader
+        calls: list[ParsedCall] = []
+        try:
+            text = self._read_call(self._call, mark if mark == closes else "")
+            for call in reader.parse(text, self._functions):
+                calls.append(call)
+        except (ValueError, RecursionError):
+            is_whole = closes in self._call + mark if closes else bool(mark)
+            begun = self._read_call(self._call + (cut_by or ""))
+            if is_whole or cut_by is None or not reader.may_begin(begun, self._functions):
+                if self._is_thought:
+                    return (yield from self._refuse_call()) + mark
+                return (yield from self._give_text(mark))
+        self._leave_over()
+        self._call, self._is_thought = "", False
+        self._enter("content")
+        yield from calls
+        return ""
+
+    def _give_text(self, mark: str) -> Generator[Part, None, str]:
+        """Content that looked like a call, up to the first mark that would have ended one."""
+        marks, text, spaces, self._call = self._marks, self._call, self._spaces, ""
+        opens, closes = ("", None) if marks is None else (marks.opens, marks.closes)
+        first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
+        self._enter("content")
+        self._has_content, self._is_behind_mark = True, False
+        yield "content", spaces + opens + first + found
+        return rest
+
+    def _leave_over(self) -> None:
+        """Notes marks that may follow the call and mean nothing."""
+        assert self._tools is not None
+        if self._is_thought and self._reasoning is not None:
+            self._left_over.add(self._reasoning.closes)
+        group = self._tools.marks[0]
+        if self._marks is not None and self._marks is not group and group.closes is not None:
+            self._left_over.add(group.closes)
+
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+"""The special tokens that messages consist of."""
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+
+
+def is_harmony(template: str) -> bool:
+    return all(mark in template for mark in (_START, _CHANNEL, _MESSAGE))
+
+
+class HarmonySections:
+    """Splits the text of gpt-oss as `AnswerSections` does, its marks included.
+
+    Messages of one kind are separated by a line break. A call that is no JSON object, and text
+    without marks around it, are content.
+
+    Args:
+        functions: the tools that were given; without any, calls are content.
+        prompt: what the answer follows; it may end within a message.
+    """
+
+    def __init__(self, functions: Sequence[Function] = (), prompt: str = "") -> None:
+        self._has_tools = bool(functions)
+        self._is_message = False
+        self._given = self._header = self._call = ""
+        self._kind: Kind | None = None  # None is a call
+        self._called = ""
+        self._said: set[Kind] = set()
+        self._is_first = False
+        self._search = MarkSearch((_MESSAGE,))
+        begun = prompt.rfind(_START)
+        for _ in self.add(prompt[begun:] if begun >= 0 else ""):
+            pass
+        # What the prompt says of the first message; the rest of it is no part of the answer.
+        self._given, self._header = self._header + self._search.end(), ""
+        self._said.clear()
+
+    @property
+    def is_within_message(self) -> bool:
+        return self._is_message
+
+    def add(self, text: str) -> Iterator[Part]:
+        while True:
+            free, mark, text = self._search.add(text)
+            yield from self._take(free)
+            if mark is None:
+                return
+            if self._is_message:
+                yield from self._finish()
+                # A message without an end: the next has begun.
+                self._header = "" if mark in _ENDS else mark
+                self._search = MarkSearch((_MESSAGE,))
+            else:
+                self._begin()
+                self._search = MarkSearch((*_ENDS, _START, _CHANNEL))
+
+    def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
+        """No more text comes; ``cut_by`` as in `AnswerSections.end`."""
+        held = self._search.end()
+        if not (self._is_message and self._kind is None and self._may_be_cut(cut_by)):
+            yield from self._take(held)
+        if self._is_message:
+            yield from self._finish(cut_by)
+        elif self._header and not any(mark in self._header for mark in HARMONY_MARKS):
+            self._is_first = True
+            yield from self._say("content", self._header)
+
+    def _begin(self) -> None:
+        header, self._header, self._given = self._given + self._header, "", ""
+        channel, recipient = _CHANNEL_NAME.findall(header), _RECIPIENT.findall(header)
+        to = recipient[-1] if recipient else ""
+        self._is_message = self._is_first = True
+        self._call = ""
+        if to.startswith(_FUNCTIONS):
+            self._kind = None if self._has_tools else "content"
+            self._called = to.removeprefix(_FUNCTIONS)
+        else:
+            # Tools of the model's own, which the request does not give, are part of its reasoning.
+            is_thought = bool(to) or channel[-1:] == ["analysis"]
+            self._kind = "reasoning" if is_thought else "content"
+
+    def _take(self, text: str) -> Iterator[Part]:
+        if not self._is_message:
+            self._header += text
+        elif self._kind is None:
+            self._call += text
+        elif text:
+            yield from self._say(self._kind, text)
+
+    def _may_be_cut(self, cut_by: str | None) -> bool:
+        return cut_by is not None and may_be_object(self._call + cut_by)
+
+    def _finish(self, cut_by: str | None = None) -> Iterator[Part]:
+        self._is_message = False
+        if self._kind is not None:
+            return
+        try:
+            arguments = read_json(self._call or ("{}" if cut_by is None else ""))
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict):
+            yield ParsedCall(self._called, json_text(arguments))
+        elif not self._may_be_cut(cut_by):
+            yield from self._say("content", self._call)
+
+    def _say(self, kind: Kind, text: str) -> Iterator[Part]:
+        gap = "\n" if self._is_first and kind in self._said else ""
+        self._is_first = False
+        self._said.add(kind)
+        yield kind, gap + text

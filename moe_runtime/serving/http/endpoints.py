@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
 import importlib.resources
-from collections.abc import Callable, Mapping
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moe_runtime
 from moe_runtime.serving.http import chat, completions
-from moe_runtime.serving.http.answering import Plan
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, internal_error
-from moe_runtime.serving.http.asking import check_tokens, encode_text
-from moe_runtime.serving.http.gate import RequestGate
-from moe_runtime.serving.http.responding import (
-    EventStream,
-    client_went_away,
-    error_response,
-    json_response,
-    whole,
+from moe_runtime.serving.http.api_errors import (
+    ApiError,
+    FieldError,
+    internal_error,
+    raised_as_api_error,
 )
+from moe_runtime.serving.http.generating import Generation, Prepared, check_tokens, encode_text
 from moe_runtime.serving.http.schema import (
     BodyT,
     ChatBody,
@@ -34,16 +37,105 @@ from moe_runtime.serving.http.schema import (
     DetokenizeBody,
     GenerationFields,
     TokenizeBody,
+    known_place,
     parse_body,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Asked, Server
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status in the log of a request whose client disconnected."""
+
+
+def client_went_away() -> ApiError:
+    message = "the client went away"
+    return ApiError(message, status=CLIENT_CLOSED_REQUEST, logged=message)
+
+
+def json_bytes(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events, and ``[DONE]``; a client that goes away cancels the rest."""
+
+    def __init__(
+        self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> None:
+        self._generation = generation
+        self._events = self._encoded(chunks)
+        super().__init__(
+            self._events,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        Asked.of(scope).is_stream = True
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+            await self._events.aclose()
+
+    async def _encoded(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[bytes, None]:
+        failure: ApiError | None = client_went_away()
+        try:
+            try:
+                with raised_as_api_error():
+                    async with contextlib.aclosing(chunks):
+                        async for chunk in chunks:
+                            yield b"data: " + json_bytes(chunk) + b"\n\n"
+                failure = None
+            except ApiError as error:
+                # its traceback has this frame: a cycle, which keeps all of the request
+                failure = error.with_traceback(None)
+                failure.__context__ = None
+                yield b"data: " + json_bytes(error.body()) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._generation.failure = failure
+
+
+async def whole(
+    request: Request, generation: Generation, work: Coroutine[Any, Any, Any]
+) -> Response:
+    """Waits for an answer, unless the client goes away first."""
+    answer = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return json_response(answer.result())
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        generation.cancel()
+        for task in (answer, gone):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ApiError):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 _MOST_USER = 100
-"""Characters in the log of the name that a client gives its user."""
 
 
 class Endpoints:
@@ -131,36 +223,32 @@ class Endpoints:
         return json_response({"version": moe_runtime.__version__})
 
     async def page(self, request: Request) -> Response:
-        text = (
-            importlib.resources.files("moe_runtime.serving.http").joinpath("page.html").read_bytes()
+        text = (importlib.resources.files("moe_runtime.serving.http") / "page.html").read_bytes()
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+            "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
+            "form-action 'none'"
         )
-        return Response(
-            text,
-            media_type="text/html; charset=utf-8",
-            headers={
-                "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
-                "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-                "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-            },
-        )
+        headers = {"content-security-policy": policy}
+        return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     async def _answer(
         self,
         request: Request,
         kind: type[ChatBody] | type[CompletionBody],
-        prepare: Callable[..., Plan],
+        prepare: Callable[..., Prepared],
     ) -> Response:
         body = await self._body(request, kind)
         asked, model = Asked.of(request.scope), self._server.model(body.model)
         most = self._server.limits.choices
-        plan = await self._server.prepare(
+        choices, answers_to = await self._server.prepare(
             asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
         )
-        if not (body.stays_large or any(one.request.constraint for one in plan.choices)):
+        if not (body.stays_large or any(one.request.constraint for one in choices)):
             self._server.forget_body(asked)
-        generation = self._server.begin(asked, model, plan.choices)
+        generation = self._server.begin(asked, model, choices)
         body = body.without_texts()  # the whole body goes while the answer is made
-        answer = plan.answer(body, generation)
+        answer = answers_to(body, generation)
         if body.stream:
             return EventStream(generation, answer.chunks())
         return await whole(request, generation, answer.whole())
@@ -192,7 +280,6 @@ class Endpoints:
 
 
 def _note_common(asked: Asked, body: object) -> None:
-    """What requests for answers have in common: a user, and options of streams."""
     if not isinstance(body, GenerationFields):
         return
     asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
@@ -232,22 +319,14 @@ def _described(model: ServedModel) -> Mapping[str, Any]:
 
 
 def make_app(server: Server) -> ASGIApp:
-    """An ASGI application that answers requests to a server."""
-
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
         Asked.of(request.scope).failure = api_error
         return error_response(api_error)
 
     routes = Endpoints(server).routes()
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            ApiError: failed,
-            HTTPException: failed,
-            Exception: failed,
-        },
-    )
+    kinds = (ApiError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, failed))
     app.router.redirect_slashes = False
     return RequestGate(app, server, frozenset(route.path for route in routes))
 
@@ -265,3 +344,181 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
             headers=dict(error.headers or {}),
         )
     return internal_error(error)
+
+
+_OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+_CLOSING = {"connection": "close"}
+_BODIES_AT_ONCE = 4
+"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
+
+
+class RequestGate:
+    """Lets requests through to an application; metrics name ``paths``, and no others."""
+
+    def __init__(self, app: ASGIApp, server: Server, paths: Collection[str] = ()) -> None:
+        self._app = app
+        self._server = server
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started_s = time.perf_counter()
+        request = Request(scope, receive)
+        origin, origins = request.headers.get("origin"), self._server.access.origins
+        if origin not in origins and "*" not in origins:
+            origin = None
+        status = 499  # the client disconnected
+        end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
+        asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = (b"x-request-id", asked.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), own]
+                if origin:
+                    shared = (b"access-control-allow-origin", origin.encode("latin-1"))
+                    message["headers"] += [shared, (b"vary", b"origin")]
+            try:
+                async with asyncio.timeout(self._server.limits.sending_seconds):
+                    await send(message)
+            except TimeoutError:
+                problem = "the client takes nothing of the answer"
+                asked.failure = ApiError(problem, status=499, logged=problem)
+                raise ConnectionError(problem) from None
+
+        async def receive_some() -> Message:
+            message = await receive()
+            self._count(asked, len(message.get("body", b"")))
+            return message
+
+        try:
+            refused = self._refusal(request, origin, asked)
+            if refused is not None:
+                await refused(scope, receive, answer)
+            else:
+                await self._app(scope, receive_some, answer)
+        finally:
+            self._server.forget_body(asked)
+            self._record(request, status, asked, time.perf_counter() - started_s)
+
+    def _count(self, asked: Asked, num_bytes: int) -> None:
+        """Notes a part of a body; it has an end, and so have those of all requests together."""
+        server, most = self._server, self._server.limits.body_bytes
+        asked.body_bytes += num_bytes
+        server.num_body_bytes += num_bytes
+        if asked.body_bytes > most:
+            raise _too_long(most)
+        if server.num_body_bytes > _BODIES_AT_ONCE * most:
+            raise ApiError(
+                f"bodies of {_BODIES_AT_ONCE * most} bytes are being read, as many as may be; "
+                "try again later",
+                status=429,
+                code="queue_full",
+                headers={"retry-after": "1", **_CLOSING},
+            )
+
+    def _refusal(self, request: Request, origin: str | None, asked: Asked) -> Response | None:
+        access, most = self._server.access, self._server.limits.body_bytes
+        host = request.headers.get("host", "").lower()
+        if found := _HOST.fullmatch(host):
+            host = found[1]
+        if access.hosts is not None and host and host not in access.hosts:
+            # A page of another site whose name was made to lead here. Browsers always give one.
+            message = "this name of the server is not known; call it by its address"
+            return error_response(ApiError(message, status=403, code="unknown_host"))
+        if request.method == "OPTIONS" and origin:
+            return Response(status_code=204, headers=_preflight(request))
+        if {"content-length", "transfer-encoding"} <= set(request.headers):
+            # Servers before this one may see another end of the body, and another request in it.
+            problem = "a body has content-length or transfer-encoding, got both"
+            return error_response(ApiError(problem, code="two_lengths", headers=_CLOSING))
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > most:
+            return error_response(_too_long(most))
+        asked.client = request.client.host if request.client else ""
+        key = _given_key(request)
+        if access.keys and request.scope["path"] not in _OPEN_PATHS:
+            # all are compared, so that the time tells nothing
+            same = [hmac.compare_digest(key.encode(), known.encode()) for known in access.keys]
+            if not any(same):
+                message = "expected one of the server's keys: Authorization: Bearer KEY"
+                headers = {"www-authenticate": "Bearer"}
+                error = ApiError(message, status=401, code="invalid_api_key", headers=headers)
+                return error_response(error)
+            asked.client = str(same.index(True))
+        asked.owner = access.owner_of(key)
+        return None
+
+    def _record(self, request: Request, status: int, asked: Asked, seconds: float) -> None:
+        route, path = request.scope.get("route"), request.scope["path"]
+        path = getattr(route, "path", path if path in self._paths else "other")
+        generation, failure = asked.generation, asked.failure
+        if generation is not None and generation.failure is not None:
+            # a stream had begun as a success; what became of it counts
+            status = generation.failure.status
+            failure = failure or generation.failure
+        self._server.metrics.responses.labels(path, str(status)).inc()
+        fields: dict[str, Any] = {
+            "method": request.method,
+            "path": request.scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+            "id": asked.request_id,
+        }
+        if generation is not None:
+            usage = generation.usage
+            fields |= {
+                "model": generation.model.name,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "new_tokens": usage.completion_tokens,
+                "finish": ",".join(generation.finish_reasons) or "none",
+            }
+        if asked.user:
+            fields["user"] = asked.user
+        if failure is not None:
+            fields |= log_fields(failure)
+        if status >= 400 or path not in _QUIET_PATHS:
+            self._server.log("request", fields)
+
+
+def log_fields(error: ApiError) -> dict[str, Any]:
+    """What the log says of an error: its code and the field at fault.
+
+    Messages and names of unknown fields quote what a client sent, so they are left out.
+    """
+    fields = {"error": error.logged or error.code or error.kind}
+    place = known_place(error.param or "")
+    return {**fields, "param": place} if place else fields
+
+
+def _given_key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else scheme
+
+
+def _too_long(most: int) -> ApiError:
+    message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
+    return ApiError(message, status=413, code="body_too_long", headers=_CLOSING)
+
+
+def _request_id(request: Request) -> str:
+    """The client's own name of a request where it may stand in a log, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _preflight(request: Request) -> dict[str, str]:
+    """What a page may send: OpenAI's own client has headers of its own, whatever they are."""
+    wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
+    return {
+        "access-control-allow-headers": wanted,
+        "access-control-allow-methods": "GET, POST",
+        "access-control-max-age": "600",
+    }

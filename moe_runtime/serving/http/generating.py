@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.engine import EngineHandle
-from moe_runtime.serving.http.answer_text import AnswerText, Piece
-from moe_runtime.serving.http.api_errors import ApiError, of_engine
+from moe_runtime.serving.http.answer_text import AnswerText, AnswerToken, Piece
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
 from moe_runtime.serving.http.metrics import RequestTimes
+from moe_runtime.serving.http.schema import GenerationFields, Message
 from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     Event,
     Finished,
     GenerationRequest,
     NewToken,
     PromptRead,
+    SamplingOptions,
     Started,
 )
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 
 def too_slow(limit_s: float) -> ApiError:
-    """What is said of a request whose time is over."""
     return ApiError(
         f"the answer took longer than the {limit_s:g} seconds that a request may",
         status=408,
@@ -186,3 +196,269 @@ class Generation:
         self.times.ended(index, now_s, num_prompt, choice.text.num_tokens, reason)
         # Where a stop string ended it, the engine does not know yet.
         self._handles[index].cancel()
+
+
+def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
+    """How tokens are chosen: as the body says, else the checkpoint, else OpenAI."""
+
+    def value(name: str) -> float:
+        given = getattr(body, name)
+        return model.defaults[name] if given is None else given
+
+    return SamplingOptions(
+        temperature=value("temperature"),
+        top_p=value("top_p"),
+        top_k=max(int(value("top_k")), 0),
+        min_p=value("min_p"),
+        repetition_penalty=value("repetition_penalty"),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        seed=None if body.seed is None else _wrapped(body.seed + number),
+        logit_bias={
+            _token(key, model.vocabulary.size): bias
+            for key, bias in (body.logit_bias or {}).items()
+        },
+    )
+
+
+def _wrapped(seed: int) -> int:
+    """A seed in the range of 64 bits with a sign."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _token(text: str, size: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < size):
+        problem = f"expected token ids from 0 to {size - 1}, got {text[:50]!r}"
+        raise FieldError("logit_bias", problem)
+    return int(text)
+
+
+def encode_prompt(
+    text: str, model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    ids = encode_text(text, model, param, add_special_tokens=add_special_tokens)
+    check_tokens(ids, model, param)
+    return ids
+
+
+def encode_text(
+    text: str, model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Tokens of a text that may be empty.
+
+    A text that is far too long is refused before all of it is encoded, which takes hundreds of
+    bytes a token that no budget has.
+    """
+    most = model.engine.most_request_tokens
+    vocabulary = model.vocabulary
+    # A character has a byte at least: most texts that are too long are seen without a copy.
+    is_too_long = len(text) > most * vocabulary.longest_token or (
+        len(text.encode(errors="replace")) > most * vocabulary.longest_token
+    )
+    if is_too_long or vocabulary.is_longer(text, most):
+        raise _too_long(f"{param}: has {len(text)} characters", most, param)
+    return vocabulary.encode(text, add_special_tokens=add_special_tokens)
+
+
+def check_messages(messages: Sequence[Message], model: ServedModel) -> None:
+    """Refuses a conversation that is surely too long, before its template is rendered."""
+    most = model.engine.most_request_tokens
+    if len(messages) > most:
+        raise _too_long(f"messages: has {len(messages)} messages", most, "messages")
+
+
+def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
+    """Refuses more answers than one request may have."""
+    wanted = num_prompts * (body.n or 1)
+    if wanted > most:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise FieldError(param, f"{wanted} answers are asked for, at most {most} may be")
+
+
+def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Refuses a prompt that is empty, longer than any may be, or has unknown tokens."""
+    if not ids:
+        raise FieldError(param, "is empty, expected at least one token")
+    size, most = model.vocabulary.size, model.engine.most_request_tokens
+    wrong = next((token for token in ids if token >= size), None)
+    if wrong is not None:
+        raise FieldError(param, f"has token {wrong}, expected ids from 0 to {size - 1}")
+    if len(ids) > most:
+        raise _too_long(f"{param}: has {len(ids)} tokens", most, param)
+
+
+def _too_long(what: str, most: int, param: str) -> ApiError:
+    message = f"{what}; prompt and answer may have {most} tokens together"
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def choices_for(
+    body: GenerationFields,
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+    matcher: LLMatcher | None = None,
+    shown_tokens: Sequence[str] = (),
+) -> list[AnswerChoice]:
+    """The sequences of a request: ``n`` for each prompt.
+
+    Args:
+        max_tokens: most tokens of an answer; as many as there is room for where None.
+        num_logprobs: how many of the most likely tokens to report.
+        matcher: a grammar that answers keep to.
+        shown_tokens: special tokens that are part of the answers' text.
+    """
+    vocabulary = model.vocabulary
+    end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
+    stop_ids = end_ids | frozenset(body.stop_token_ids or ())
+    stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
+    given = body.stop_token_ids or ()
+    if wrong := [token for token in given if not 0 <= token < vocabulary.size]:
+        raise FieldError(
+            "stop_token_ids",
+            f"has token {clipped(wrong[0])}, expected ids from 0 to {vocabulary.size - 1}",
+        )
+    choices = []
+    for prompt in prompts:
+        room = model.engine.most_request_tokens - len(prompt)
+        most_new = max(room, 1) if max_tokens is None else max_tokens
+        if (body.min_tokens or 0) > most_new:
+            problem = f"expected at most the {most_new} of the answer, got {body.min_tokens}"
+            raise FieldError("min_tokens", problem)
+        for number in range(body.n or 1):
+            try:
+                request = GenerationRequest(
+                    prompt_ids=tuple(prompt),
+                    max_new_tokens=most_new,
+                    min_new_tokens=body.min_tokens or 0,
+                    stop_ids=stop_ids,
+                    sampling=sampling_of(body, model, number),
+                    num_logprobs=num_logprobs,
+                    num_prompt_logprobs=num_prompt_logprobs,
+                    constraint=matcher and model.grammars.constraint(matcher),
+                    priority=body.priority or 0,
+                    adapter=model.name if model.parent is not None else None,
+                )
+            except ValueError as error:
+                raise of_engine(error) from None
+            text = AnswerText(
+                vocabulary.incremental(shown_tokens), stops, stop_ids, request.min_new_tokens
+            )
+            choices.append(AnswerChoice(request, text, is_first=number == 0))
+    return choices
+
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class Answers(ABC):
+    def __init__(
+        self, body: GenerationFields, generation: Generation, kinds: tuple[str, str], prefix: str
+    ) -> None:
+        self.generation = generation
+        self._vocabulary = generation.model.vocabulary
+        self._has_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._has_all_usage = options is not None and bool(options.continuous_usage_stats)
+        self._kinds = kinds
+        self._id, self._created_s = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.tokens: list[list[AnswerToken]] = [[] for _ in generation.choices]
+        self.reasons: list[str | None] = [None] * len(generation.choices)
+
+    async def whole(self) -> dict[str, Any]:
+        async with contextlib.aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                self.reasons[index] = self.take(index, piece) or self.reasons[index]
+                self.tokens[index] += piece.tokens
+        usage = self.generation.usage.body()
+        return {**self._frame(self._kinds[0]), **self.taken(), "usage": usage}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        frame, usage = self._frame(self._kinds[1]), self.generation.usage
+        async with contextlib.aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                for fields in self.grown(index, piece):
+                    shown = {"usage": usage.body() if self._has_all_usage else None}
+                    yield {**frame, **fields, **(shown if self._has_usage else {})}
+        if self._has_usage:
+            yield {**frame, "choices": [], "usage": usage.body()}
+
+    @abstractmethod
+    def take(self, index: int, piece: Piece) -> str | None:
+        """Adds a piece to an answer; gives why the answer ends with it, if it does."""
+
+    @abstractmethod
+    def taken(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The fields of the chunks that a piece of an answer makes."""
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        name = self.generation.model.name
+        return {"id": self._id, "object": kind, "created": self._created_s, "model": name}
+
+    def _ids(self, tokens: Iterable[AnswerToken]) -> dict[str, Any]:
+        return {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        if not self._has_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.choices[index].request.prompt_ids}
+
+
+Prepared = tuple[list[AnswerChoice], Callable[[Any, Generation], Answers]]
+"""What is asked, ready for the engine; and what makes JSON of the answers to a body."""
+
+
+def completion_logprobs(
+    tokens: Iterable[AnswerToken], vocabulary: Vocabulary, first_offset: int = 0
+) -> dict[str, Any]:
+    found = list(tokens)
+    return {
+        "tokens": [vocabulary.token_text(one.token_id) for one in found],
+        "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in found],
+        "top_logprobs": [_top(one, vocabulary) for one in found],
+        "text_offset": [first_offset + one.offset for one in found],
+    }
+
+
+def _top(token: AnswerToken, vocabulary: Vocabulary) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+        # Of two tokens that are written alike, the more likely one comes first.
+        top.setdefault(vocabulary.token_text(token_id), finite(logprob))
+    return top
+
+
+def chat_logprobs(tokens: Iterable[AnswerToken], vocabulary: Vocabulary) -> dict[str, Any]:
+    """The form of ``/v1/chat/completions``."""
+    return {
+        "content": [
+            {
+                **_entry(one.token_id, one.logprob or 0.0, vocabulary),
+                "top_logprobs": [_entry(*other, vocabulary) for other in one.top],
+            }
+            for one in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
+    return {
+        "token": vocabulary.token_text(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(vocabulary.token_bytes(token_id)),
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

@@ -18,12 +18,18 @@ import llguidance.hf
 import numpy as np
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answer_sections import ReasoningMarks
+from moe_runtime.serving.http.answer_text import ReasoningMarks
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.call_readers import CHOICES, alternatives, referred, texts_of
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import ArgumentWriting, ToolFormat
+from moe_runtime.serving.http.tool_formats import (
+    CHOICES,
+    ArgumentWriting,
+    ToolFormat,
+    alternatives,
+    referred,
+    texts_of,
+)
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 

@@ -2,17 +2,163 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from moe_runtime.errors import blamed_on
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.limits import LimitedProcess, LimitError
+from moe_runtime.serving.http.schema import Message, TextPart, Tool
+from moe_runtime.serving.http.tool_formats import tool_format_of
 from moe_runtime.serving.http.vocabulary import Vocabulary
+
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"),
+        *("tokenize", "chat_template", "conversation", "continue_final_message", "padding"),
+        *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "processor_kwargs", "load_audio_from_video"),
+    }
+)
+"""What a request may not set by ``chat_template_kwargs``: it has fields for them, or none."""
+
+
+_RENDER_S, _RENDER_BYTES = 2.0, 128 << 20
+"""Seconds of a processor, and memory, without what the conversation itself takes."""
+_ASKED_OF_ALL = frozenset({"enable_thinking"})
+"""What clients send to every model; one whose template lacks it answers as it does anyway."""
+
+
+class ChatTemplate:
+    """Renders conversations, and knows from its source what the model's answers look like.
+
+    Args:
+        process: where conversations are rendered within limits; None for here and without.
+
+    Attributes:
+        reasoning: marks of reasoning; None where the template has none.
+        tools: how the model calls tools; None where the template has none that is known.
+        is_harmony: answers are messages in channels; then the two above are None.
+    """
+
+    def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
+        self._tokenizer = tokenizer
+        # some tokenizers have no template in Jinja, but a way of their own
+        own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        self._process = None if own else process
+        found = tokenizer.chat_template
+        self._source = found if isinstance(found, str) else "\n".join(found.values())
+        self.is_harmony = is_harmony(self._source)
+        self.reasoning = None if self.is_harmony else reasoning_marks_of(self._source)
+        self.tools = None if self.is_harmony else tool_format_of(self._source)
+
+    def knows(self, variable: str) -> bool:
+        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation, special tokens included.
+
+        Raises:
+            ApiError: the template refuses the conversation, or has no use for what is given.
+        """
+        given = {
+            name: value
+            for name, value in (variables or {}).items()
+            if name not in _ASKED_OF_ALL or self.knows(name)
+        }
+        for name in given:
+            if name in _OWN_VARIABLES or not self.knows(name):
+                raise FieldError(
+                    f"chat_template_kwargs.{name}",
+                    "is no variable of this model's chat template",
+                    code="unsupported_parameter",
+                )
+        if tools and not self.knows("tools"):
+            raise FieldError(
+                "tools", "this model's chat template has none", code="unsupported_parameter"
+            )
+        conversation = [self._plain(message, at) for at, message in enumerate(messages)]
+        given |= {
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return self.write(conversation, **given)
+
+    def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
+        """A conversation as the template writes it, within the limits of the process."""
+        if self._process is None:
+            with blamed_on("messages: this model's chat template refuses them", ApiError):
+                return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
+        work = {
+            "conversations": [conversation],
+            "chat_template": self._tokenizer.get_chat_template(tools=given.get("tools")),
+            **self._tokenizer.special_tokens_map,
+            **given,
+        }
+        try:
+            found = self._process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
+        except LimitError as error:
+            message = f"messages: this model's chat template {error} for them"
+            raise ApiError(message, param="messages", code="template_limit") from None
+        if "problem" in found:
+            raise ApiError(found["problem"])
+        return found["text"]
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
+
+    def closes_reasoning(self, prompt: str) -> bool:
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.closes)
+
+    def _plain(self, message: Message, at: int) -> dict[str, Any]:
+        plain = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not self.knows("developer"):
+            plain["role"] = "system"
+        content = message.content
+        if self.is_harmony and message.reasoning_content and not (content and message.tool_calls):
+            # gpt-oss's template has this name for it, and takes one of the two beside calls.
+            plain["thinking"] = plain.pop("reasoning_content")
+        plain["content"] = content if isinstance(content, str) else _joined(content or ())
+        if message.role != "assistant" and content is None:
+            raise FieldError(f"messages.{at}.content", "is missing")
+        for number, call in enumerate(plain.get("tool_calls", ())):
+            where = f"messages.{at}.tool_calls.{number}.function.arguments"
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
+        return plain
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise FieldError(where, f"expected a JSON object as text, got {text[:200]!r}")
+    return value
+
 
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 

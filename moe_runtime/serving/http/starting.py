@@ -22,14 +22,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
-from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
+from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.dividing import (
     SlotSharing,
     divide_host_memory,
@@ -41,6 +40,7 @@ from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
 from moe_runtime.serving.prefixes import PrefixDisk, identity_of
+from moe_runtime.serving.requests import EngineOptions
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
@@ -51,8 +51,7 @@ _GOODBYE_S = 10
 """Seconds in which clients may take what was sent, once all answers are there."""
 
 
-class AddressError(MoERuntimeError):
-    """The server cannot listen at an address."""
+class AddressError(MoERuntimeError): ...
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,7 +104,6 @@ def _unusable(host: str, port: int, error: OSError) -> AddressError:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The address as clients write it."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -149,7 +147,6 @@ class _Protocol(H11Protocol):
         return True
 
     def _look_after(self) -> None:
-        """Ends a connection that the client's system refused."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         connection = self.transport.get_extra_info("socket")

@@ -2,19 +2,367 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_runtime.serving.http.call_readers import (
-    BARE_JSON_CALLS,
-    BARE_PYTHON_CALLS,
-    GEMMA_CALLS,
-    JSON_CALLS,
-    PYTHON_CALLS,
-    CallReader,
-    named_calls,
+if TYPE_CHECKING:
+    from moe_runtime.serving.http.schema import Function
+
+_OBJECT = re.compile(r"\s*(\{\s*([\"}]|\Z)|\Z)")
+_BETWEEN = " \t\r\n;"
+CHOICES = ("anyOf", "oneOf", "allOf")
+"""Keys of a schema that have others from which a value may have its types."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a tool; arguments are a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class CallReader(NamedTuple):
+    """How the text of calls is read.
+
+    Attributes:
+        parse: gives the calls; raises ``ValueError`` where the text is none.
+        may_begin: whether text may begin calls, whole ones before it.
+        begins: first character of calls without a mark. Such a text may be the answer itself, so it
+            must name a given tool.
+    """
+
+    parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
+    may_begin: Callable[[str, Sequence[Function]], bool]
+    begins: str = ""
+
+
+def read_json(text: str) -> Any:
+    """A JSON value, without NaN and infinities; raises ``ValueError`` or ``RecursionError``."""
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
+def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    values, rest = _json_values(text)
+    yield from map(_json_call, values)
+    if rest:
+        raise ValueError("expected a JSON value")
+
+
+def _may_be_json_calls(text: str, functions: Sequence[Function]) -> bool:
+    values, rest = _json_values(text)
+    is_named = all(isinstance(value, dict) and "name" in value for value in values)
+    return is_named and may_be_object(rest.removeprefix("["))
+
+
+def may_be_object(text: str) -> bool:
+    """Whether text may begin a JSON object; none of it may, too."""
+    return _OBJECT.match(text) is not None
+
+
+def _bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    if not all(_is_bare_call(value, functions) for value in _json_values(text)[0]):
+        raise ValueError("expected the name of a tool, and arguments")
+    return _json_calls(text, functions)
+
+
+def _may_be_bare_json(text: str, functions: Sequence[Function]) -> bool:
+    values, rest = _json_values(text)
+    begun = "".join(rest.removeprefix("[").split())
+    heads = (
+        f'{{{kind}"name":"{one.name}","{key}":'
+        for one in functions
+        for kind in ("", '"type":"function",')
+        for key in ("parameters", "arguments")
+    )
+    return all(_is_bare_call(value, functions) for value in values) and any(
+        begun.startswith(head) or head.startswith(begun) for head in heads
+    )
+
+
+def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
+    is_named = isinstance(value, dict) and any(value.get("name") == one.name for one in functions)
+    return is_named and bool(value.keys() & {"arguments", "parameters"})
+
+
+def _json_values(text: str) -> tuple[list[Any], str]:
+    """Values, those of lists one by one; and the text behind the last that is whole, which
+    begins with ``[`` where a list does not end."""
+    values, rest, is_list = [], text.strip(_BETWEEN), False
+    while rest or is_list:
+        if is_list and rest.startswith("]"):
+            is_list, rest = False, rest[1:].lstrip(_BETWEEN)
+            continue
+        if not is_list and rest.startswith("["):
+            is_list, rest = True, rest[1:].lstrip()
+            continue
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            break
+        values.append(value)
+        rest = rest[end:].lstrip(" \t\r\n" if is_list else _BETWEEN)
+        if is_list and rest[:1] == ",":
+            rest = rest[1:].lstrip()
+        elif is_list and rest[:1] != "]":
+            break
+    return values, "[" * is_list + rest
+
+
+def _json_call(value: Any) -> ParsedCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("expected an object with a name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = read_json(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("expected the arguments to be an object")
+    return ParsedCall(value["name"], json_text(arguments))
+
+
+JSON_CALLS = CallReader(_json_calls, _may_be_json_calls)
+"""JSON objects, one after another or in lists, with ``;`` or spaces between them."""
+BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedCalls:
+    """Reads calls that name the function before its arguments.
+
+    Attributes:
+        head: what stands up to the arguments; has a group ``name``.
+        tail: what stands behind them.
+        begun: what a call that has only begun looks like.
+        argument: one argument, with groups ``key`` and ``value``; None for one JSON object.
+    """
+
+    head: re.Pattern[str]
+    tail: re.Pattern[str]
+    begun: re.Pattern[str]
+    argument: re.Pattern[str] | None = None
+
+    def parse(self, text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+        calls, rest = self._read(text, functions)
+        if rest or not calls:
+            raise ValueError("expected the name of a function, and its arguments")
+        return calls
+
+    def may_begin(self, text: str, functions: Sequence[Function]) -> bool:
+        _, rest = self._read(text, functions)
+        return not rest or self.begun.fullmatch(rest) is not None
+
+    def _read(self, text: str, functions: Sequence[Function]) -> tuple[list[ParsedCall], str]:
+        calls: list[ParsedCall] = []
+        end, text = 0, text.rstrip()
+        while found := self.head.match(text, end):
+            if self.argument is None:
+                try:
+                    arguments, at = _DECODER.raw_decode(text, found.end())
+                except (ValueError, RecursionError):
+                    break
+            else:
+                arguments, at = self._tagged(text, found, functions)
+            tail = self.tail.match(text, at)
+            if tail is None or not isinstance(arguments, dict):
+                break
+            calls.append(ParsedCall(found["name"], json_text(arguments)))
+            end = tail.end()
+        return calls, text[end:]
+
+    def _tagged(
+        self, text: str, head: re.Match[str], functions: Sequence[Function]
+    ) -> tuple[dict[str, Any], int]:
+        """Arguments that are written one by one, and where they end."""
+        assert self.argument is not None
+        schema = next((one.parameters for one in functions if one.name == head["name"]), None) or {}
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        arguments, at = {}, head.end()
+        while found := self.argument.match(text, at):
+            key = found["key"].strip()
+            arguments[key] = _typed(found["value"], known.get(key), schema)
+            at = found.end()
+        return arguments, at
+
+
+def named_calls(head: str, tail: str, begins: str, argument: str | None = None) -> CallReader:
+    """A reader of `_NamedCalls`; ``begins`` is a text, or an expression with ``^`` before it."""
+    if not begins.startswith("^"):
+        cut = "|".join(re.escape(begins[:length]) for length in range(len(begins)))
+        begins = rf"\s*(?:{cut}|{re.escape(begins)}.*)"
+    expressions = (head, tail, begins, *(() if argument is None else (argument,)))
+    reader = _NamedCalls(*(re.compile(one, re.DOTALL) for one in expressions))
+    return CallReader(reader.parse, reader.may_begin)
+
+
+_BEGUN_PYTHON = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def _python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    if text.lstrip(" \t\r\n[").startswith("{"):
+        yield from _json_calls(text, functions)
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\d", which are none
+            body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, MemoryError):  # the latter where brackets nest too deep
+        raise ValueError("expected a list of calls") from None
+    calls = body.elts if isinstance(body, ast.List) and body.elts else [body]
+    for call in calls:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("expected calls with named arguments")
+        arguments = {one.arg: _literal(one.value) for one in call.keywords}
+        if None in arguments:
+            raise ValueError("expected the names of arguments")
+        yield ParsedCall(ast.unparse(call.func), json_text(arguments))
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [one.value if isinstance(one, ast.Constant) else None for one in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(_literal, node.values), strict=True))
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    value = ast.literal_eval(node)
+    if value is not None and not isinstance(value, str | bool | int | float):
+        raise ValueError("expected a value that JSON has")
+    return value
+
+
+def _may_be_python_calls(text: str, functions: Sequence[Function]) -> bool:
+    return _BEGUN_PYTHON.fullmatch(text) is not None or _may_be_json_calls(text, functions)
+
+
+def _bare_python_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    calls = [*_python_calls(text, functions)]
+    if not {call.name for call in calls} <= {one.name for one in functions}:
+        raise ValueError("expected the name of a tool")
+    return calls
+
+
+def _may_be_bare_python(text: str, functions: Sequence[Function]) -> bool:
+    begun = "".join(text.split())
+    heads = [f"[{one.name}(" for one in functions]
+    return any(begun.startswith(head) or head.startswith(begun) for head in heads)
+
+
+PYTHON_CALLS = CallReader(_python_calls, _may_be_python_calls)
+"""A list of Python's calls whose arguments have names and are literals; or JSON."""
+BARE_PYTHON_CALLS = CallReader(_bare_python_calls, _may_be_bare_python, begins="[")
+
+
+_GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<arguments>\{.*\})\s*", re.DOTALL)
+_GEMMA_BEGUN = re.compile(r"\s*(c|ca|cal|call|call:[\w.-]*\s*(\{.*)?)?", re.DOTALL)
+_GEMMA_PART = re.compile(
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:[^"\\]|\\.)*"|(?P<key>[^\s{}\[\],:"<]+)(?=\s*:)"""
+    r"|(?P<none>\bNone\b)",
+    re.DOTALL,
 )
+"""A text between marks, a JSON string, a key that has no quotes, Python's None."""
+
+
+def _gemma_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    found = _GEMMA_CALL.fullmatch(text)
+    if found is None:
+        raise ValueError("expected call:NAME{...}")
+    arguments = read_json(_GEMMA_PART.sub(_gemma_part, found["arguments"]))
+    yield ParsedCall(found["name"], json_text(arguments))
+
+
+def _gemma_part(found: re.Match[str]) -> str:
+    if found["none"] is not None:
+        return "null"
+    text = found["key"] if found["text"] is None else found["text"]
+    return found[0] if text is None else json.dumps(text)
+
+
+def _may_be_gemma_call(text: str, functions: Sequence[Function]) -> bool:
+    return _GEMMA_BEGUN.fullmatch(text) is not None
+
+
+GEMMA_CALLS = CallReader(_gemma_calls, _may_be_gemma_call)
+"""``call:NAME{key:value}``, texts between marks of their own."""
+
+
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """A value as its schema has it: text where it may be one, and where it is no JSON."""
+    texts, has_others, has_null = texts_of(schema, root)
+    is_text = texts is None or value in texts or (texts and not has_others)
+    if is_text and not (value == "null" and has_null):
+        return value
+    try:
+        return read_json(value)
+    except ValueError:
+        return value
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema, and those that it names where it has no type of its own."""
+    pending, seen = [schema], set()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if one.get("type") is None:
+            for key in CHOICES:
+                pending += one[key] if isinstance(one.get(key), list) else []
+            pending.append(referred(one.get("$ref"), root))
+
+
+def texts_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool, bool]:
+    """The texts that a value may be, None for any; and whether it may be no text, or null."""
+    texts: dict[str, None] = {}
+    is_any = has_others = has_null = False
+    for one in alternatives(schema, root):
+        types = one["type"] if isinstance(one.get("type"), list) else [one.get("type")]
+        values = one["enum"] if isinstance(one.get("enum"), list) else []
+        values = [*values, *([one["const"]] if "const" in one else [])]
+        if types == [None] or "string" in types:
+            texts |= dict.fromkeys(value for value in values if isinstance(value, str))
+        is_any |= not values and "string" in types
+        has_null |= "null" in types or (types == [None] and None in values)
+        has_others |= any(not isinstance(value, str) for value in values)
+        has_others |= not values and any(kind not in (None, "string") for kind in types)
+    return None if is_any else list(texts), has_others, has_null
+
+
+def referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within a schema leads to; None where it leads elsewhere."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 @dataclass(frozen=True, slots=True)

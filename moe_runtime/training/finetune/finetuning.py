@@ -1,9 +1,8 @@
 """Fine-tuning of a transformers checkpoint whose experts do not fit.
 
-With all parameters trained, the experts are read from the checkpoint once and live with their
-optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
-the checkpoint whenever they are needed, and never written. At the end a checkpoint like the first
-one is written, expert by expert.
+With all parameters trained, the experts are read once and live where `offload_training` puts them.
+With adapters (LoRA), they are read from the checkpoint whenever they are needed, and never written.
+At the end a checkpoint like the first one is written, expert by expert.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -38,7 +36,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_experts import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
+from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.memory.slab import Slab
@@ -111,11 +109,7 @@ def divide_budget(
     sites: list[ExpertsModuleSpec],
     place: torch.device,
 ) -> TrainingMemory | FrozenMemory:
-    """The budgets' division, before anything of the model is in memory.
-
-    Raises:
-        CapacityError: it is too small; names the smallest that works.
-    """
+    """The budgets' division, before anything of the model is in memory."""
     method = config.method
     activations = activation_bytes(
         checkpoint.config,
@@ -234,14 +228,8 @@ _SAMPLES, _SAMPLE_BYTES = 17, 4096
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
-    """Where a run computes: on the CPU, unless it is told otherwise.
-
-    "auto" is a GPU, if there is one, but for training by forward passes alone.
-
-    Raises:
-        UnsupportedModelError: forward passes alone on a device.
-        ValueError: there is no such device, or a budget of a device that does not compute.
-    """
+    """Where a run computes: on the CPU by default; "auto" is a GPU, but for forward passes
+    alone."""
     by_forwards_alone = config.lora is None and not config.method.has_backward
     name = config.run.device or "cpu"
     place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
@@ -263,13 +251,8 @@ def open_frozen(
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
     """How experts lie in the slots that they are computed from, and the stores.
 
-    Returns:
-        The stores: the one that experts are computed from, and below it, where that is a device,
-        the one of the host.
-
-    Raises:
-        CapacityError: memory cannot be had, or not be locked.
-        ValueError: the device is none that experts can be computed on.
+    The first store is what experts are computed from; where that is a device, the host's is below
+    it.
     """
     host, there = memory.host, memory.device
 
@@ -315,10 +298,7 @@ class FinetunePreparation(PreparedRun):
     Attributes:
         config: with the number of steps.
         model: on the meta device.
-        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        sites: the experts, as training sees them.
-        memory: how the budgets are divided.
     """
 
     config: FinetuneConfig
@@ -430,12 +410,6 @@ def start(
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps and the rate's course may be others than before.
         progress: called with what is being done, the bytes done and the bytes in all.
-
-    Raises:
-        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged or was made with other settings; or the model's checkpoint is damaged.
-        CapacityError: the disk is too small for the experts' states.
-        ValueError: a package is missing, or nothing can have adapters.
     """
     config, model = preparation.config, preparation.model
     if config.run.threads:
@@ -472,9 +446,6 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
     The checkpoint goes into `model/`; of one that is quantised or packed, its adapters into
     `adapters/`.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     output, config = preparation.output, preparation.config
     model = adapters = None
@@ -493,10 +464,8 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step in which every expert gets tokens.
-
-    To be asked for before weights are there.
-    """
+    """Where experts would live, and the bytes of a step; to be asked for before weights are
+    there."""
     memory = preparation.memory
     if isinstance(memory, FrozenMemory):
         return slots_plan(memory, len(preparation.experts.layouts))
@@ -510,7 +479,6 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
 
 
 def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
-    """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
     assert isinstance(memory, TrainingMemory)
     for parameter in float_parameters(preparation.model):
@@ -549,7 +517,6 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
 
 
 def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
-    """Adapters are trained; experts stay in the checkpoint."""
     config, memory, model = preparation.config, preparation.memory, preparation.model
     assert config.lora is not None
     assert isinstance(memory, FrozenMemory)

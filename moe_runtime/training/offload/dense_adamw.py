@@ -50,12 +50,11 @@ class StepOptimizer(abc.ABC):
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
         """Computes the losses of a step's micro-batches and adds up their gradients.
 
+        After an exception of a part, no gradient is left behind.
+
         Args:
             parts: each computes the loss of one micro-batch.
             rate: learning rate of the step that follows.
-
-        Raises:
-            BaseException: what a part raises; no gradient is left behind.
         """
 
     @abc.abstractmethod
@@ -63,8 +62,7 @@ class StepOptimizer(abc.ABC):
         """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
 
     @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts."""
+    def state_dict(self) -> dict[str, Any]: ...
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,11 +86,7 @@ class StepOptimizer(abc.ABC):
         job(state)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is durable.
-
-        Raises:
-            MoERuntimeError, OSError: it could not be written; the one before is intact.
-        """
+        """Returns when the last checkpoint is durable; raises if it could not be written."""
         return
 
     def transfers(self) -> dict[str, Any]:
@@ -100,22 +94,16 @@ class StepOptimizer(abc.ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """What offloaded experts did so far; empty where all are in memory."""
+        """Counters of offloaded experts so far; empty where all are in memory."""
         return {}
 
     def close(self) -> None:
-        """Ends what runs beside the training; an offloaded model is of no use then."""
+        """Ends background work; an offloaded model is of no use then."""
         return
 
 
 class DenseAdamW:
-    """torch's AdamW over named parameters, with decay where it belongs.
-
-    Args:
-        named: the parameters; may be empty.
-        lr: learning rate until the first step.
-        betas, eps, weight_decay: as in `torch.optim.AdamW`; norms and biases do not decay.
-    """
+    """torch's AdamW over named parameters; norms and biases do not decay."""
 
     def __init__(
         self,
@@ -133,15 +121,12 @@ class DenseAdamW:
             self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def parameters(self) -> list[Tensor]:
-        """All of them."""
         return list(self._named.values())
 
     def gradients(self) -> list[Tensor]:
-        """Those that there are."""
         return [p.grad for p in self._named.values() if p.grad is not None]
 
     def norm(self) -> float:
-        """Global norm of the gradients."""
         gradients = self.gradients()
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -173,15 +158,12 @@ class DenseAdamW:
         return StepOutcome(norm, bad)
 
     def forget(self) -> None:
-        """Lets the gradients go."""
         for parameter in self._named.values():
             parameter.grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
-
-        Zeros where no step was taken yet.
-        """
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`; zeros at
+        first."""
         if self._adamw is None:
             return {}
         for parameter in self._named.values():
@@ -193,15 +175,10 @@ class DenseAdamW:
         return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts."""
         return {} if self._adamw is None else self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up the moments and step counts of what `state_dict` gave.
-
-        Raises:
-            CheckpointError: the state is damaged, or belongs to other parameters.
-        """
+        """Takes up what `state_dict` gave, or refuses it with a `CheckpointError`."""
         own = self.state_dict()
         kinds = {"state": MAPPING, "param_groups": MAPPING.listed()} if own else {}
         require_kinds(state, kinds, "the optimizer's state")
@@ -228,11 +205,7 @@ class DenseAdamW:
 
 
 def state_order(named: Mapping[str, Tensor]) -> list[str]:
-    """Names of parameters in the order of `DenseAdamW.state_dict`.
-
-    Args:
-        named: All parameters of a model in one process, in its order.
-    """
+    """Names of all parameters of a model in one process in the order of `DenseAdamW.state_dict`."""
     return sorted(named, key=lambda name: not decays(name, named[name]))
 
 
@@ -252,8 +225,10 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
-    """AdamW's groups of parameters, some of them empty: its fused kernel takes whole parameters and
-    those of every mesh in separate calls."""
+    """AdamW's groups of parameters, some of them empty.
+
+    The fused kernel takes whole parameters and those of every mesh in separate calls.
+    """
     decaying = [p for name, p in named.items() if decays(name, p)]
     others = [p for name, p in named.items() if not decays(name, p)]
     for parameters, decay in ((decaying, weight_decay), (others, 0.0)):

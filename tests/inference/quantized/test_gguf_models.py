@@ -30,8 +30,7 @@ from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
 from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import GgufHeader, read_header
-from moe_runtime.checkpoints.model_files import load_tokenizer
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, load_tokenizer, open_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.inference.expert_layer import bind_weights

@@ -25,7 +25,7 @@ def peer_of(checkpoint: Path, slots: int | None = None) -> Iterator[Any]:
     """The peer on the CPU, or with so many slots a layer on the emulated device."""
     device = "cpu" if slots is None else "cuda:0"
     settings = SETTINGS | {"model": str(checkpoint), "device": device}
-    peer = host._made(host._read(str(peer_file(OURS))), settings)
+    _, peer = host._made(str(peer_file(OURS)), settings)
     if slots is None:
         peer.load()
     else:

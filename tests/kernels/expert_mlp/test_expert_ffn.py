@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import ACTIVATION_NAMES, ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_mlp.expert_by_expert import activation_function
-from moe_runtime.kernels.expert_mlp.expert_runs import ExpertImpl
+from moe_runtime.kernels.expert_mlp.separate_experts import ExpertImpl, activation_function
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import NativeLibrary
 

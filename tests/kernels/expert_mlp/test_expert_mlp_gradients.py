@@ -14,8 +14,8 @@ from moe_runtime.kernels.expert_mlp import (
     StackedExperts,
     expert_mlp,
     grouped_expert_mlp,
+    products,
 )
-from moe_runtime.kernels.expert_mlp.implementations import products
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")

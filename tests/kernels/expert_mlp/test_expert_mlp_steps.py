@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec, kept_code
-from moe_runtime.kernels.expert_mlp.implementations import products
-from moe_runtime.kernels.expert_mlp.implementations.native_path import NativeSteps
-from moe_runtime.kernels.expert_mlp.implementations.products import Products
-from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
+from moe_runtime.kernels.expert_mlp import ActivationSpec, products
+from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
+from moe_runtime.kernels.expert_mlp.products import Products
+from moe_runtime.kernels.expert_mlp.torch_path import TorchSteps
 from moe_runtime.kernels.linear import op
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.operands.activation import GateLayout
@@ -147,9 +146,9 @@ def test_products_in_half_precision_have_few_shapes_whatever_the_rows(dim_in, mo
 
 @pytest.mark.parametrize("most", [2048, 4096, 40])
 def test_code_of_experts_is_counted_for_every_shape_that_training_meets(most, monkeypatch):
-    for module in (products, kept_code, op):
+    for module in (products, op):
         monkeypatch.setattr(module, "keeps_code", lambda x: x.dtype == torch.bfloat16)
-    for module in (kept_code, op):
+    for module in (products, op):
         monkeypatch.setattr(module, "native_library", lambda: None)
     dim_in = products.SMALL_WEIGHT // 16 + 1
     weight = torch.empty(16, dim_in, dtype=torch.bfloat16, device="meta")
@@ -159,11 +158,11 @@ def test_code_of_experts_is_counted_for_every_shape_that_training_meets(most, mo
             Products().forward(x, weight, None, torch.empty_like(grad))
             Products().backward(grad, weight, torch.empty_like(x))
             Products().outer(grad, x, torch.empty_like(weight), is_first=True)
-    counted = kept_code.experts_code_bytes(
+    counted = products.experts_code_bytes(
         [weight.shape, (16,), (8, 8)], torch.bfloat16, most, has_backward=True, is_trained=True
     )
     assert counted == len(seen.found) * op.KEPT_CODE_BYTES
     assert len(seen.found) < 50
-    assert not kept_code.experts_code_bytes(
+    assert not products.experts_code_bytes(
         [weight.shape], torch.float32, most, has_backward=True, is_trained=True
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
-from moe_runtime.kernels.expert_mlp.gradient_memory import GradientMemory, gradient_memory
+from moe_runtime.kernels.expert_mlp.torch_path import GradientMemory, gradient_memory
 from moe_runtime.kernels.native import pages
 
 NUM_EXPERTS, DIM_MODEL, DIM_HIDDEN = 5, 24, 16

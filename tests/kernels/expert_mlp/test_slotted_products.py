@@ -10,7 +10,7 @@ import torch
 from stacked_experts import make_experts, make_routing
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
-from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E, K = 6, 3

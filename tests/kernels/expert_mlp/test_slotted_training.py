@@ -15,8 +15,7 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 
 pytest.importorskip("triton")
 
-from moe_runtime.kernels.expert_mlp.low_rank import LowRank
-from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+from moe_runtime.kernels.expert_mlp.slotted import LowRank, SlottedTraining
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, K, E, D, F, L, SCALE = 9, 2, 5, 24, 20, 3, 1.5

@@ -7,10 +7,9 @@ import pytest
 from call_texts import CALL_TEXTS
 from http_server import ScriptedEngine, model_of, served
 
-from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections, Kind
-from moe_runtime.serving.http.call_readers import ParsedCall
+from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections, Kind
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, tool_format_of
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sentencepiece_tokenizer import WORDS, sentencepiece_tokenizer
 
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.batches.batch_lines import read_lines
-from moe_runtime.serving.batches.batch_run import Batch
+from moe_runtime.serving.batches.batch_run import Batch, read_lines
 from moe_runtime.serving.batches.offline import Answer
 from moe_runtime.serving.requests import (
     Event,

@@ -8,9 +8,9 @@ import pytest
 from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, response, served
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.asking import encode_text
-from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http.generating import encode_text
 from moe_runtime.serving.http.schema import ChatBody, parse_body
+from moe_runtime.serving.http.served_model import ChatTemplate
 from moe_runtime.serving.http.server import Access, Limits
 from moe_runtime.serving.requests import Finished, GenerationRequest, PromptRead
 

@@ -277,7 +277,7 @@ def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
 
 
 def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
-    from moe_runtime.checkpoints.model_files import load_tokenizer
+    from moe_runtime.checkpoints.opening import load_tokenizer
     from moe_runtime.models.pocket import pocket_path
 
     with scripted(load_tokenizer(pocket_path()), []) as (site, _):

@@ -10,11 +10,10 @@ import torch
 from call_texts import CALL_TEXTS
 from tokenizers import AddedToken
 
-from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections
+from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.call_readers import ParsedCall
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,
     Grammars,
@@ -23,7 +22,7 @@ from moe_runtime.serving.http.grammars import (
     of_tools,
 )
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import TOOL_FORMATS
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 

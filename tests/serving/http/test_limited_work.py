@@ -12,12 +12,11 @@ from http_server import TEMPLATE, ScriptedEngine, Served, limited_processes, mod
 from transformers import GenerationConfig
 
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.serving.http import chat_template
 from moe_runtime.serving.http import grammars as grammar_module
-from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http import served_model
 from moe_runtime.serving.http.grammars import GrammarConstraint, Grammars
 from moe_runtime.serving.http.schema import Function, Message, Tool
-from moe_runtime.serving.http.served_model import serve_model
+from moe_runtime.serving.http.served_model import ChatTemplate, serve_model
 from moe_runtime.serving.http.server import ClientTurns
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError, Finished, PromptRead
@@ -46,8 +45,8 @@ def chats(site: Served) -> None:
 def test_a_template_without_an_end_is_ended(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "_RENDER_S", 0.2)
-    monkeypatch.setattr(chat_template, "_RENDER_BYTES", 32 << 20)
+    monkeypatch.setattr(served_model, "_RENDER_S", 0.2)
+    monkeypatch.setattr(served_model, "_RENDER_BYTES", 32 << 20)
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% if messages[0].content != 'Hi' %}" + program + "{% endif %}ok"
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
@@ -62,7 +61,7 @@ def test_end_tokens_are_looked_for_within_the_limits_of_templates(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At start too: the template shows which token stands behind an answer."""
-    monkeypatch.setattr(chat_template, "_RENDER_S", 0.2)
+    monkeypatch.setattr(served_model, "_RENDER_S", 0.2)
     settings = GenerationConfig(num_beams=4, no_repeat_ngram_size=3, do_sample=False)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=4096))
     model, engine = SimpleNamespace(generation_config=settings, config=config), cast(Any, None)

@@ -9,7 +9,7 @@ import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.gate import log_fields
+from moe_runtime.serving.http.endpoints import log_fields
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 SECRET = "my password is hunter2"
@@ -80,7 +80,7 @@ def test_a_mistake_of_the_server_is_an_error_and_is_logged(tokenizer: Any, strea
     assert (found["error"]["code"], found["error"]["type"]) == ("internal_error", "server_error")
     assert fields["status"] == 500
     assert fields["error"].startswith("ValueError < ")
-    assert "responding.py:" in fields["error"]
+    assert "endpoints.py:" in fields["error"]
 
 
 def test_what_the_server_itself_says_is_logged() -> None:

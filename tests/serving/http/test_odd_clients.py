@@ -19,9 +19,9 @@ from http_server import HEAD, ScriptedEngine, Served, connected, model_of, respo
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from moe_runtime.serving.http import endpoints, responding
+from moe_runtime.serving.http import endpoints
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.gate import RequestGate
+from moe_runtime.serving.http.endpoints import RequestGate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.schema import parse_body
 from moe_runtime.serving.http.server import Access, Limits, Server
@@ -49,7 +49,7 @@ def test_too_many_answers_are_refused_before_anything_is_made_of_them(
             raise AssertionError("a request was made")
 
         monkeypatch.setattr(vocabulary, "encode", encode)
-        monkeypatch.setattr("moe_runtime.serving.http.asking.sampling_of", sampling_of)
+        monkeypatch.setattr("moe_runtime.serving.http.generating.sampling_of", sampling_of)
         status, found = site.ask("/v1/completions", more)
     assert (status, found["error"]["param"]) == (400, "prompt"), found
     assert f"{len(more['prompt']) * more.get('n', 1)} answers" in found["error"]["message"]
@@ -158,13 +158,13 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
 ) -> None:
     """Where reads fail for minutes, requests would fill memory between its runs."""
     streams: list[Callable[[], Any]] = []
-    begin = responding.EventStream.__init__
+    begin = endpoints.EventStream.__init__
 
     def note(self: Any, generation: Any, chunks: Any) -> None:
         streams.append(weakref.ref(generation))
         begin(self, generation, chunks)
 
-    monkeypatch.setattr(responding.EventStream, "__init__", note)
+    monkeypatch.setattr(endpoints.EventStream, "__init__", note)
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("error", "cannot read it")])
     with served([model_of("pocket", engine, tokenizer, 4096)], drain_s=0) as site:
         gc.collect()

@@ -40,19 +40,19 @@ This page is written by
 
 
 def page() -> str:
-    """The page: a table for each group of rows."""
-    groups: dict[str, list[Feature]] = {}
+    """The page: what works and what is refused, by group."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for feature in FEATURES:
-        groups.setdefault(feature.group, []).append(feature)
+        groups.setdefault(feature.group, {}).setdefault(feature.answer, []).append(feature.name)
     parts = [_HEAD]
-    for group, features in groups.items():
-        rows = "".join(f"| {feature.name} | {_answer(feature)} |\n" for feature in features)
-        parts.append(f"\n## {group}\n\n| asked | answer |\n|---|---|\n{rows}")
+    for group, answers in groups.items():
+        parts.append(f"\n## {group}\n")
+        if equal := answers.pop(EQUAL, None):
+            parts.append("\nAs transformers:\n\n" + "".join(f"- {name}\n" for name in equal))
+        if answers:
+            rows = (f"| {'; '.join(names)} | “… {one} …” |\n" for one, names in answers.items())
+            parts.append("\n| refused | error |\n|---|---|\n" + "".join(rows))
     return "".join(parts)
-
-
-def _answer(feature: Feature) -> str:
-    return EQUAL if feature.answer == EQUAL else f"refused: “… {feature.answer} …”"
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combin
 from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
 from moe_runtime.kernels.decode_step.rotary_step import RowNorm
 from moe_runtime.kernels.expert_fetch import FetchTables
-from moe_runtime.kernels.expert_fetch.kernel import launch_fetch_experts
+from moe_runtime.kernels.expert_fetch.op import launch_fetch_experts
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.rms_norm.gpu import MOST_COLUMNS
+from moe_runtime.kernels.rms_norm.op import MOST_COLUMNS
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 

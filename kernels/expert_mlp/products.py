@@ -1,0 +1,275 @@
+"""The three products of an expert's matrix: rows forward, gradients back, its own gradient.
+
+Letters: n rows of one expert, K summed dimension, N outputs, A and B the sides of an outer product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
+from moe_runtime.kernels.linear.op import (
+    KEPT_CODE_BYTES,
+    MULTIPLY_PAIRS,
+    ROWS_OF_A_PRODUCT,
+    SMALL_WEIGHT,
+    UNLIMITED,
+    is_faster_widened,
+    keeps_code,
+    kept_code_bytes,
+    lies_by_rows,
+    linear_into,
+    native_row_limit,
+)
+from moe_runtime.kernels.linear.outer import outer_into
+from moe_runtime.kernels.native import NativeLibrary, native_library
+
+# Rows from which torch's product takes less time than the C kernel's, measured with two threads on
+# Zen 4 and Cascade Lake: of fp32, of widened operands, and of bf16 by the processor's instruction.
+_FEW_ROWS, _FEW_ROWS_WIDENED, _FEW_ROWS_HALF = 64, 256, 512
+# Of fp32 where this kernel uses vectors twice as wide as torch's (Zen 5: 1.6 times as fast).
+_FEW_ROWS_WIDE = 512
+# A widened part of a matrix stays in the cache until the product has read it.
+_BLOCK_BYTES = 8 << 20
+_MIN_BLOCK_ROWS = 64
+
+
+class Products:
+    """torch's own products, of operands as they are.
+
+    An expert has another number of rows in every step. Where torch would keep code for each of
+    them, small matrices are multiplied in fp32 and rows are padded to one of few numbers.
+    """
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What rows are to be given in, for experts of `dtype`; results have it as well."""
+        return dtype
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        """``x @ weight.T + bias`` into `out`."""
+        if keeps_code(x_nK):
+            out_nN.copy_(linear_of_few_shapes(x_nK, weight_NK, bias))
+        elif bias is None:
+            torch.mm(x_nK, weight_NK.T, out=out_nN)
+        else:
+            torch.addmm(bias, x_nK, weight_NK.T, out=out_nN)
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        """``grad @ weight`` into `out`."""
+        if keeps_code(grad_nN):
+            out_nK.copy_(linear_of_few_shapes(grad_nN, weight_NK.T, None))
+        else:
+            torch.mm(grad_nN, weight_NK, out=out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        """``left.T @ right`` into `out`, or added to it unless it `is_first`."""
+        if keeps_code(left_nA):
+            if out_AB.numel() <= SMALL_WEIGHT:
+                wide = left_nA.float().T @ right_nB.float()
+                out_AB.copy_(wide if is_first else wide.add_(out_AB))
+                return
+            missing = _padded(len(left_nA)) - len(left_nA)
+            left_nA, right_nB = (F.pad(x, (0, 0, 0, missing)) for x in (left_nA, right_nB))
+        torch.addmm(out_AB, left_nA.T, right_nB, beta=0 if is_first else 1, out=out_AB)
+
+
+class NativeProducts(Products):
+    """The C kernel for few rows, torch's products for many, in fp32 where that is faster.
+
+    A processor without instructions for half precision multiplies it several times slower than
+    fp32 (oneDNN converts element by element). There a part of the matrix at a time is widened; the
+    result is rounded once, at the end.
+
+    Attributes:
+        row_limit: Rows of an expert up to which the C kernel of whole experts takes it with others.
+    """
+
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
+        """Products of experts of `dtype`."""
+        self._library = library
+        self._widens = is_faster_widened(library, dtype)
+        few = _FEW_ROWS if dtype == torch.float32 else _FEW_ROWS_HALF
+        if dtype == torch.float32 and library.cpu_is_amd and library.isa.startswith("avx512"):
+            few = _FEW_ROWS_WIDE
+        few = _FEW_ROWS_WIDENED if self._widens else few
+        self.row_limit = min(few, native_row_limit(library, dtype))
+        has_units = library.isa == "amx" and dtype == torch.bfloat16
+        self._by_rows_limit = UNLIMITED if has_units else self.row_limit
+        self._turned_limit = min(few, native_row_limit(library, dtype, by_rows=False))
+        multiplies_pairs = library.isa in MULTIPLY_PAIRS and not self._widens
+        self._has_outer = dtype == torch.bfloat16 and multiplies_pairs
+        self._scratch = torch.empty(0, dtype=torch.float32)
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._widens else dtype
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        if self._is_for_kernel(len(x_nK), weight_NK):
+            linear_into(self._library, x_nK, weight_NK, bias, out_nN)
+        elif not self._widens:
+            super().forward(x_nK, weight_NK, bias, out_nN)
+        else:
+            for block in _blocks(weight_NK):
+                wide_bias = None if bias is None else bias[block].float()
+                super().forward(x_nK, self._wide(weight_NK[block]), wide_bias, out_nN[:, block])
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        if self._is_for_kernel(len(grad_nN), weight_NK.T):
+            linear_into(self._library, grad_nN, weight_NK.T, None, out_nK)
+            return
+        if not self._widens:
+            super().backward(grad_nN, weight_NK, out_nK)
+            return
+        for block in _blocks(weight_NK):
+            wide, beta = self._wide(weight_NK[block]), 0 if block.start == 0 else 1
+            torch.addmm(out_nK, grad_nN[:, block], wide, beta=beta, out=out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        # torch would widen both sides: 1.4 to 2.5 times as long
+        if (
+            self._has_outer
+            and out_AB.numel() <= SMALL_WEIGHT
+            and _lie_by_rows(left_nA, right_nB, out_AB)
+        ):
+            outer_into(left_nA, right_nB, out_AB, adds=not is_first)
+        elif not self._widens:
+            super().outer(left_nA, right_nB, out_AB, is_first=is_first)
+        else:
+            self._outer_widened(left_nA, right_nB, out_AB, is_first=is_first)
+
+    def _outer_widened(
+        self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool
+    ) -> None:
+        for block in _blocks(out_AB):
+            wide = self._part(out_AB[block])
+            if not is_first:
+                wide.copy_(out_AB[block])
+            super().outer(left_nA[:, block], right_nB, wide, is_first=is_first)
+            out_AB[block] = wide
+
+    def _is_for_kernel(self, num_rows: int, weight_NK: Tensor) -> bool:
+        limit = self._by_rows_limit if lies_by_rows(weight_NK) else self._turned_limit
+        return num_rows <= limit and 1 in weight_NK.stride()
+
+    def _wide(self, narrow: Tensor) -> Tensor:
+        return self._part(narrow).copy_(narrow)
+
+    def _part(self, narrow: Tensor) -> Tensor:
+        """Memory for the fp32 copy of a part of a matrix, in the same order."""
+        self._scratch, wide = _memory_like(narrow, self._scratch)
+        return wide
+
+
+class RoundedProducts(Products):
+    """Products in a narrower dtype than that of the experts, as under autocast.
+
+    A matrix is rounded when its turn comes and its gradient widened when it is there, in memory
+    that one leaves to the next, which stays in the cache: rounded copies of all experts and
+    gradients in their dtype would go through memory twice.
+    """
+
+    def __init__(self, products: Products, dtype: torch.dtype) -> None:
+        """What multiplies, and the dtype that it is given."""
+        self._products, self._dtype = products, dtype
+        self._scratch = torch.empty(0, dtype=dtype)
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._products.operand_dtype(dtype)
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        bias = None if bias is None else bias.to(self._dtype)
+        self._products.forward(x_nK, self._rounded(weight_NK), bias, out_nN)
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        self._products.backward(grad_nN, self._rounded(weight_NK), out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        self._scratch, narrow = _memory_like(out_AB, self._scratch)
+        self._products.outer(left_nA, right_nB, narrow, is_first=True)
+        if is_first:
+            out_AB.copy_(narrow)
+        else:
+            out_AB.add_(narrow)
+
+    def _rounded(self, matrix: Tensor) -> Tensor:
+        self._scratch, narrow = _memory_like(matrix, self._scratch)
+        return narrow.copy_(matrix)
+
+
+def _lie_by_rows(*matrices: Tensor) -> bool:
+    return all(matrix.stride(1) == 1 for matrix in matrices)
+
+
+def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for a copy of a matrix in another dtype, which lies as it does.
+
+    Args:
+        matrix: With unit stride along one side.
+        scratch: One-dimensional, in the dtype of the copy; another is made if it is too small.
+
+    Returns:
+        The memory to be kept, and a view of it.
+    """
+    if scratch.numel() < matrix.numel():
+        scratch = scratch.new_empty(matrix.numel())
+    flat = scratch[: matrix.numel()]
+    if matrix.stride(1) == 1:
+        return scratch, flat.view(matrix.shape)
+    return scratch, flat.view(matrix.shape[1], matrix.shape[0]).T
+
+
+def _padded(num_rows: int) -> int:
+    """As many rows or a few more, of which zeros add nothing to a sum over rows.
+
+    Beyond the largest product of rows there are two numbers for every doubling.
+    """
+    step = 2 ** (num_rows - 1).bit_length() // 4
+    fitting = (size for size in ROWS_OF_A_PRODUCT if size >= num_rows)
+    return next(fitting, -(-num_rows // max(step, 1)) * step)
+
+
+def _blocks(matrix: Tensor) -> list[slice]:
+    """Rows of a matrix whose fp32 copy fits into the cache together."""
+    rows = max(_MIN_BLOCK_ROWS, _BLOCK_BYTES // (4 * matrix.shape[1]))
+    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
+
+
+def experts_code_bytes(
+    shapes: Iterable[tuple[int, ...]],
+    dtype: torch.dtype,
+    num_rows: int,
+    *,
+    has_backward: bool,
+    is_trained: bool,
+) -> int:
+    """What `Products` of all of a model's experts leave behind, in bytes.
+
+    Rows forward are counted as `kept_code_bytes` does, and gradients of rows in portions of the
+    same numbers, one row included. A matrix's gradient is a sum over one of these numbers of rows,
+    or one of two more for every doubling beyond the largest. A matrix is multiplied as it lies in
+    one direction and turned in the other, so that each has code of its own; experts share it.
+
+    Args:
+        shapes: Of an expert's tensors; biases and small matrices leave nothing.
+        dtype: Of products.
+        num_rows: The most that one expert gets: all tokens of a step.
+        has_backward: Whether rows get gradients.
+        is_trained: Whether matrices do.
+    """
+    library = native_library()
+    if library is not None and is_faster_widened(library, dtype):
+        return 0
+    if not keeps_code(torch.empty(0, dtype=dtype)):
+        return 0
+    matrices = {(shape[0], shape[1]) for shape in shapes if len(shape) == 2}
+    large = sum(math.prod(shape) > SMALL_WEIGHT for shape in matrices)
+    padded = sum(less < num_rows for less in (0, *ROWS_OF_A_PRODUCT[:-1]))
+    doublings = max(0, (num_rows - 1).bit_length() - ROWS_OF_A_PRODUCT[-1].bit_length() + 1)
+    back = (1 + padded) * has_backward + (padded + 2 * doublings) * is_trained
+    forward = kept_code_bytes(matrices, dtype, num_rows, by_rows=False)  # some lie transposed
+    return forward + KEPT_CODE_BYTES * large * back

@@ -1,1 +1,0 @@
-"""`expert_mlp` of experts that stay quantised."""

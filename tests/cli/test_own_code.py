@@ -1,0 +1,82 @@
+"""Policies and predictors of one's own: `--policy FILE.py` and `--predictor FILE.py`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from page_blocks import blocks_of
+
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
+
+PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+RUN = ("run", str(pocket_path()), "-p", "Lists are", "-n", "12", "--host-memory", "20MiB", "--json")
+
+
+@pytest.fixture
+def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's examples, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    policy, predictor = blocks_of(PAGE, "python")
+    Path("first_in.py").write_text(policy)
+    Path("last_experts.py").write_text(predictor)
+    return tmp_path
+
+
+def test_the_examples_of_the_page_run_and_change_no_text(
+    own_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    own = ("--policy", "first_in.py", "--predictor", "last_experts.py", "--prefetch", "enforce")
+    for words in (("--policy", "lru", "--prefetch", "off"), own):
+        assert main([*RUN, *words, "--trace", "trace.npz"]) == 0
+        outcome = json.loads(capsys.readouterr().out)
+        texts.append(outcome["text"])
+    assert outcome["policy"] == "first_in.py"
+    assert outcome["guesses"] > 0
+    assert texts[0] == texts[1]
+
+    words = ("--policy", "first_in.py,predicted", "--predictor", "last_experts.py")
+    assert main(["replay", "trace.npz", *words, "--train", "trace.npz", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    rates = {row["policy"]: row["hit_rate"] for row in rows if row["capacity"] == 0.25}
+    assert rates["random"] != rates["first_in.py"] < rates["belady"]
+    assert rates["predicted"] < rates["belady"]
+
+
+HEAD = "from moe_runtime.policies.eviction import *\n"
+REFUSED = {
+    "": "expected one class that extends EvictionPolicy, found none",
+    "raise KeyError('x')": "cannot be executed: KeyError",
+    "def": "cannot be executed: SyntaxError: invalid syntax",
+    f"{HEAD}class A(LRU): ...\nclass B(LRU): ...": "found A, B",
+    f"{HEAD}class A(EvictionPolicy): ...": "A lacks __contains__, __len__, insert",
+    f"{HEAD}class A(LRU):\n def __init__(self, size): ...": "cannot be called as A()",
+}
+
+
+@pytest.mark.parametrize("code", REFUSED, ids=range(len(REFUSED)))
+def test_code_that_does_not_fit_is_refused_in_a_line(
+    code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(code)
+    assert main(["run", "absent", "-p", "x", "--policy", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line
+    assert REFUSED[code] in line
+
+
+def test_predictors_need_a_name_and_files_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    words = ["run", "absent", "-p", "x", "--predictor", str(file)]
+    assert main(words) == 2
+    assert f"{file}: No such file" in capsys.readouterr().err
+    file.write_text(
+        "from moe_runtime.policies.prediction import Estimator\n"
+        "class A(Estimator):\n def estimate(self, contexts, now, layer): ...\n"
+    )
+    assert main(words) == 2
+    assert f"{file}: A lacks name" in capsys.readouterr().err
