@@ -91,8 +91,9 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since it
-        was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too early.
+        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since
+        it was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too
+        early.
         """
         done = 0
         while done < needed_bytes:
