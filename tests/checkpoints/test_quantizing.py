@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.checkpoints.formats.settings import matches
+from moe_runtime.checkpoints.formats.packed_weight import matches
 from moe_runtime.checkpoints.packing import Scheme, pack_checkpoint, staging_of, writer
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

@@ -176,11 +176,12 @@ class CheckpointWriter(abc.ABC):
         read_progress(staging)
         staging.mkdir(exist_ok=True)
         with held(staging, advice=f"remove {staging}"):
+            self._progress = progress
             self._begin(staging)
             try:
                 source = ExpertSource(self.experts.layouts, io_threads=io_threads)
                 with contextlib.closing(source):
-                    self._write_experts(source, progress)
+                    self._write_experts(source)
                 self._write_rest()
                 self._require_experts()
                 with replace_folder(folder) as new:
@@ -203,7 +204,7 @@ class CheckpointWriter(abc.ABC):
         self.num_kept = len(self.done)
         self._write_done()
 
-    def _write_experts(self, source: ExpertSource, progress: Progress | None) -> None:
+    def _write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""
         sizes = [sum(map(self._bytes_of, keys)) for keys in self._plan]
         done, total = sum(sizes[: len(self.done)]), sum(sizes)
@@ -214,8 +215,8 @@ class CheckpointWriter(abc.ABC):
             for key, views in _read_ahead(source, self.experts, keys):
                 yield key, views
                 done += self._bytes_of(key)
-                if progress is not None:
-                    progress(self.stage, done, total)
+                if self._progress is not None:
+                    self._progress(self.stage, done, total)
 
         with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
             for number in range(len(self.done), len(self._plan)):
