@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.train import (
-    budget_rows,
-    offload_row,
-    outcome_rows,
-    speed_row,
-    take_steps,
-    timed_plan,
-)
+from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
 from moe_runtime.cli.console import (
     loading_bar,
     print_json,
@@ -28,7 +21,6 @@ from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
-    from moe_runtime.training.finetune.settings import FinetuneConfig
 
 
 def finetune(
@@ -98,6 +90,9 @@ def finetune(
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
+    # a folder is the text files in it
+    all_texts = os.path.join("**", "*.txt")
+    files = [os.path.join(n, all_texts) if os.path.isdir(at_home(n)) else n for n in data]
     config_class = FinetuneConfig
     tree: dict[str, Any] = {
         "model": model,
@@ -115,7 +110,7 @@ def finetune(
             "checkpoint_every": checkpoint_every,
         },
         "data": {
-            "sources": {"text": {"files": [_pattern(name) for name in data]}},
+            "sources": {"text": {"files": files}},
             "context": context,
             "tokens_per_step": context * sequences,
             "micro_batches": micro_batches,
@@ -150,8 +145,23 @@ def finetune(
     from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
-        preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
-        _warn_of_adapters(preparation)
+        with loading_bar() as progress:
+            from moe_runtime.training.finetune.finetuning import prepare
+
+            preparation = prepare(
+                settings,
+                epochs=1 if steps is None else None,
+                on_stage=lambda stage: progress(stage, 0, 0),
+                progress=progress,
+                keeps_text=not dry_run,
+            )
+        adapted = settings.lora and settings.lora.places
+        if preparation.exporter is None and adapted and "experts" in adapted:
+            say_line(
+                f"warning: {model} is quantised or packed, so adapters of its experts are for "
+                "PEFT alone: `moe-runtime serve` refuses them, and they cannot be merged; "
+                "--lora-on attention trains adapters that serve takes"
+            )
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
@@ -162,32 +172,6 @@ def finetune(
         print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
-
-
-def _prepare(
-    config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
-) -> "FinetunePreparation":
-    with loading_bar() as progress:
-        from moe_runtime.training.finetune.finetuning import prepare
-
-        return prepare(
-            config,
-            epochs=None if has_steps else 1,
-            on_stage=lambda stage: progress(stage, 0, 0),
-            progress=progress,
-            keeps_text=keeps_text,
-        )
-
-
-def _warn_of_adapters(preparation: "FinetunePreparation") -> None:
-    """Says on stderr, before anything is trained, who can use adapters of frozen experts."""
-    lora = preparation.config.lora
-    if preparation.exporter is None and lora is not None and "experts" in lora.places:
-        say_line(
-            f"warning: {preparation.config.model} is quantised or packed, so adapters of its "
-            "experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot be "
-            "merged; --lora-on attention trains adapters that serve takes"
-        )
 
 
 def _finetune(
@@ -206,12 +190,6 @@ def _finetune(
     finally:
         trainer.close()
     return {"complete": exit_code == 0, **summary}, exit_code
-
-
-def _pattern(name: str) -> str:
-    """A folder stands for the text files in it."""
-    is_folder = os.path.isdir(at_home(name))
-    return os.path.join(name, "**", "*.txt") if is_folder else name
 
 
 def _timed(
@@ -257,9 +235,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
-        *budget_rows(found),
-        ("experts", offload_row(found)),
-        ("speed", speed_row(found, config.data.tokens_per_step)),
+        *offload_rows(found, config.data.tokens_per_step),
         ("folder", str(preparation.output)),
     ]
     print_rows("what would be trained", rows, to_stderr=False)
