@@ -26,7 +26,6 @@ from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
@@ -35,15 +34,11 @@ from moe_runtime.kernels.triton_support import check_triton_dtype, require_trito
 class SlottedProducts:
     """The routed feed-forward by Triton kernels, without a backward pass or a wait for the device.
 
-    The number of tokens alone chooses the kernels, never what is in which slot or since when, and
-    each expert's rows are computed apart from those of the others. Rows are summed once, at the
-    end, in the order of a token's choices.
-
-    Attributes:
-        arrived_E: None, as slots may lie anywhere.
+    The number of tokens alone chooses the kernels, never what is in which slot or since when.
     """
 
     arrived_E: Tensor | None = None
+    """None, as slots may lie anywhere."""
 
     def __init__(
         self,
@@ -53,14 +48,7 @@ class SlottedProducts:
         num_experts: int,
         activation: ActivationName | ActivationSpec,
     ) -> None:
-        """Sorts the rows, where there are many.
-
-        Args:
-            x_TD: `[T, D]` fp32, bf16 or fp16.
-            ids_TK: `[T, K]` int32 or int64; an id that names no expert adds nothing.
-            weights_TK: `[T, K]` gate weights.
-            num_experts: That ids may name.
-            activation: A name or a formula.
+        """Takes `[T, D]` fp32, bf16 or fp16, and how many experts ids may name; sorts many rows.
 
         Raises:
             ValueError: Shapes, dtypes or devices do not fit.
@@ -79,27 +67,22 @@ class SlottedProducts:
             self._order = token_sort(ids_TK, num_experts, impl="triton")
 
     def add(self, experts: StackedExperts | QuantizedExperts) -> None:
-        """Computes the rows of the experts that have a slot; each comes once.
-
-        Quantised ones must have no `quantized_triton.problem`.
-        """
-        x_TD, slots, layout, spec = self._x_TD, experts.slot_of_expert, experts.layout, self._spec
-        matrix, bias, up, down = _products(experts)
+        """Computes the rows of the experts that have a slot; each comes once."""
+        x_TD, spec = self._x_TD, self._spec
         if self._few is not None:
-            self._few.add(
-                matrix, down, spec, layout,
-                gate_up_bias_SZ=bias, down_bias_SD=experts.down_bias, up=up, slot_of_expert=slots,
-            )  # fmt: skip
+            self._few.add(experts, spec)
             return
         order = self._order
         assert order is not None
+        matrix, bias, up, down = experts.products()
         num_rows, num_choices = len(order.order_R), self._weights_TK.shape[1]
         if self._hidden_RF is None:
             self._hidden_RF = x_TD.new_empty(num_rows, experts.dim_hidden)
             self._y_RD = x_TD.new_empty(num_rows, experts.dim_model)
-        groups = Groups(order.offsets_E1, num_rows, slots, order.order_R, num_choices)
+        slots_E = experts.slot_of_expert
+        groups = Groups(order.offsets_E1, num_rows, slots_E, order.order_R, num_choices)
         hidden_RF = activated_product(
-            x_TD, matrix, groups, spec, layout,
+            x_TD, matrix, groups, spec, experts.layout,
             out=self._hidden_RF, pre=None, bias_SZ=bias, up=up, gathers=True,
         )  # fmt: skip
         plain_product(hidden_RF, down, groups, out=self._y_RD, bias_SN=experts.down_bias)
@@ -110,7 +93,7 @@ class SlottedProducts:
         return self._few is not None
 
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
-        """Takes rows that somebody else computed, of experts that are never added.
+        """Takes rows that were computed elsewhere, of experts that are never added.
 
         Args:
             rows_N: integers, places in the flattened ids.
@@ -131,20 +114,6 @@ class SlottedProducts:
         return launch_combine_fwd(
             self._y_RD, self._weights_TK, order.inverse_R, order.offsets_E1[-1:], num_choices
         )
-
-
-def _products(
-    experts: StackedExperts | QuantizedExperts,
-) -> tuple[Weights, Tensor | None, tuple[Weights, Tensor | None] | None, Weights]:
-    """Weights and bias of the first product, those of up where they are apart, and down."""
-    if isinstance(experts, StackedExperts):
-        gate_up, down = experts.gate_up, experts.down
-        if experts.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        return gate_up, experts.gate_up_bias, None, down
-    if experts.gate is None:
-        return experts.up, experts.up_bias, None, experts.down
-    return experts.gate, experts.gate_bias, (experts.up, experts.up_bias), experts.down
 
 
 class LowRank:
@@ -308,7 +277,8 @@ class SlottedTraining:
 
     def forward(self, experts: StackedExperts) -> None:
         """Computes the rows of the experts that have a slot."""
-        groups, (gate_up, down) = self._groups(experts.slot_of_expert), _matrices(experts)
+        groups = self._groups(experts.slot_of_expert)
+        gate_up, _, _, down = experts.products()
         if not self._hidden_RF.numel():
             self._hidden_RF = self._new_rows(experts.dim_hidden)
         has_low = self._low[0] is not None
@@ -345,7 +315,8 @@ class SlottedTraining:
 
     def backward(self, experts: StackedExperts) -> None:
         """Computes the gradients of the rows of the experts that have a slot."""
-        groups, (gate_up, down) = self._groups(experts.slot_of_expert), _matrices(experts)
+        groups = self._groups(experts.slot_of_expert)
+        gate_up, _, _, down = experts.products()
         has_low = self._low[1] is not None
         found = activation_backward(
             self._grad_TD, down, self.z_RZ, self.weights_TK.reshape(-1).contiguous(), groups,
@@ -394,10 +365,3 @@ class SlottedTraining:
         self._hidden_RF = self._rows_RD = self._grad_TD = self._dz_RZ = nothing
         self._grad_weights = self._grad_inner = nothing
         self._low = (None, None)
-
-
-def _matrices(experts: StackedExperts) -> tuple[Tensor, Tensor]:
-    """Of the two products, logically `[S, outputs, inputs]`."""
-    if not experts.is_transposed:
-        return experts.gate_up, experts.down
-    return experts.gate_up.transpose(1, 2), experts.down.transpose(1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import path_of
-from moe_runtime.kernels.expert_mlp.rows import Group, Needs, SortedRows, sort_rows
+from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, sort_rows
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import (
@@ -162,12 +162,10 @@ class StreamedExperts:
                 None for one that is frozen, or for all of them.
         """
         assert self._call is not None, "begin_backward comes first"
-        nothing, given = self.x_TD.new_empty(0), out or [None] * len(weights.tensors())
-        found = [nothing if tensor is None else tensor for tensor in given]
-        needs = Needs.of(True, not self._is_sorted, *(tensor is not None for tensor in given))
         self._call.backward(
-            self._group(expert), weights, weights.one(0), found, needs, is_first=True
-        )
+            self._group(expert), weights, weights.one(0), out or [None] * len(weights.tensors()),
+            needs_x=True, is_first=True,
+        )  # fmt: skip
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of `x` and of the gate weights (empty without), after every expert's turn."""
