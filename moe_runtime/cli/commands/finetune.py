@@ -90,9 +90,6 @@ def finetune(
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
-    # a folder is the text files in it
-    all_texts = os.path.join("**", "*.txt")
-    files = [os.path.join(n, all_texts) if os.path.isdir(at_home(n)) else n for n in data]
     config_class = FinetuneConfig
     tree: dict[str, Any] = {
         "model": model,
@@ -110,7 +107,7 @@ def finetune(
             "checkpoint_every": checkpoint_every,
         },
         "data": {
-            "sources": {"text": {"files": files}},
+            "sources": {"text": {"files": [_pattern(name) for name in data]}},
             "context": context,
             "tokens_per_step": context * sequences,
             "micro_batches": micro_batches,
@@ -190,6 +187,11 @@ def _finetune(
     finally:
         trainer.close()
     return {"complete": exit_code == 0, **summary}, exit_code
+
+
+def _pattern(name: str) -> str:
+    """A folder stands for the text files in it."""
+    return os.path.join(name, "**", "*.txt") if os.path.isdir(at_home(name)) else name
 
 
 def _timed(
