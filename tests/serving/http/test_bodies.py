@@ -96,6 +96,29 @@ def test_a_value_that_is_long_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "raw", "message"),
+    [
+        (ChatBody, b'{"messages":[]}', "messages: is empty, send at least one message: {"),
+        (
+            CompletionBody,
+            b'{"prompt":"a","stop":""}',
+            "stop: is empty, send at least one character",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt":"a","max_completion_tokens":3}',
+            "max_completion_tokens: is no field of this request; did you mean max_tokens?",
+        ),
+        (CompletionBody, b'{"prompt":"a","max_tokns":3}', "did you mean max_tokens?"),
+    ],
+)
+def test_a_refusal_says_what_to_send(kind: Any, raw: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(kind, raw)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
     ("field", "least", "most"),
     [
         ("seed", -(2**63), 2**63 - 1),
