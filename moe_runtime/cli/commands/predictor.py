@@ -315,7 +315,7 @@ class Sequences:
 
         routes, hidden = self.part(numbers)
         if hidden is not None and name in (HiddenLookahead.name, NextGate.name):
-            from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
+            from moe_runtime.inference.prediction import fit_lookahead, next_gate
 
             if name == NextGate.name:
                 return next_gate(self.model, routes.shape)
@@ -338,7 +338,7 @@ def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Se
             f"{text}: has {len(ids)} tokens, expected at least {2 * WINDOW_TOKENS} to learn from"
         )
     import moe_runtime
-    from moe_runtime.inference.prediction.hidden_states import record_hidden
+    from moe_runtime.inference.prediction import record_hidden
 
     with loading_bar() as progress:
         loaded: Any = moe_runtime.load(

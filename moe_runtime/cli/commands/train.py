@@ -149,7 +149,7 @@ def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
     """The architecture that the model leaves as, or None and the reason."""
-    from moe_runtime.models.lm.hugging_face import hugging_face_family
+    from moe_runtime.models.lm.export import hugging_face_family
 
     try:
         return hugging_face_family(preparation.config.model), ""
