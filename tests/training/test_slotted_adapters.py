@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from triton_interpreter import repair_interpreter
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.inference.device.device_stores import experts_on_device
+from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune import finetuning as frozen_stores
@@ -123,7 +123,7 @@ def run(
         trained = preparation.model.named_parameters()
         found = {name: p.detach().cpu().clone() for name, p in trained if p.requires_grad}
         trainer.close()
-    assert ways == {is_slotted}
+    assert ways == {True} if is_slotted else True not in ways
     return losses, found
 
 

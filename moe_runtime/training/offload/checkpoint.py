@@ -35,6 +35,7 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
+from moe_runtime.training.offload.disk import RecordFile
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -179,7 +180,7 @@ class ExpertCheckpoints:
         self._under_way: Future[None] | None = None
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
-        self._lent: list[tuple[RecordLayout, int]] = []
+        self._lent: list[tuple[RecordFile, int]] = []
         self._is_first = True
 
     def begin(self) -> dict[str, Any]:
@@ -307,9 +308,9 @@ class ExpertCheckpoints:
         assert self._states.disk is not None
         layout = self._layouts[key.layer]
         # What has no file open here is not written to either.
-        if self._states.disk.has_file(layout):
-            self._states.disk.hold(layout, version.slot)
-            self._lent.append((layout, version.slot))
+        if (file := self._states.disk.files.get(layout.state_bytes)) is not None:
+            file.hold(version.slot)
+            self._lent.append((file, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
         shapes, state = self._shapes(), self._state_format

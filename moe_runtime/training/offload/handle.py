@@ -25,7 +25,6 @@ from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
@@ -107,8 +106,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        experts = self.states.experts.values()
-        disk = self.states.disk
+        experts, disk = self.states.experts.values(), self.states.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
@@ -222,28 +220,26 @@ class OffloadedTraining(ExpertTraining):
         states: ExpertStates,
         settings: AdamW,
         memory: TrainingMemory,
-        activations: ActivationPolicy | None = None,
-        device_updates: DeviceUpdates | None = None,
-        copy_bytes: int = 0,
-        processes: OneProcess | None = None,
-        link: DeviceLink | None = None,
+        *,
+        activations: ActivationPolicy,
+        device_updates: DeviceUpdates | None,
+        copy_bytes: int,
+        processes: OneProcess,
+        link: DeviceLink | None,
     ) -> None:
-        self._processes = processes or OneProcess()
-        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
+        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, processes)
         super().__init__(model, sites, states, memory, checkpoints)
-        self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
-        self._passes = LayerExecutor(
-            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes, link=link
-        )
-        self.activations = self._passes.activations
-        self._settings = settings
+        self.optimizer = ExpertOptimizer(states, settings, device_updates, processes)
+        self._passes = LayerExecutor(sites, self.optimizer, activations, copy_bytes, link)
+        self.activations = activations
+        self._processes, self._settings = processes, settings
         self._names = [site.parameter_names for site in sites]
         self._final_rate: float | None = None
         self._is_closed = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
-                site, layer, self._passes, self.activations, lambda: self.optimizer.has_gradient
+                site, layer, self._passes, activations, lambda: self.optimizer.has_gradient
             )
             module.train(site.module.training)
             site.put(model, module)
@@ -286,7 +282,7 @@ class OffloadedTraining(ExpertTraining):
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
         try:
-            losses = run_window(self.model, work, self._set_window)
+            losses = run_window(self.model, work, self._modules)
         finally:
             if not losses:
                 self.discard()
@@ -322,7 +318,7 @@ class OffloadedTraining(ExpertTraining):
         self._processes.reduce_gradients(self.dense.parameters())
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
-        own_bad = self.optimizer.bad_experts
+        own_bad = list(self.optimizer.bad_experts)
         norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
         bad: tuple[str, ...] = ()
         if is_skipped:
@@ -418,7 +414,3 @@ class OffloadedTraining(ExpertTraining):
         scale = self.optimizer.loss_scale.value
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window

@@ -219,8 +219,8 @@ def offload_training(
         opened.callback(policy.close)
         require_whole_saves(model, sites)
         training = OffloadedTraining(
-            model, sites, states, settings, memory, policy, elsewhere, copies, processes,
-            link,
+            model, sites, states, settings, memory, activations=policy, device_updates=elsewhere,
+            copy_bytes=copies, processes=processes, link=link,
         )  # fmt: skip
         opened.pop_all()
     return training
@@ -392,11 +392,10 @@ def _activation_policy(
         # in both directions, and what a layer computes with comes on top
         buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
-    own = [site.recompute for site in sites]
     with contextlib.ExitStack() as opened:
         if swap is not None:
             opened.callback(swap.close)
-        policy = ActivationPolicy(kind, own, swap, room // 2)
+        policy = ActivationPolicy(kind, [site.recompute for site in sites], swap, room // 2)
         opened.pop_all()
     return policy
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ class LayerExecutor:
     """Computes layers, expert by expert.
 
     Args:
-        activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
     """
@@ -71,13 +70,11 @@ class LayerExecutor:
         self,
         sites: Sequence[ExpertsModuleSpec],
         optimizer: ExpertOptimizer,
-        *,
-        activations: ActivationPolicy | None = None,
-        copy_bytes: int = 0,
-        link: DeviceLink | None = None,
+        activations: ActivationPolicy,
+        copy_bytes: int,
+        link: DeviceLink | None,
     ) -> None:
-        own = [site.recompute for site in sites]
-        self.activations = activations or ActivationPolicy("model", own)
+        self.activations = activations
         self._sites = list(sites)
         self._optimizer = optimizer
         self._states = optimizer.states
@@ -327,10 +324,6 @@ class LayerExecutor:
         return self._scratch[place]
 
 
-class RoutedCall(Protocol):
-    experts: list[int]
-
-
 def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
     """A layer's experts, to be given one after another, for each micro-batch."""
     return [
@@ -339,6 +332,6 @@ def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[Stre
     ]
 
 
-def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+def visited(layer: int, calls: Sequence[Any]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]
