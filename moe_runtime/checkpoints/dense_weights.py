@@ -1,8 +1,6 @@
 """Everything of a model but its routed experts: loaded by transformers, tensor by tensor.
 
-The dense weights go through transformers' own conversion and initialisation. Only where their bytes
-come from is ours: each tensor is read straight into memory of its own, so that loading never maps
-the checkpoint and needs no more memory than the weights themselves.
+Each tensor is read straight into memory of its own, so that loading needs no more than the weights.
 """
 
 from __future__ import annotations
@@ -54,10 +52,7 @@ class _LazyTensor:
 
 
 class DenseReader:
-    """Reads dense weights from the checkpoint's files and reports how far it is.
-
-    Quantised ones become values of `dtype`.
-    """
+    """Reads dense weights, quantised ones as values of `dtype`, and reports how far it is."""
 
     def __init__(
         self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None

@@ -1,7 +1,6 @@
 """Where every expert of a model lies in the files of its checkpoint.
 
-Derived from the model's own conversion table and the flags of its experts modules; no family is
-known here by name.
+Derived from the model's conversion table and the flags of its experts modules, not from its family.
 """
 
 from __future__ import annotations

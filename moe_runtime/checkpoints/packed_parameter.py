@@ -1,7 +1,4 @@
-"""Weights of linear layers that are in memory as codes: quantised as in the checkpoint, or coded.
-
-A linear layer keeps its class, its name and its parameters; of `weight` only the codes are there.
-"""
+"""Weights of linear layers that are in memory as codes: quantised as in files, or coded."""
 
 from __future__ import annotations
 
@@ -119,8 +116,8 @@ _REFUSED = frozenset(
 class PackedTensor(AbsentTensor):
     """A frozen weight `[N, K]` of which codes are in memory, and values when they are asked for.
 
-    Products with it read the codes. Whatever else reads it gets values, written out anew for every
-    call; what would change them raises an ``UnsupportedUseError``.
+    Products with it read the codes. Whatever else reads it gets values, written out for every call;
+    what would change them raises an ``UnsupportedUseError``.
     """
 
     matrix: AnyMatrix

@@ -24,7 +24,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.loss import CHUNK_BYTES
+from moe_runtime.models.lm.layers import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState

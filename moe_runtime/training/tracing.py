@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lab.traces.recorder import TraceRecorder
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.hugging_face import hugging_face_family
+from moe_runtime.models.lm.export import hugging_face_family
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.types import ModelSignature
 

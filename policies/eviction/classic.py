@@ -46,11 +46,7 @@ class Holding(EvictionPolicy[K]):
 
 
 class LRU(Holding[K]):
-    """Least recently used: evicts the key whose last use lies furthest back.
-
-    ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key
-    at the old end that is not evictable.
-    """
+    """Least recently used: evicts the key whose last use lies furthest back."""
 
     rule = ReplayRule("lru")
 
@@ -176,8 +172,8 @@ class SIEVE(Holding[K]):
 class RandomChoice(Holding[K]):
     """Evicts any evictable key with equal probability: below this line a policy does harm.
 
-    Equal calls give equal victims. The numbers are those of Knuth's linear congruential generator
-    (MMIX), so that the compiled replay draws the same.
+    The numbers are those of Knuth's linear congruential generator (MMIX), as in the compiled
+    replay.
     """
 
     rule = ReplayRule("random")
@@ -219,10 +215,7 @@ class RandomChoice(Holding[K]):
 
 
 class Stamped(Holding[K]):
-    """Evicts the key that is worth least now, the least recently used one among equals.
-
-    Worths may change at any time, so ``victim`` looks at every held key.
-    """
+    """Evicts the key that is worth least now, the least recently used one among equals."""
 
     def __init__(self) -> None:
         super().__init__()  # of each key the time of its last use
@@ -330,10 +323,7 @@ class Ranked(Holding[K]):
 
 
 class LFU(Ranked[K]):
-    """Least frequently used, by all uses so far, also those before an eviction.
-
-    Among equals the least recently used key goes.
-    """
+    """Least frequently used, by all uses so far; among equals the least recently used key goes."""
 
     rule = ReplayRule("lfu")
 
@@ -376,9 +366,8 @@ class AgingLFU(Ranked[K]):
 
 
 class Costed(Ranked[K]):
-    """Ranks by uses and by ``cost``, what a miss of a key costs; only ratios matter.
-
-    All keys cost the same when it is omitted.
+    """Ranks by uses and by ``cost``, what a miss of a key costs: 1 when omitted, only ratios
+    matter.
     """
 
     name: str
@@ -449,11 +438,11 @@ class LeastExpectedCost(Costed[K]):
 
 
 class StaticPopularity(Ranked[K]):
-    """Static pinning: keeps the keys of largest weight, whatever happens now.
+    """Static pinning: keeps the keys of largest weight, their uses in a trace, whatever happens
+    now.
 
-    Weights are uses of each key in a trace, 0 where a key is absent. A key below all that are held
-    is not kept. Among equal weights the lowest slot goes first: slots fill in order, and a newcomer
-    takes the slot of its victim.
+    A key below all that are held is not kept. Among equal weights the lowest slot goes first: slots
+    fill in order, and a newcomer takes the slot of its victim.
     """
 
     may_decline: bool = True
@@ -498,9 +487,8 @@ class StaticPopularity(Ranked[K]):
 
 
 class Future:
-    """When every key is used, by a clock that advances with the routing events.
-
-    ``events`` are the keys of every layer of every step, in the order in which they will be routed.
+    """When every key is used, by a clock that advances with the events in the order of their
+    routing.
     """
 
     def __init__(self, events: Sequence[Sequence[Hashable]]) -> None:
@@ -524,9 +512,8 @@ class Future:
         pass
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key, and as a fraction its place there.
-
-        Infinite where there is none.
+        """The number of the next event that uses the key, its place there as a fraction; else
+        infinite.
         """
         uses = self._uses.get(key, [])
         while uses and uses[-1] < self._now + 1:
@@ -537,9 +524,8 @@ class Future:
 class Belady(Ranked[K]):
     """The fewest misses that a cache can have which keeps everything that it loads.
 
-    Evicts the key whose next use lies furthest ahead (Belady, IBM Systems Journal 1966). No running
-    system can know the future; this bounds what any policy can reach on a trace. The clock of
-    ``future`` must advance before the keys of an event are used.
+    Evicts the key whose next use lies furthest ahead (Belady, IBM Systems Journal 1966). The clock
+    of ``future`` must advance before the keys of an event are used.
     """
 
     rule = ReplayRule("belady")

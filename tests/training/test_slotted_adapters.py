@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from triton_interpreter import repair_interpreter
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.inference.device.device_stores import experts_on_device
+from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.training.finetune import finetuning as frozen_stores
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start

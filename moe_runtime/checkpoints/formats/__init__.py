@@ -1,7 +1,4 @@
-"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model.
-
-A format is one function, which knows its names, types and shapes, and one row of `FORMATS`.
-"""
+"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model."""
 
 from __future__ import annotations
 

@@ -157,11 +157,8 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where the parts of some rows lie.
-
-        Returns:
-            `codes`, and `scales`, `zero_points` and `global_scale` where there are any: what
-            `Packing.matrix` makes one matrix of `[count, K]` of.
+        """Where the parts of `count` rows lie, of which `Packing.matrix` makes one matrix `[count,
+        K]`.
         """
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):

@@ -21,11 +21,7 @@ CONFIG = "quantization_config of config.json"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A part of the configuration, and where it is.
-
-    Methods that give a value raise a ``CheckpointError`` where it is of another kind, and give None
-    where there is none, unless they say otherwise.
-    """
+    """A part of the configuration; values of another kind are refused, missing ones are None."""
 
     values: Mapping[str, Any]
     place: str = CONFIG

@@ -1,9 +1,8 @@
 """Writing a checkpoint's experts anew: file by file, whole or not at all, going on after a kill.
 
-The new folder grows as ``NAME.packing`` beside its place, one file of experts after the other. What
-is whole in there is listed with its digests; the next run with the same checkpoint and settings
-takes it as it is, and begins with the file after it. Once all is written, read back and compared,
-the folder takes its place in one step.
+The new folder grows as ``NAME.packing``. What is whole in there is listed with its digests; the
+next run with the same checkpoint and settings begins behind it. Once all is written, read back and
+compared, the folder takes its place in one step.
 """
 
 from __future__ import annotations
@@ -107,13 +106,7 @@ def _written_file(shard: Any) -> WrittenFile:
 
 
 class GrowingFile:
-    """A file of experts that is being written.
-
-    Attributes:
-        pieces: begin, bytes and digest of each piece that was written
-        notes: what the writer noted of each expert
-        pool: threads for what it computes
-    """
+    """A file of experts that is being written; ``pieces`` have begin, bytes and digest."""
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
         self._descriptor = descriptor
@@ -181,8 +174,7 @@ def write_checkpoint(
 ) -> tuple[list[WrittenFile], int]:
     """Writes a checkpoint's experts in another form, and everything else as it is.
 
-    Returns:
-        The files of experts, and how many of them an earlier, interrupted run had written.
+    Returns the files of experts, and how many of them an interrupted run had written.
     """
     staging = staging_of(folder)
     make_folders(staging.parent)

@@ -34,7 +34,7 @@ from moe_runtime.inference.budget import (
     resolve_budget,
 )
 from moe_runtime.inference.budget import plan_memory as plan_slots
-from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
+from moe_runtime.inference.device.device_experts import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
