@@ -54,10 +54,8 @@ class OffloadedExperts(AbsentParameters):
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
-        """Takes the place of a module, which loses its expert parameters.
-
-        ``following`` are the experts of the next layer.
-        """
+        """Takes the place of a module, which loses its expert parameters. ``following`` are the
+        experts of the next layer."""
         super().__init__()
         original = experts.module
         self.config = original.config
@@ -246,9 +244,7 @@ class OffloadedExperts(AbsentParameters):
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
         """Experts one after another, as they arrive, and a differentiable function of rows of each.
-
-        Listeners are not told. The generator holds the experts: close it.
-        """
+        Listeners are not told. The generator holds the experts: close it."""
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
@@ -368,11 +364,8 @@ def _is_recomputing() -> bool:
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
-    """Refuses forward-mode differentiation.
-
-    Raises:
-        UnsupportedUseError: one of the tensors has a tangent.
-    """
+    """Refuses forward-mode differentiation. Raises UnsupportedUseError: one of the tensors has a
+    tangent."""
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise UnsupportedUseError(
             "a loaded model has no forward-mode derivative, since its experts come and go; use "
@@ -384,12 +377,8 @@ def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The experts' output ``[T, D]`` with gradients of hidden values, gate weights and shared
-    parameters.
-
-    Raises:
-        UnsupportedUseError: within ``torch.func``, or where shared parameters would be trained in
-            several processes.
-    """
+    parameters. Raises UnsupportedUseError: within ``torch.func``, or where shared parameters would
+    be trained in several processes."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         raise UnsupportedUseError(
             "torch.func cannot differentiate a loaded model, since its experts come and go; use "

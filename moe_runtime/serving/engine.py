@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.budget import activation_bytes_per_token
-from moe_runtime.inference.token_limit import known_positions
+from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE, KVAccount

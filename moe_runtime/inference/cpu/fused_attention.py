@@ -17,22 +17,8 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
-from moe_runtime.inference.cpu.attention import (
-    ATTENTION,
-    CHANGING_OPTIONS,
-    EAGER_ATTENTION,
-    added_mask,
-    changes_attention,
-)
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
-from moe_runtime.inference.known_classes import (
-    PAIRS_SHARE,
-    ROTARY_ATTENTION,
-    class_name,
-    is_theirs,
-    is_usual_rotary,
-    rotary_settings,
-)
+from moe_runtime.inference.known_classes import PAIRS_SHARE, ROTARY_ATTENTION, class_name, is_theirs
 from moe_runtime.inference.kv_cache import take_place
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
@@ -40,12 +26,21 @@ from moe_runtime.kernels.decode_step.attention_step import (
     attention_heads,
     attention_step,
 )
+from moe_runtime.kernels.decode_step.single_query_attention import native_attention
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
+"""What this attention, for SDPA, and that for eager are called where transformers finds them."""
+
+CHANGING_OPTIONS = frozenset(
+    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
+)
+"""Options that ask for more than softmax, scale and mask."""
 
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
 """What a layer calls, of its module; programs may have replaced it."""
@@ -56,11 +51,9 @@ NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on the CPU that qualify a fused single step.
-
-    The weights of queries, keys and values move into one buffer, of which the parameters become
-    parts.
-    """
+    """Gives the attention layers of a model on the CPU that qualify a fused single step. The
+    weights of queries, keys and values move into one buffer, of which the parameters become
+    parts."""
     library = native_library()
     if library is None:
         return
@@ -367,3 +360,66 @@ def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
     if not isinstance(part, SmallBatchRMSNorm):
         return None
     return HeadNorm(part.weight.detach(), part.eps)
+
+
+def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
+    """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
+    own = vars(layer)
+    return (
+        own.get("sliding_window"),
+        own.get("is_sliding"),
+        own.get("use_qk_norm"),
+        vars(config).get("clip_qkv"),
+        own.get("indexer", layer._modules.get("indexer")),
+    )
+
+
+def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
+    """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
+    angles."""
+    window, is_sliding, norms_heads, clip, indexer = settings
+    turns = is_sliding is None or is_sliding or window is None
+    has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
+    return bool(turns and has_its_norms and clip is None and indexer is None)
+
+
+def single_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """``attend`` for one query, ``[B, 1, H, V]``; None where it is not one or asks for more."""
+    if (
+        query.shape[2] != 1
+        or query.shape[1] % key.shape[1]
+        or (mask is not None and mask.shape != (len(query), 1, 1, key.shape[2]))
+        or changes_attention(options)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    scale = scale_of(query, options)
+    added = None if mask is None else added_mask(mask[:, 0, 0])
+    mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
+    return None if mixed is None else mixed.unsqueeze(1)
+
+
+def changes_attention(options: dict[str, Any]) -> bool:
+    """Whether options ask for more than softmax, scale and mask."""
+    asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
+    return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
+
+
+def scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
+    scaling = options.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores for a mask that allows (bool) or adds."""
+    if mask_BS.dtype != torch.bool:
+        return mask_BS.float()
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask_BS.shape).masked_fill(~mask_BS, lowest)
