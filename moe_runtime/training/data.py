@@ -234,6 +234,25 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def read_corpora(data: DataConfig, folder: Path) -> dict[str, Corpus]:
+    """The text of every source."""
+    return {name: read_corpus(name, source, data, folder) for name, source in data.sources.items()}
+
+
+def encode_corpora(
+    corpora: Mapping[str, Corpus],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    keeps: bool,
+) -> dict[str, TokenStreams]:
+    """`encode_corpus` of every source."""
+    return {
+        name: encode_corpus(corpus, tokenizer, cache=cache, name=name, keeps=keeps)
+        for name, corpus in corpora.items()
+    }
+
+
 def encode_corpus(
     corpus: Corpus,
     tokenizer: "PreTrainedTokenizerBase",
@@ -380,13 +399,6 @@ class WindowStream:
         self._epoch = epoch
 
 
-@dataclass(frozen=True, slots=True)
-class DataPosition:
-    """How far a run has come in its data: windows taken from each source."""
-
-    taken: tuple[int, ...]
-
-
 class Batches:
     """Windows of all sources, mixed by weight.
 
@@ -424,21 +436,16 @@ class Batches:
         self._taken = [0] * len(self._windows)
 
     @property
-    def position(self) -> DataPosition:
-        """How far the batches have come."""
-        return DataPosition(tuple(self._taken))
+    def taken(self) -> tuple[int, ...]:
+        """Windows taken from each source so far."""
+        return tuple(self._taken)
 
-    def seek(self, position: DataPosition) -> None:
-        """Goes on from a position.
-
-        Raises:
-            ValueError: it counts another number of sources.
-        """
-        if len(position.taken) != len(self._windows):
+    def seek(self, taken: Sequence[int]) -> None:
+        if len(taken) != len(self._windows):
             raise ValueError(
-                f"expected the position of {len(self._windows)} sources, got {len(position.taken)}"
+                f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
-        self._taken = list(position.taken)
+        self._taken = list(taken)
 
     @property
     def windows_per_epoch(self) -> int:
@@ -486,13 +493,12 @@ def windows_of(
         context=config.data.context,
         seed=config.run.seed,
     )
+    context, most_tokens = config.data.context, config.run.evaluate_tokens
     held_out = {
-        name: held_out_windows(
-            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
-        )
+        name: held_out_windows(stream.held_out, context=context, most_tokens=most_tokens)
         for name, stream in streams.items()
     }
-    return batches, held_out
+    return batches, {name: windows for name, windows in held_out.items() if len(windows)}
 
 
 def check_groups(

@@ -30,15 +30,14 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.data import (
     check_groups,
-    encode_corpus,
+    encode_corpora,
     obtain_tokenizer,
-    read_corpus,
+    read_corpora,
     save_tokenizer,
     text_files,
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.dense_adamw import state_order
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
 from moe_runtime.training.offloaded import (
@@ -48,7 +47,7 @@ from moe_runtime.training.offloaded import (
     move_around_experts,
     offloaded_optimizer,
 )
-from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.optimizer import Optimizer, state_order
 from moe_runtime.training.prepared import (
     DATA,
     EXPERTS,
@@ -113,19 +112,13 @@ def prepare(
     check_inputs_stay(output, trace, text_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, folder)
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, folder)
     on_stage("preparing the tokenizer")
     tokenizer = obtain_tokenizer(
         config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER, keeps=keeps_text
     )
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     config = _with_vocabulary(config, tokenizer)
     batches, held_out = windows_of(streams, config)
     on_stage("building the model")
@@ -146,7 +139,7 @@ def prepare(
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         model=model,
         first_experts=first_experts,
         device=device,

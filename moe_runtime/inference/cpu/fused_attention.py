@@ -294,7 +294,7 @@ def merge(*parts: SmallBatchLinear) -> None:
         if not parameters:
             continue
         if isinstance(parameters[0], AbsentTensor):
-            from moe_runtime.checkpoints.packed_parameter import join_packed
+            from moe_runtime.checkpoints.dense_weights import join_packed
 
             join_packed(parts)
             continue
@@ -310,7 +310,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Tensors that lie one behind the other as one, or None where they do not."""
     first = parameters[0]
     if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
-        from moe_runtime.checkpoints.packed_parameter import whole_of
+        from moe_runtime.checkpoints.dense_weights import whole_of
 
         return whole_of(parameters)
     if first is None:

@@ -47,9 +47,9 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.data import (
     TokenStreams,
-    encode_corpus,
+    encode_corpora,
     load_tokenizer,
-    read_corpus,
+    read_corpora,
     text_files,
     windows_of,
 )
@@ -357,15 +357,9 @@ def prepare(
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, Path())
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, Path())
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     _check_vocabulary(checkpoint, streams)
     batches, held_out = windows_of(streams, config)
     if epochs is not None:
@@ -384,7 +378,7 @@ def prepare(
         storage=config.run.storage_dir or output / EXPERTS,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         checkpoint=checkpoint,
         model=model,
         experts=experts,

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.records import (
     CHUNK_ELEMENTS,
     MomentStorage,
@@ -34,6 +33,7 @@ from moe_runtime.training.offload.records import (
     Sections,
     StateFormat,
 )
+from moe_runtime.training.optimizer import DenseAdamW
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]

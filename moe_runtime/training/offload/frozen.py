@@ -34,7 +34,6 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
@@ -45,6 +44,7 @@ from moe_runtime.training.offload.offloaded_experts import (
 from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:

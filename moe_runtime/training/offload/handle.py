@@ -20,7 +20,6 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
@@ -33,6 +32,7 @@ from moe_runtime.training.offload.passes import LayerExecutor
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 

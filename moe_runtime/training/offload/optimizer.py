@@ -13,11 +13,11 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
-from moe_runtime.training.offload.dense_adamw import clip_scale
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
 from moe_runtime.training.offload.states import ExpertStates, Need
+from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
 _KINDS = {

@@ -24,8 +24,8 @@ from moe_runtime.parallel import LayoutGroups, ParallelExperts
 from moe_runtime.parallel.communication.agreement import processes_here
 from moe_runtime.parallel.communication.transport import FlatTransport
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
-from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.optimizer import decays
 
 
 @dataclass(frozen=True, kw_only=True)
