@@ -185,7 +185,6 @@ class DeviceLink:
             self._do_first()
 
     def finish(self) -> None:
-        """Returns when all records have been released."""
         while self._jobs:
             self._do_first()
 
@@ -210,13 +209,11 @@ class DeviceLink:
 
 
 def buffer_bytes(section_bytes: int) -> int:
-    """Of one buffer, whole pages, for parameters of so many bytes."""
     unit = 4096
     return -(-(section_bytes + _MOST_TENSORS * ALIGNMENT) // unit) * unit
 
 
 def kept_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
-    """What `DeviceLink.keep` takes."""
     return sum(_aligned(tensor.numel() * dtype.itemsize) for tensor in tensors)
 
 
@@ -254,8 +251,6 @@ class LinkTraffic:
 
 @dataclass(slots=True)
 class _Copy:
-    """Weights on the device, as they were after a step."""
-
     step: int
     tensors: list[Tensor]
     num_bytes: int
@@ -315,7 +310,6 @@ class ComputeCopies:
     def _bring(
         self, tensors: Sequence[Tensor], like: Tensor, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Weights in the type of `like` and where it is; in given memory, or for this use."""
         if self.link is not None:
             return self.link.bring(tensors, like.dtype, into)
         if into is None:
@@ -333,12 +327,10 @@ class ComputeCopies:
             self.link.release(action)
 
     def finish(self) -> None:
-        """Returns when every record has been released."""
         if self.link is not None:
             self.link.finish()
 
     def take_back(self, gradients: Sequence[Tensor]) -> None:
-        """Counts gradients that cross the link to their expert's tier."""
         sizes = (gradient.numel() * gradient.element_size() for gradient in gradients)
         self.traffic.from_device_bytes += sum(sizes)
 
