@@ -28,10 +28,7 @@ RESULTS = Path("benchmarks") / "results"
 BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
 OURS = "moe_runtime"
 SHAPE = "olmoe-1b-7b"
-CAPS = {
-    None: ("transformers:grouped_mm", "llama_cpp"),
-    "7GiB": ("llama_cpp",),
-}
+CAPS = {None: ("transformers:grouped_mm", "llama_cpp"), "7GiB": ("llama_cpp",)}
 """What is measured beside this project under each cap."""
 OPTIONS = (
     *("--device", "cpu", "--prompt-tokens", "256", "-n", "9", "--time", "1500", "--keep-shape"),

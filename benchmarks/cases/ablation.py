@@ -78,10 +78,7 @@ class Variant:
 
 
 def read_variants(
-    path: Path,
-    vary: Sequence[str] = (),
-    *,
-    steps_of: Callable[[int], int] | None = None,
+    path: Path, vary: Sequence[str] = (), *, steps_of: Callable[[int], int] | None = None
 ) -> list[Variant]:
     """The configuration of a file, and one variant for each table of ``variants`` and each value.
 

@@ -1,37 +1,61 @@
-"""One layer's experts as transformers builds them, with random weights, to be measured."""
+"""The case ``experts``: one layer of experts by this project, by transformers and by peers.
+
+A repetition of an implementation takes every number of tokens, forward and if asked with backward,
+for a while. Every call has other routing than the one before, so that at few tokens weights come
+from memory, as in a model. An implementation whose outputs differ gets no numbers.
+
+Two tokens are computed in float64 as well: the distance, in the 2-norm, may be what the roundings
+on the way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their
+product, an expert's output, its weighting, K terms of the sum) and D + F in fp32 in the sums of
+products, each an independent relative error of at most the unit roundoff, so that a sum in which
+numbers cancel cancels their errors as well. With backward the gradient of x passes them twice.
+Formats that round what they multiply add what that may move. All other tokens are compared with
+this project's, or with those of decoded weights, by twice the bound.
+
+Peers run in processes of their own. The layer goes there in files of numpy: bf16, or codes and
+scales. A peer computes forward passes alone. Between its turns its threads are stopped: some would
+go on spinning, and take a core from the others.
+"""
 
 import copy
+import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.layer_shapes import LAYER_SHAPES
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes as LayerSizes
+from moe_runtime.benchmarks.cases.layer_shapes import LAYER_SHAPES, LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
+from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
     PeerFailedError,
+    Rules,
     peer_failures,
 )
-from moe_runtime.config import require_known
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of transformers."""
 OURS = "moe_runtime"
+ROUTINGS = 8
+"""Every call has another one of so many."""
+_TIMEOUT_S = 900.0
+_IN_FLOAT64 = 2
+_FEW = 8  # eager's backward fills a gradient of all experts for each: a minute for many experts
 # batched_mm copies an expert for every row; beyond this many bytes it is no contender.
 _BATCHED_BYTES = 2 << 30
-_HANDED = {"gate_up_proj", "down_proj"}
 
 
 def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str, int, bool]]:
-    """Metric, tokens and whether there is a backward pass, of each kind of call to be measured."""
+    """Metric, tokens and whether there is a backward pass, of each kind of call."""
     for has_backward in (False, True)[: 1 + trains]:
         for num_tokens in tokens:
             name = "backward" if has_backward else "forward"
@@ -40,13 +64,14 @@ def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class CallsPlan:
-    """Which calls of a layer are measured."""
+    """Which calls of a layer are measured, and the seconds that a repetition takes for each."""
 
     tokens: Sequence[int]
     trains: bool
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
+        """As `kinds_of_calls`."""
         return kinds_of_calls(self.tokens, trains=self.trains)
 
     def metrics(self) -> dict[str, Metric]:
@@ -61,10 +86,9 @@ class CallsSystem(BenchSystem):
         super().__init__(name)
         self._plan = plan
 
+    @abstractmethod
     def takes(self, num_tokens: int, *, trains: bool) -> bool:
         """Whether it has room and time for a kind of call."""
-        del num_tokens, trains
-        return True
 
     @abstractmethod
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
@@ -75,7 +99,6 @@ class CallsSystem(BenchSystem):
         """How many tokens of a result are compared, and how many agree."""
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every kind of call; before the first time, compares results."""
         kinds = [one for one in self._plan.calls() if self.takes(one[1], trains=one[2])]
         with peer_failures():
             if not self.compared:
@@ -90,9 +113,36 @@ class CallsSystem(BenchSystem):
             }
 
 
+def output_or_gradient(call: Callable[[Tensor], Tensor], x: Tensor, *, trains: bool) -> Tensor:
+    """The output of a call; or the gradient of x, where that of the output is x."""
+    if not trains:
+        with torch.no_grad():
+            return call(x)
+    leaf = x.clone().requires_grad_()
+    call(leaf).backward(x)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def num_near(found: Tensor, expected: Tensor, exact: Tensor, bound: float) -> int:
+    """How many tokens ``[T, D]`` are within twice a relative bound of those expected.
+
+    The first ones must be within the bound of the exact results ``[few, D]``.
+    """
+
+    def is_within(one: Tensor, other: Tensor, bound: float) -> Tensor:
+        other = other.double()
+        return (one.double() - other).norm(dim=-1) / other.norm(dim=-1) <= bound
+
+    near = is_within(found, expected, 2 * bound)  # which no NaN is
+    few = found[: len(exact)]
+    near[: len(few)] &= is_within(few, exact, bound)
+    return int(near.sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """A module of experts in memory, and what its calls need."""
+    """A module of experts in memory, which is called with x, ids and gate weights."""
 
     module: Any
     num_experts: int
@@ -102,6 +152,7 @@ class ExpertLayer:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights and tokens."""
         return next(self.module.parameters()).dtype
 
     @property
@@ -111,6 +162,7 @@ class ExpertLayer:
 
     @property
     def expert_bytes(self) -> int:
+        """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
     @property
@@ -131,6 +183,7 @@ class ExpertLayer:
         return ids.to(self.device), shares.to(self.device, self.dtype)
 
     def tokens(self, num_tokens: int) -> Tensor:
+        """Random tokens ``[T, D]``."""
         generator = torch.Generator().manual_seed(99)
         drawn = torch.randn(num_tokens, self.dim_model, generator=generator)
         return drawn.to(self.device, self.dtype)
@@ -139,8 +192,7 @@ class ExpertLayer:
         """The implementations of transformers that have room and time for a call."""
         copied = num_tokens * self.top_k * self.expert_bytes * (2 if trains else 1)
         no_room = {"batched_mm"} if copied > _BATCHED_BYTES else set()
-        # Eager's backward fills a gradient of all experts for each: a minute for many experts.
-        slow = {"eager"} if trains and self.num_experts > 8 else set()
+        slow = {"eager"} if trains and self.num_experts > _FEW else set()
         return [name for name in PEERS if name not in no_room | slow]
 
     def in_float64(self, ids: Tensor) -> tuple[Any, Tensor]:
@@ -159,11 +211,15 @@ class ExpertLayer:
         return few, places
 
     def handed_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D,
-        F]``."""
+        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D, F]``.
+
+        Raises:
+            PeerFailedError: the layer has other parts than gate, up and down in bf16.
+        """
         found = {name: value.detach() for name, value in self.module.named_parameters()}
         is_transposed = getattr(self.module, "is_transposed", False)
-        if self.dtype != torch.bfloat16 or found.keys() != _HANDED or is_transposed:
+        is_plain = found.keys() == {"gate_up_proj", "down_proj"} and not is_transposed
+        if self.dtype != torch.bfloat16 or not is_plain:
             kind = str(self.dtype).removeprefix("torch.")
             told = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
             raise PeerFailedError(
@@ -174,11 +230,10 @@ class ExpertLayer:
 
 
 def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
-    """The experts of a known model with random weights."""
+    """The experts of a model of ``LAYER_SHAPES`` with random weights."""
     from transformers import CONFIG_MAPPING
     from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
 
-    require_known("shape", name, LAYER_SHAPES)
     shape = LAYER_SHAPES[name]
     home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
     config_class: Any = CONFIG_MAPPING[shape.model_type]
@@ -197,13 +252,21 @@ def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
 
 
 def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
-    """The first layer of experts of a checkpoint, with random weights."""
+    """The first layer of experts of a checkpoint, with random weights.
+
+    Args:
+        dtype: to compute in; ``"auto"`` for the checkpoint's own.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+        UnsupportedModelError: it has no experts that transformers marks as such.
+    """
     module, found_dtype, num_experts, top_k = _of_model(model, dtype)
     return _drawn(module, found_dtype, num_experts, top_k)
 
 
 def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
-    """Sizes of the first layer of experts of a checkpoint, and the type to compute in."""
+    """As `layer_of_model`: sizes of the layer, and the type to compute in."""
     module, found_dtype, num_experts, top_k = _of_model(model, dtype)
     return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
 
@@ -220,6 +283,7 @@ def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.d
 
 
 def _dims(module: Any) -> tuple[int, int]:
+    """D and F."""
     down = tuple(module.down_proj.shape[1:])
     return (down[1], down[0]) if getattr(module, "is_transposed", False) else down
 
@@ -240,3 +304,161 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
         dim_model=dim_model,
         dim_hidden=dim_hidden,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsPlan(CallsPlan):
+    """What is asked of every implementation of a layer of experts."""
+
+    layer: ExpertLayer
+
+    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
+        """A call by its number: the output, or the gradient of x, there when it returns."""
+        layer, module = self.layer, self.layer.module
+        routes = [layer.routing(num_tokens, seed) for seed in range(ROUTINGS)]
+        x = layer.tokens(num_tokens)
+
+        def run(number: int) -> Tensor:
+            ids, weights = routes[number % ROUTINGS]
+            if trains:
+                module.requires_grad_(True)
+                weights = weights.clone().requires_grad_()
+            out = output_or_gradient(lambda x: module(x, ids, weights), x, trains=trains)
+            if trains:
+                module.zero_grad(set_to_none=True)
+                module.requires_grad_(False)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            return out
+
+        return run
+
+
+def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: bool) -> int:
+    """How many tokens ``[T, D]`` of a call's first routing are near enough to what is expected."""
+    layer = plan.layer
+    own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (layer.dtype, torch.float32))
+    sums = (layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32
+    bound = (2 if trains else 1) * sums + layer.input_rounding
+    exact = in_float64(layer, len(found), trains=trains)
+    return num_near(found.to(expected.device), expected, exact, bound)
+
+
+def in_float64(
+    layer: ExpertLayer, num_tokens: int, *, trains: bool, count: int = _IN_FLOAT64
+) -> Tensor:
+    """What the first tokens of a call's first routing give without roundings, ``[T, D]``."""
+    count = min(num_tokens, count)
+    ids, weights = (part[:count] for part in layer.routing(num_tokens, 0))
+    few, places = layer.in_float64(ids)
+    x = layer.tokens(num_tokens)[:count].double()
+    return output_or_gradient(lambda x: few(x, places, weights.double()), x, trains=trains)
+
+
+class ExpertsSystem(CallsSystem):
+    """An implementation, and this project's result of the first routing by metric."""
+
+    def __init__(self, name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> None:
+        super().__init__(name, plan)
+        self.plan, self._expected = plan, expected
+
+    def repeat(self) -> Mapping[str, Number]:
+        self.plan.layer.select(self.name)
+        return super().repeat()
+
+    def takes(self, num_tokens: int, *, trains: bool) -> bool:
+        contenders = self.plan.layer.contenders(num_tokens, trains=trains)
+        return self.name == OURS or self.name in contenders
+
+    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
+        return self.plan.call(num_tokens, trains=trains)
+
+    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
+        equal = num_equal(self.plan, found, self._expected[metric], trains=trains)
+        return len(found), equal
+
+
+class ExpertsPeer(BenchSystem):
+    """A peer in a process of its own; tokens are compared.
+
+    The first peer that needs the layer writes it to the folder of all; ``running`` ends the
+    process.
+    """
+
+    def __init__(
+        self,
+        program: PeerProgram,
+        plan: ExpertsPlan,
+        expected: Mapping[str, Tensor],
+        folder: Path,
+        running: ExitStack,
+    ) -> None:
+        super().__init__(program.name, {})
+        self._program, self._plan, self._expected = program, plan, expected
+        self._folder, self._running = folder, running
+        self._process: PeerProcess | None = None
+
+    def repeat(self) -> Mapping[str, Number]:
+        if self._process is None:
+            self._process = self._start()
+        calls = [(name, tokens) for name, tokens, trains in self._plan.calls() if not trains]
+        if not self.compared:
+            for name, tokens in calls:
+                self._ask(tokens, None)
+                bits = np.load(self._folder / f"{tokens}.npy")
+                found = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+                self.compared += tokens
+                self.equal += num_equal(self._plan, found, self._expected[name], trains=False)
+            self.require_all_equal()
+        return {name: self._ask(tokens, self._plan.block_s)["seconds"] for name, tokens in calls}
+
+    def _start(self) -> PeerProcess:
+        write_layer(self._plan, self._folder)
+        process = self._running.enter_context(started(self._program, _TIMEOUT_S, stands_still=True))
+        self.versions = process.ask("start", settings=self._program.settings)["versions"]
+        process.ask("load_experts", folder=str(self._folder))
+        return process
+
+    def _ask(self, tokens: int, block_s: float | None) -> dict[str, Any]:
+        assert self._process is not None
+        folder = str(self._folder)
+        return self._process.ask("experts", folder=folder, tokens=tokens, block_s=block_s)
+
+
+def write_layer(plan: ExpertsPlan, folder: Path) -> None:
+    """Writes the weights of a layer, and tokens and routings of every call, unless they are there.
+
+    Raises:
+        PeerFailedError: see `ExpertLayer.handed_parts`.
+    """
+    layer = plan.layer
+    if (folder / f"{plan.tokens[-1]}.npz").exists():  # the last file
+        return
+    for name, part in layer.handed_parts():
+        np.save(folder / f"{name}.npy", _bits(part))
+    for tokens in plan.tokens:
+        routes = [layer.routing(tokens, seed) for seed in range(ROUTINGS)]
+        ids = np.stack([ids.cpu().numpy() for ids, _ in routes])
+        weights = np.stack([weights.float().cpu().numpy() for _, weights in routes])
+        np.savez(folder / f"{tokens}.npz", x=_bits(layer.tokens(tokens)), ids=ids, weights=weights)
+
+
+def _bits(values: Tensor) -> np.ndarray[Any, Any]:
+    array = values.cpu().contiguous()
+    is_bf16 = array.dtype == torch.bfloat16
+    return array.view(torch.int16).numpy().view(np.uint16) if is_bf16 else array.numpy()
+
+
+def measure_experts(
+    plan: ExpertsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
+) -> dict[str, Any]:
+    """Measures this project, every implementation of transformers, and peers."""
+    from moe_runtime.inference.hugging_face.backend import register_with_transformers
+
+    register_with_transformers()
+    plan.layer.select(OURS)
+    expected = {name: plan.call(tokens, trains=trains)(0) for name, tokens, trains in plan.calls()}
+    systems: list[BenchSystem] = [ExpertsSystem(name, plan, expected) for name in (OURS, *PEERS)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
+        return measure_systems("experts", systems, plan.metrics(), rules, settings)

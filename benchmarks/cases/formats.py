@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,25 +22,21 @@ from torch import Generator, Tensor
 from torch.nn.functional import silu
 
 from moe_runtime.benchmarks.cases.expert_layers import (
-    ExpertLayer,
-    LayerSizes,
-    kinds_of_calls,
-    time_block,
-)
-from moe_runtime.benchmarks.cases.expert_systems import (
     ROUTINGS,
+    ExpertLayer,
     ExpertsPeer,
     ExpertsPlan,
     ExpertsSystem,
     in_float64,
+    time_block,
 )
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.peers import PeerProgram, describe_peer
 from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_compared,
     describe_system,
     make_results,
-    versions,
 )
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
@@ -65,22 +60,17 @@ from moe_runtime.memory.slab import Slab
 _READ = "read"
 # Why the measuring ended, the worst first.
 _ENDS = ("interrupted", "failed", "time", "most", "narrow")
-FORMATS = MappingProxyType(
-    {
-        "bf16": None,
-        "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
-        "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
-        "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
-        "mxfp4-int8": WeightFormat("e2m1", "e8m0", group_cols=32, int8_activations=True),
-        "int4-int8": WeightFormat("uint4", "bf16", group_cols=32, zero=8, int8_activations=True),
-        "q8_0": WeightFormat("q8_0"),
-        "q4_k": WeightFormat("q4_k"),
-        "q6_k": WeightFormat("q6_k"),
-        "q8_0-int8": WeightFormat("q8_0", int8_activations=True),
-        "q4_k-int8": WeightFormat("q4_k", int8_activations=True),
-        "q6_k-int8": WeightFormat("q6_k", int8_activations=True),
-    }
-)
+_ROUNDING = {
+    "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
+    "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
+    **{name: WeightFormat(name) for name in ("q8_0", "q4_k", "q6_k")},
+}
+FORMATS = {
+    "bf16": None,
+    "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    **_ROUNDING,
+    **{f"{name}-int8": replace(kind, int8_activations=True) for name, kind in _ROUNDING.items()},
+}
 """By name; those that end in ``-int8`` round activations, as ``load(activations="int8")`` does."""
 # The fp16 numbers of a block by where they lie, in bytes: values are as often positive as negative.
 _BLOCK_SCALES = {"q8_0": {0: 1.0}, "q4_k": {0: 1.0, 2: 7.5}, "q6_k": {208: 1.0}}
@@ -105,7 +95,6 @@ class FormatLayer(ExpertLayer):
 
     @property
     def device(self) -> torch.device:
-        """Where weights and tokens are."""
         return self.memory.device
 
     @property
@@ -300,15 +289,11 @@ class PlainRead(BenchSystem):
 
 
 def measure_formats(
-    plan: FormatsPlan,
-    rules: Rules,
-    settings: Mapping[str, Any],
-    peers: Sequence[PeerProgram] = (),
+    plan: FormatsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
 ) -> dict[str, Any]:
     """Measures every format, reads and peers; each has an equal part of the time that is left."""
     require_native().set_num_threads(torch.get_num_threads())
-    begin = rules.clock()
-    rows, ends, counts = list[dict[str, Any]](), set[str](), dict[str, int]()
+    begin, rows, ends, counts = rules.clock(), list[dict[str, Any]](), set[str](), dict[str, int]()
     for done, name in enumerate(plan.names):
         if rules.is_stopping():
             ends.add("interrupted")
@@ -317,8 +302,7 @@ def measure_formats(
             with peer_failures():
                 layer = make_format_layer(name, plan.sizes, plan.memory)
         except PeerFailedError as error:
-            failed = MeasuredSystem(failure=str(error))
-            rows.append(describe_system(name, failed, {}, system_versions=versions(), quality=None))
+            rows.append(describe_system(name, MeasuredSystem(failure=str(error)), {}))
             continue
         counts[name] = layer.num_experts
         own = ExpertsPlan(layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s)
@@ -346,7 +330,7 @@ def _systems(
     name = layer.format_name
     expected = {
         metric: in_float64(layer, number, trains=False, count=number)
-        for metric, number, _ in kinds_of_calls(plan.tokens, trains=False)
+        for metric, number, _ in plan.calls()
     }
     yield ExpertsSystem(name, plan, expected)
     yield PlainRead(f"{_READ}, {name}", plan, layer)
@@ -361,11 +345,9 @@ def _of_read(measured: MeasuredSystem, reads: MeasuredSystem) -> MeasuredSystem:
     """Medians of repetitions, and the share of the speed of reading that each had."""
     found = []
     for own, read in zip(measured.repetitions, reads.repetitions, strict=False):
-        medians = {name: middle(value) for name, value in own.items()}
-        shares = {
-            name.removesuffix("s") + "of_read": middle(read[name]) / value
-            for name, value in medians.items()
-            if name.endswith("_s") and measured is not reads
-        }
-        found.append(medians | shares)
+        row = {name: middle(value) for name, value in own.items()}
+        for name in [] if measured is reads else [*row]:
+            if name.endswith("_s"):
+                row[name.removesuffix("s") + "of_read"] = middle(read[name]) / row[name]
+        found.append(row)
     return MeasuredSystem(repetitions=found, failure=measured.failure)

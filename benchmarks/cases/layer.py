@@ -14,12 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.expert_layers import OURS, CallsPlan, CallsSystem, LayerSizes
-from moe_runtime.benchmarks.cases.expert_systems import distance
-from moe_runtime.benchmarks.suite.results import measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    Rules,
+from moe_runtime.benchmarks.cases.expert_layers import (
+    OURS,
+    CallsPlan,
+    CallsSystem,
+    num_near,
+    output_or_gradient,
 )
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
+from moe_runtime.benchmarks.suite.results import measure_systems
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")
@@ -71,23 +75,16 @@ def transformers_block(name: str, layer: MoELayer, sizes: LayerSizes) -> nn.Modu
 
 def run_block(block: nn.Module, x: Tensor, *, trains: bool) -> Tensor:
     """A call: the output, or the gradient of x; ``[T, D]``."""
-    if not trains:
-        with torch.no_grad():
-            return block(x)[0]
-    leaf = x.clone().requires_grad_()
-    block(leaf).backward(x)
+    found = output_or_gradient(block, x, trains=trains)
     block.zero_grad(set_to_none=True)
-    assert leaf.grad is not None
-    return leaf.grad[0]
+    return found[0]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What results are held to.
+    """What results are held to: this project's ``[T, D]``, and exact ones of the first tokens.
 
-    Attributes:
-        ours: this project's results, ``[T, D]``.
-        clear: the tokens that are compared, ``[T]`` bool.
+    Tokens ``[T]`` that are ``clear`` are compared.
     """
 
     ours: Tensor
@@ -97,10 +94,7 @@ class Expected:
 
     def num_equal(self, found: Tensor) -> int:
         """How many of the tokens compared are near enough."""
-        near = distance(found[self.clear], self.ours[self.clear]) <= 2 * self.bound
-        few = found[self.clear][: len(self.exact)]
-        near[: len(few)] &= distance(few, self.exact) <= self.bound  # which no NaN is
-        return int(near.sum())
+        return num_near(found[self.clear], self.ours[self.clear], self.exact, self.bound)
 
 
 def expect(layer: MoELayer, plan: LayerPlan, num_tokens: int, *, trains: bool) -> Expected:
@@ -117,13 +111,9 @@ def expect(layer: MoELayer, plan: LayerPlan, num_tokens: int, *, trains: bool) -
         clear = ranked[:, sizes.top_k - 1] - ranked[:, sizes.top_k] > 4 * error
     roundings = (sizes.top_k + 7) * own + (sizes.dim_model + sizes.dim_hidden) * fp32
     bound = (2 if trains else 1) * (roundings + 2 * float(error.max()))
-    few = x[0][clear][:_IN_FLOAT64].double().requires_grad_(trains)
-    exact = formula(weights, few, sizes.top_k)
-    if trains:
-        exact.backward(few.detach())
-        assert few.grad is not None
-        exact = few.grad
-    return Expected(run_block(layer, x, trains=trains), clear, exact.detach(), bound)
+    few = x[0][clear][:_IN_FLOAT64].double()
+    exact = output_or_gradient(lambda x: formula(weights, x, sizes.top_k), few, trains=trains)
+    return Expected(run_block(layer, x, trains=trains), clear, exact, bound)
 
 
 def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
@@ -153,7 +143,6 @@ class BlockSystem(CallsSystem):
         self._block, self.plan, self._expected = block, plan, expected
 
     def takes(self, num_tokens: int, *, trains: bool) -> bool:
-        # Eager's backward fills a gradient of all experts for each: a minute for many experts.
         del num_tokens
         return not (trains and self.name == "eager" and self.plan.sizes.num_experts > _FEW)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, LayerSizes
-from moe_runtime.benchmarks.peers.host import time_block
+from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, time_block
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,

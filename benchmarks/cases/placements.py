@@ -75,11 +75,7 @@ class PlacementsPlan:
     def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
         return [
             place_experts(
-                algorithm,
-                self.profile,
-                self.devices,
-                num_replicas=num_replicas,
-                options=self.told,
+                algorithm, self.profile, self.devices, num_replicas=num_replicas, options=self.told
             )
         ]
 

@@ -403,7 +403,6 @@ def measure_training(
     plan: TrainingPlan,
     rules: Rules,
     settings: Mapping[str, Any],
-    *,
     free_bytes: int,
     programs: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:

@@ -23,11 +23,15 @@ from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     Threads,
     case,
-    columns,
+    equal_cell,
     mean_cell,
+    median_cell,
+    num_repetitions,
+    show_rows,
     unit_of,
+    with_numbers,
 )
-from moe_runtime.benchmarks.suite.figures import figure, unit_for
+from moe_runtime.benchmarks.suite.figures import unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.console import print_table, quiet_transformers
 from moe_runtime.config import format_bytes, parse_budget, require_known
@@ -68,8 +72,7 @@ Shape = Annotated[
     ),
 ]
 Tokens = Annotated[
-    str | None,
-    typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]"),
+    str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
 ]
 Formats = Annotated[
     str | None,
@@ -189,13 +192,8 @@ def bench_experts(
     quiet_transformers(run.session)
     import torch
 
-    from moe_runtime.benchmarks.cases.expert_layers import (
-        PEERS,
-        kinds_of_calls,
-        layer_of_model,
-        sizes_of_model,
-        synthetic_layer,
-    )
+    from moe_runtime.benchmarks.cases import expert_layers as experts
+    from moe_runtime.benchmarks.cases.expert_layers import PEERS, kinds_of_calls
     from moe_runtime.kernels.operands import find_device
 
     asked, place, num_threads = parse_dtype(dtype), find_device(device), use_threads(threads)
@@ -203,22 +201,20 @@ def bench_experts(
     if names:
         from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 
-        sizes = sizes_of_shape(shape) if shape else sizes_of_model(model or "", "auto")[0]
+        sizes = sizes_of_shape(shape) if shape else experts.sizes_of_model(model or "", "auto")[0]
         kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
-        formats_plan = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
-        measure: Callable[..., dict[str, Any]] = partial(measure_formats, formats_plan)
+        plan: Any = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
+        measure: Callable[..., dict[str, Any]] = measure_formats
     else:
-        from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, measure_experts
-
         if shape is not None:
-            layer = synthetic_layer(shape, asked or torch.bfloat16)
+            layer = experts.synthetic_layer(shape, asked or torch.bfloat16)
         else:
-            layer = layer_of_model(model or "", asked or "auto")
+            layer = experts.layer_of_model(model or "", asked or "auto")
         layer.module.to(place)
         sizes = LayerSizes(layer.num_experts, layer.top_k, layer.dim_model, layer.dim_hidden)
         kind, more = str(layer.dtype).removeprefix("torch."), {}
-        plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
-        measure = partial(measure_experts, plan)
+        plan = experts.ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
+        measure = experts.measure_experts
     given = {"model": None, "format": "bf16", "num_threads": num_threads}
     given |= {"top_k": sizes.top_k, "most_tokens": numbers[-1]}
     settings = {
@@ -232,9 +228,9 @@ def bench_experts(
         **more,
     }
     peers = find_peers(peer or (), given, "experts", PEERS)
-    with run.rules(*(name for name, _, _ in kinds_of_calls(numbers, trains=training))) as rules:
-        results = measure(rules, settings, peers)
-    run.end(results, show_formats if names else show_experts, unasked=PEERS)
+    judged = [name for name, _, _ in kinds_of_calls(numbers, trains=training)]
+    show = show_formats if names else show_experts
+    run.measure(measure, plan, settings, judged, show, peers, unasked=PEERS)
 
 
 @case(quick=_QUICK)
@@ -274,9 +270,8 @@ def bench_layer(
         "training": training,
         "num_threads": num_threads,
     }
-    with run.rules(*(name for name, _, _ in plan.calls())) as rules:
-        results = measure_layer(plan, rules, settings)
-    run.end(results, partial(show_experts, what="layer"), unasked=PEERS)
+    show = partial(show_experts, what="layer")
+    run.measure(measure_layer, plan, settings, plan.metrics(), show, unasked=PEERS)
 
 
 @case(quick=_QUICK)
@@ -296,7 +291,6 @@ def bench_ops(
     numbers = parse_tokens(tokens, quick=run.quick)
     import torch
 
-    from moe_runtime.benchmarks.cases.expert_layers import kinds_of_calls
     from moe_runtime.benchmarks.cases.ops import SIZES, OpsPlan, measure_ops
 
     plan = OpsPlan(
@@ -314,9 +308,7 @@ def bench_ops(
         "training": training,
         "num_threads": use_threads(threads),
     }
-    with run.rules(*(name for name, _, _ in kinds_of_calls(numbers, trains=training))) as rules:
-        results = measure_ops(plan, rules, settings)
-    run.end(results, show_ops)
+    run.measure(measure_ops, plan, settings, plan.metrics(), show_ops)
 
 
 @case(quick=_QUICK)
@@ -354,17 +346,12 @@ def bench_training(
     run.refuse_peer_files(peers)
     hold_to(isa)
     quiet_transformers(run.session)
+    from moe_runtime.benchmarks.cases import training
     from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
-    from moe_runtime.benchmarks.cases.training import (
-        METRIC,
-        TOLERANCE,
-        TrainingPlan,
-        measure_training,
-    )
     from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
     from moe_runtime.kernels.operands import find_device
 
-    dtypes = {str(one).removeprefix("torch."): one for one in TOLERANCE}
+    dtypes = {str(one).removeprefix("torch."): one for one in training.TOLERANCE}
     if dtype not in dtypes:
         raise ValueError(f"--dtype must be {' or '.join(dtypes)}, got {dtype!r}")
     place = find_device(device)
@@ -373,7 +360,7 @@ def bench_training(
     num_threads = use_threads(threads)
     sizes = TRAINING_SHAPES[shape] if shape else sizes_of_model(model or "", "auto")[0]
     free = available_host_bytes()
-    plan = TrainingPlan(
+    plan = training.TrainingPlan(
         sizes=sizes,
         layers=layers,
         sequences=sequences,
@@ -393,15 +380,13 @@ def bench_training(
         "isa": isa,
         **given,
     }
-    with run.rules(METRIC) as rules:
-        results = measure_training(
-            plan,
-            rules,
-            settings,
-            free_bytes=free if place.type == "cpu" else available_device_bytes(place),
-            programs=find_peers(peer or (), {"model": None, **given}, "training", plan.peers()),
-        )
-    run.end(results, show_training, unasked=plan.peers())
+    free_bytes = free if place.type == "cpu" else available_device_bytes(place)
+    programs = find_peers(peer or (), {"model": None, **given}, "training", plan.peers())
+    run.measure(
+        *(training.measure_training, plan, settings, [training.METRIC], show_training),
+        *(free_bytes, programs),
+        unasked=plan.peers(),
+    )
 
 
 def require_one(model: str | None, shape: str | None, question: str) -> None:
@@ -490,21 +475,23 @@ def hold_to(isa: str | None) -> None:
 
 def show_experts(results: dict[str, Any], what: str = "experts") -> None:
     """Prints a column for each implementation, and how much quicker ours is than the best."""
-    shown = [one for one in results["measurements"] if one["summary"]]
-    if not shown:
-        return
-    rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown), ""]]
+    shown = with_numbers(results)
+    rows = [["repetitions", *map(num_repetitions, shown), ""]] if shown else []
     for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
         passes, tokens = metric.split("_")[:2]
         factor, unit = unit_of(shown, metric)
         cells = [mean_cell(one, metric, factor) for one in shown]
         rows.append([f"{passes}, T={tokens}, {unit}", *cells, _ratio(shown, metric)])
+    title = f"{what} of {_sizes_shown(results)}, {results['settings']['dtype']}"
+    show_rows(title, ["", *(one["system"] for one in shown), "best / ours"], rows)
+
+
+def _sizes_shown(results: dict[str, Any]) -> str:
     settings = results["settings"]
-    title = (
-        f"{what} of {settings['model']}: E={settings['experts']} K={settings['top_k']} "
-        f"D={settings['dim_model']} F={settings['dim_hidden']}, {settings['dtype']}"
+    return (
+        f"{settings['model']}: E={settings['experts']} K={settings['top_k']} "
+        f"D={settings['dim_model']} F={settings['dim_hidden']}"
     )
-    print_table(title, columns("", *(one["system"] for one in shown), "best / ours"), rows)
 
 
 def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
@@ -517,31 +504,22 @@ def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
 
 def show_formats(results: dict[str, Any]) -> None:
     """Prints a row for each format, read and peer that has numbers."""
-    shown = [one for one in results["measurements"] if one["summary"]]
-    if not shown:
-        return
-    settings, heads, cells = results["settings"], [""], [[one["system"]] for one in shown]
-    for number in settings["tokens"]:
+    shown, heads = with_numbers(results), [""]
+    rows = [[one["system"]] for one in shown]
+    for number in results["settings"]["tokens"] if shown else ():
         factor, unit = unit_of(shown, f"forward_{number}_s")
         heads += [f"T={number}, {unit}", "of a read"]
-        for one, row in zip(shown, cells, strict=True):
+        for one, row in zip(shown, rows, strict=True):
             share = one["summary"].get(f"forward_{number}_of_read")
-            row += [
-                mean_cell(one, f"forward_{number}_s", factor),
-                f"{share['median']:.2f}" if share else "",
-            ]
-    title = (
-        f"experts of {settings['model']}: E={settings['experts']} K={settings['top_k']} "
-        f"D={settings['dim_model']} F={settings['dim_hidden']}, "
-        f"at most {format_bytes(settings['memory'])} of a format"
-    )
-    print_table(title, columns(*heads), cells)
+            row.append(mean_cell(one, f"forward_{number}_s", factor))
+            row.append(f"{share['median']:.2f}" if share else "")
+    most = format_bytes(results["settings"]["memory"])
+    show_rows(f"experts of {_sizes_shown(results)}, at most {most} of a format", heads, rows)
 
 
 def show_ops(results: dict[str, Any]) -> None:
     """Prints a row for each op and pass, and a column for each number of tokens."""
-    settings = results["settings"]
-    rows = []
+    settings, rows = results["settings"], []
     for one in results["measurements"]:
         for kind in ("forward", "backward"):
             names = [f"{kind}_{tokens}_s" for tokens in settings["tokens"]]
@@ -554,42 +532,32 @@ def show_ops(results: dict[str, Any]) -> None:
         f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
         f"F={settings['dim_hidden']}, {settings['dtype']}"
     )
-    heads = columns("", *(f"T={tokens}" for tokens in settings["tokens"]))
+    lengths = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
     if rows:
-        print_table(title, [("", "left"), *heads], rows)
+        print_table(title, [("", "left"), ("", "left"), *lengths], rows)
 
 
 def show_training(results: dict[str, Any]) -> None:
     """Prints a row for each system."""
     from moe_runtime.benchmarks.suite.comparing import counted
 
-    settings = results["settings"]
+    settings, shown = results["settings"], with_numbers(results)
+    heads = ["", "repetitions", "step, ms", "tokens/s", "losses equal"]
+    factors: dict[str, float] = {}
+    for what, metric in _FURTHER.items():
+        if any(metric in one["summary"] for one in shown):
+            factors[metric], unit = unit_of(shown, metric)
+            heads.append(f"{what}, {unit}")
+    rows = [
+        [
+            *(one["system"], num_repetitions(one), mean_cell(one, "step_s", 1e3)),
+            *(median_cell(one, "tokens_per_s", 1.0), equal_cell(one)),
+            *(median_cell(one, metric, factor) for metric, factor in factors.items()),
+        ]
+        for one in shown
+    ]
     title = (
         f"training of {settings['model']}: {counted('{} layers', settings['layers'])}, "
         f"{settings['sequences']} x {settings['context']} tokens, {settings['dtype']}"
     )
-    shown = [one for one in results["measurements"] if one["summary"]]
-    heads = ["", "repetitions", "step, ms", "tokens/s", "losses equal"]
-    units: dict[str, float] = {}
-    for what, metric in _FURTHER.items():
-        if any(metric in one["summary"] for one in shown):
-            units[metric], unit = unit_of(shown, metric)
-            heads.append(f"{what}, {unit}")
-    rows = [
-        [
-            one["system"],
-            str(len(one["repetitions"])),
-            mean_cell(one, "step_s", 1e3),
-            figure(one["summary"]["tokens_per_s"]["median"]),
-            f"{one['quality']['equal']} of {one['quality']['compared']}",
-            *(_median_cell(one, metric, factor) for metric, factor in units.items()),
-        ]
-        for one in shown
-    ]
-    if rows:
-        print_table(title, columns(*heads), rows)
-
-
-def _median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
-    found = one["summary"].get(metric)
-    return figure(found["median"] * factor) if found else "–"
+    show_rows(title, heads, rows)

@@ -13,11 +13,14 @@ import typer
 from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     case,
-    columns,
+    equal_cell,
     keep_results,
     mean_cell,
+    num_repetitions,
     say_repetition,
+    show_rows,
     show_systems,
+    with_numbers,
 )
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import ConfigFile
@@ -97,9 +100,7 @@ Vary = Annotated[
 Seeds = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        max=1000,
-        help="Trainings of each variant, from run.seed upwards. [3; quick: 1]",
+        min=1, max=1000, help="Trainings of each variant, from run.seed upwards. [3; quick: 1]"
     ),
 ]
 Steps = Annotated[
@@ -143,9 +144,8 @@ def bench_io(
         "in_flight": plan.in_flight,
         "io_threads": io_threads,
     }
-    with run.rules("bytes_per_s") as rules:
-        results = measure_reads(plan, rules, settings)
-    run.end(results, show_reads, unasked=("preadv", "preadv:direct"))
+    peers = ("preadv", "preadv:direct")
+    run.measure(measure_reads, plan, settings, ["bytes_per_s"], show_reads, unasked=peers)
 
 
 def show_reads(results: dict[str, Any]) -> None:
@@ -242,10 +242,7 @@ def show_dispatch(results: dict[str, Any]) -> None:
 
 @case(seconds=None)
 def bench_kernels(
-    run: CaseRun,
-    tune: Tune = False,
-    shape: Shapes = None,
-    table: Table = None,
+    run: CaseRun, tune: Tune = False, shape: Shapes = None, table: Table = None
 ) -> None:
     """Time every product of a layer of experts on the GPU, forward and backward, in bf16.
 
@@ -266,11 +263,7 @@ def bench_kernels(
     from triton.runtime.errors import OutOfResources, PTXASError
 
     from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
-    from moe_runtime.kernels.grouped_gemm.tuner import (
-        candidate_tiles,
-        layer_problems,
-        parse_shape,
-    )
+    from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
 
     shapes = [*dict.fromkeys(parse_shape(text) for text in shape or _SHAPES)]
@@ -410,8 +403,7 @@ def bench_ablation(
 
 def show_ablation(results: dict[str, Any]) -> None:
     """Prints a row for each variant."""
-    settings = results["settings"]
-    shown = [one for one in results["measurements"] if one["summary"]]
+    settings, shown = results["settings"], with_numbers(results)
     found = {
         what: metric
         for what, metric in _TRAININGS.items()
@@ -419,21 +411,14 @@ def show_ablation(results: dict[str, Any]) -> None:
     }
     rows = [
         [
-            one["system"],
-            str(len(one["repetitions"])),
+            *(one["system"], num_repetitions(one)),
             *(mean_cell(one, metric, 1.0) for metric in found.values()),
-            _equal(one),
+            equal_cell(one),
         ]
         for one in shown
     ]
-    if rows:
-        title = (
-            f"{settings['model']}: {settings['steps']} steps of {settings['sequences']} x "
-            f"{settings['context']} tokens"
-        )
-        print_table(title, columns("", "seeds", *found, "losses equal"), rows)
-
-
-def _equal(one: dict[str, Any]) -> str:
-    found = one["quality"]
-    return "–" if found is None else f"{found['equal']} of {found['compared']}"
+    title = (
+        f"{settings['model']}: {settings['steps']} steps of {settings['sequences']} x "
+        f"{settings['context']} tokens"
+    )
+    show_rows(title, ["", "seeds", *found, "losses equal"], rows)

@@ -88,10 +88,7 @@ Bound = Annotated[
 
 
 def bench_compare(
-    before: Before,
-    after: After,
-    bound: Bound = 0.05,
-    as_json: options.Json = False,
+    before: Before, after: After, bound: Bound = 0.05, as_json: options.Json = False
 ) -> None:
     """Compare two results files: better, worse or noise, by a rank test and a bound.
 

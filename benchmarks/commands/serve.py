@@ -15,12 +15,12 @@ from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     cap_bytes,
     case,
-    columns,
     keep_results,
+    show_rows,
 )
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
 from moe_runtime.cli.commands.serve import read_keys
-from moe_runtime.cli.console import print_json, print_table, say_line
+from moe_runtime.cli.console import print_json, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
@@ -77,14 +77,14 @@ Concurrency = Annotated[
     str | None,
     typer.Option(
         help="Clients that ask again as soon as they have their answer; with commas between, one "
-        "number after the other. 1 when omitted.",
+        "number after the other. 1 when omitted."
     ),
 ]
 Rate = Annotated[
     str | None,
     typer.Option(
         help="Requests that arrive in a second, at random times, however many are being answered; "
-        "instead of --concurrency, several with commas between.",
+        "instead of --concurrency, several with commas between."
     ),
 ]
 Requests = Annotated[int, typer.Option(min=1, help="Requests for each number of clients or rate.")]
@@ -282,7 +282,7 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
         lines.append(["within bounds, requests/s", *good])
     if any(row["answered"] for row in rows):
-        print_table(title, columns("", *names), lines)
+        show_rows(title, ["", *names], lines)
     for name, row in zip(names, rows, strict=True):
         for kind, errors in row["errors"].items():
             say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")

@@ -7,7 +7,7 @@ import inspect
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +16,7 @@ import typer
 
 from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
 from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    Session,
-    print_json,
-    print_table,
-    say_line,
-)
+from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.files import require_not_read
 
@@ -157,6 +152,25 @@ class CaseRun:
             say_line(f"error: {', '.join(asked)}: asked for, and without numbers; exit code 1")
             raise typer.Exit(1)
 
+    def measure(
+        self,
+        case: Callable[..., dict[str, Any]],
+        plan: Any,
+        settings: dict[str, Any],
+        judged: Iterable[str],
+        show: Callable[[dict[str, Any]], None],
+        *more: Any,
+        unasked: Collection[str] = (),
+    ) -> None:
+        """Measures ``case(plan, rules, settings, *more)``, and ends the command with its results.
+
+        Args:
+            judged: the metrics that must be certain.
+        """
+        with self.rules(*judged) as rules:
+            results = case(plan, rules, settings, *more)
+        self.end(results, show, unasked=unasked)
+
     def exit_if_stopped(self) -> None:
         """Ends the command with the exit code of a signal, if one came."""
         if self.stop is not None and self.stop.is_set:
@@ -177,10 +191,7 @@ def case(
         kinds["precision"] = Precision, 0.05
     if quick is not None:
         kinds["quick"] = Annotated[bool, typer.Option("--quick", help=quick)], False
-    kinds["output"] = (
-        Annotated[Path | None, typer.Option("--output", "-o", help=output)],
-        None,
-    )
+    kinds["output"] = (Annotated[Path | None, typer.Option("--output", "-o", help=output)], None)
     kinds["as_json"] = options.Json, False
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -227,6 +238,18 @@ def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
     return None
 
 
+def with_numbers(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The systems of a results file that have numbers."""
+    return [one for one in results["measurements"] if one["summary"]]
+
+
+def show_rows(title: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, unless it has no rows: the first column at the left, numbers at the right."""
+    if rows:
+        columns = [(head, "right" if place else "left") for place, head in enumerate(heads)]
+        print_table(title, columns, rows)
+
+
 def show_systems(
     results: dict[str, Any],
     title: str,
@@ -234,27 +257,48 @@ def show_systems(
     singles: Mapping[str, str],
     equal: str,
 ) -> None:
-    """Prints a column for each system that has numbers."""
-    shown = [one for one in results["measurements"] if one["summary"]]
+    """Prints a column for each system that has numbers.
+
+    Args:
+        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by the
+            names of their rows.
+        singles: metrics of which the median is shown, where there are any.
+        equal: what was compared.
+    """
+    shown = with_numbers(results)
     if not shown:
         return
-    rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown)]]
+    rows = [["repetitions", *map(num_repetitions, shown)]]
     for what, metric in spreads.items():
         factor, unit = unit_of(shown, metric)
         for part in ("p50", "p90", "p99"):
             values = (one["summary"][metric][part] * factor for one in shown)
             rows.append([f"{what}, {unit}: {part}", *map(figure, values)])
-        means = (with_half(one["summary"][metric], factor) for one in shown)
+        means = (mean_cell(one, metric, factor) for one in shown)
         rows.append([f"{what}, {unit}: mean of medians", *means])
     for what, metric in singles.items():
-        found = [one["summary"].get(metric) for one in shown]
-        if any(found):
+        if any(metric in one["summary"] for one in shown):
             factor, unit = unit_of(shown, metric)
-            cells = (figure(one["median"] * factor) if one else "–" for one in found)
-            rows.append([f"{what}, {unit}", *cells])
-    counts = (f"{one['quality']['equal']} of {one['quality']['compared']}" for one in shown)
-    rows.append([equal, *counts])
-    print_table(title, columns("", *(one["system"] for one in shown)), rows)
+            rows.append([f"{what}, {unit}", *(median_cell(one, metric, factor) for one in shown)])
+    rows.append([equal, *map(equal_cell, shown)])
+    show_rows(title, ["", *(one["system"] for one in shown)], rows)
+
+
+def num_repetitions(one: dict[str, Any]) -> str:
+    """How many repetitions a system has."""
+    return str(len(one["repetitions"]))
+
+
+def equal_cell(one: dict[str, Any]) -> str:
+    """How many answers of a system agreed."""
+    found = one["quality"]
+    return "–" if found is None else f"{found['equal']} of {found['compared']}"
+
+
+def median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
+    """The median of a system's metric; a dash where it has none."""
+    summary = one["summary"].get(metric)
+    return figure(summary["median"] * factor) if summary else "–"
 
 
 def unit_of(shown: list[dict[str, Any]], metric: str) -> tuple[float, str]:
@@ -267,8 +311,3 @@ def mean_cell(one: dict[str, Any], metric: str, factor: float) -> str:
     """The mean of a system's metric with half of its interval; a dash where it has none."""
     summary = one["summary"].get(metric)
     return with_half(summary, factor) if summary else "–"
-
-
-def columns(*names: str) -> list[tuple[str, str]]:
-    """Columns of a table: the first one at the left, numbers at the right."""
-    return [(name, "right" if place else "left") for place, name in enumerate(names)]

@@ -20,12 +20,7 @@ from moe_runtime.benchmarks.commands.shared import (
     show_systems,
 )
 from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    fetch_model,
-    quiet_transformers,
-    require_address_space,
-    say_line,
-)
+from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
@@ -253,12 +248,7 @@ def _measure(
 
 def show_texts(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.benchmarks.suite.comparing import (
-        cap_words,
-        counted,
-        device_words,
-        model_words,
-    )
+    from moe_runtime.benchmarks.suite.comparing import cap_words, counted, device_words, model_words
 
     settings = results["settings"]
     words = [f"{results['case']} of {model_words(settings)}"]

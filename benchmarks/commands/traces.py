@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, case, columns, mean_cell
+from moe_runtime.benchmarks.commands.shared import (
+    CaseRun,
+    case,
+    mean_cell,
+    show_rows,
+    with_numbers,
+)
 from moe_runtime.cli.commands.place import (
     Align,
     Fit,
@@ -50,7 +56,7 @@ from moe_runtime.cli.commands.replay import (
     read_trace_to_replay,
     sizes_of,
 )
-from moe_runtime.cli.console import print_table, say_line
+from moe_runtime.cli.console import say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.files import at_home
@@ -134,11 +140,7 @@ def bench_policies(
     compare` and `bench report` read: a policy that hits less often than before is a regression.
     The beginning of the trace is served by the policies' objects as well; hits must be equal.
     """
-    from moe_runtime.benchmarks.cases.policies import (
-        PoliciesPlan,
-        measure_policies,
-        metrics_of,
-    )
+    from moe_runtime.benchmarks.cases.policies import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.lab.replay.experiment import usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
@@ -190,9 +192,7 @@ def bench_policies(
         "reset": reset,
         "side_by_side": side_by_side,
     }
-    with run.rules(*speeds) as rules:
-        results = measure_policies(plan, rules, settings)
-    run.end(results, show_policies)
+    run.measure(measure_policies, plan, settings, speeds, show_policies)
 
 
 def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
@@ -210,20 +210,27 @@ def show_policies(results: dict[str, Any]) -> None:
     """Prints a row for each policy and capacity."""
     rows = []
     for capacity in results["settings"]["capacities"]:
-        for one in results["measurements"]:
-            if not one["summary"]:
-                continue
-            hits, resident = (
-                f"{one['summary'][f'{name}_at_{capacity:g}']['median']:.2%}"
-                for name in ("hit_rate", "all_resident")
-            )
-            speed = mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
+        for one in with_numbers(results):
             read = one["summary"].get(f"read_bytes_at_{capacity:g}")
-            weighed = [] if read is None else [format_bytes(round(read["median"]))]
-            rows.append([one["system"], f"{capacity:.1%}", hits, resident, *weighed, speed])
+            rows.append(
+                [
+                    *(one["system"], f"{capacity:.1%}"),
+                    *(
+                        _share(one, f"{name}_at_{capacity:g}")
+                        for name in ("hit_rate", "all_resident")
+                    ),
+                    *([] if read is None else [format_bytes(round(read["median"]))]),
+                    mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6),
+                ]
+            )
     sized = results["settings"].get("expert_size") is not None
     heads = ("capacity", "hits", "layers without a load", *["read"] * sized, "M accesses/s")
-    print_table(f"policies on {results['settings']['model']}", columns("policy", *heads), rows)
+    show_rows(f"policies on {results['settings']['model']}", ["policy", *heads], rows)
+
+
+def _share(one: dict[str, Any], metric: str) -> str:
+    summary = one["summary"].get(metric)
+    return f"{summary['median']:.2%}" if summary else "–"
 
 
 @case(quick="Three of them, half a minute.", seconds=(120, 30))
@@ -321,14 +328,12 @@ def bench_predictors(
         "link": None if machine is None else _in_words(machine),
         "capacities": [] if machine is None else plan.capacities,
     }
-    with run.rules("prediction_s") as rules:
-        results = measure_predictors(plan, rules, settings, say_count)
-    run.end(results, show_predictors)
 
+    def say_count(name: str) -> None:
+        say_line(f"{name}: fitting it, and counting its recall")
 
-def say_count(name: str) -> None:
-    """A line of progress."""
-    say_line(f"{name}: fitting it, and counting its recall")
+    judged = ["prediction_s"]
+    run.measure(measure_predictors, plan, settings, judged, show_predictors, say_count)
 
 
 def _in_words(machine: "Machine") -> str:
@@ -340,40 +345,29 @@ def _in_words(machine: "Machine") -> str:
 
 def show_predictors(results: dict[str, Any]) -> None:
     """Prints recall and cost of each predictor, and what it does as a prefetcher."""
-    settings = results["settings"]
-    shown = [one for one in results["measurements"] if one["summary"]]
-
-    def share(one: dict[str, Any], metric: str) -> str:
-        summary = one["summary"].get(metric)
-        return f"{summary['median']:.2%}" if summary else "–"
-
+    settings, shown = results["settings"], with_numbers(results)
     rows = [
         [
-            one["system"],
-            str(distance),
-            *(share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k")),
+            *(one["system"], str(distance)),
+            *(_share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k")),
             mean_cell(one, "prediction_s", 1e6),
         ]
         for one in shown
         for distance in settings["distances"]
     ]
-    heads = columns("predictor", "layers ahead", "@K", "@2K", "µs a step")
     title = f"recall on {settings['test_sequences']} held-out sequences of {settings['model']}"
-    print_table(title, heads, rows)
-    if not settings["capacities"]:
-        return
+    show_rows(title, ["predictor", "layers ahead", "@K", "@2K", "µs a step"], rows)
     prefetching = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
     rows = [
         [
-            one["system"],
-            f"{capacity:.1%}",
-            *(share(one, f"{metric}_at_{capacity:g}") for metric in prefetching),
+            *(one["system"], f"{capacity:.1%}"),
+            *(_share(one, f"{metric}_at_{capacity:g}") for metric in prefetching),
         ]
         for one in shown
         for capacity in settings["capacities"]
     ]
     names = ("capacity", "used prefetches", "reads, of LRU's", "waits, of LRU's")
-    print_table("prefetching in modelled time", columns("predictor", *names), rows)
+    show_rows("prefetching in modelled time", ["predictor", *names], rows)
 
 
 @case(quick="Without the algorithms that search, half a minute.")
@@ -427,10 +421,8 @@ def bench_placements(
         "time_limit_s": time_limit,
         "aligned": align,
     }
-    with run.rules("place_s") as rules:
-        results = measure_placements(plan, rules, settings)
-    unasked = [one["system"] for one in results["measurements"]]
-    run.end(results, show_placements, unasked=unasked)
+    names = [one.name for one in plan.systems()]
+    run.measure(measure_placements, plan, settings, ["place_s"], show_placements, unasked=names)
 
 
 def show_placements(results: dict[str, Any]) -> None:
@@ -441,12 +433,10 @@ def show_placements(results: dict[str, Any]) -> None:
             *(f"{one['summary'][metric]['median']:.3f}" for metric in _SCORES),
             mean_cell(one, "place_s", 1e3),
         ]
-        for one in results["measurements"]
-        if one["summary"]
+        for one in with_numbers(results)
     ]
-    settings = results["settings"]
-    title = f"{settings['model']} on {settings['devices']} devices"
-    print_table(title, columns("placement", *_SCORES.values(), "ms to place"), rows)
+    title = f"{results['settings']['model']} on {results['settings']['devices']} devices"
+    show_rows(title, ["placement", *_SCORES.values(), "ms to place"], rows)
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:

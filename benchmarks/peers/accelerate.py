@@ -38,16 +38,13 @@ class Peer:
         self._model = self._api.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options)
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        """Forgets everything, reads prompts of one length, returns the likeliest next ids."""
         self._cache: dict[str, Any] = {}
         return self._forward(prompts)
 
     def step_batch(self, tokens: list[int]) -> list[int]:
-        """Appends a token to each sequence, returns the likeliest next ones."""
         return self._forward([[token] for token in tokens])
 
     def close(self) -> None:
-        """Frees the weights and what was written."""
         self._folder.cleanup()
         vars(self).clear()
 

@@ -37,7 +37,6 @@ class Peer:
         self._model = self._api.model(self._settings["model"], dtype="float16")
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
-        """Reads the ids and gives its own likeliest tokens, one after another."""
         library, number = self._api.fastllm_lib, self._model.model
         given = (ctypes.c_int * len(ids))(*ids)
         nothing = (ctypes.c_int * 1)()

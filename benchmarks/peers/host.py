@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
         asked = json.loads(line)
         begin, imported = time.perf_counter(), clock.spent_s
         if asked["do"] == "start":
-            module = _read(peer_file)
-            peer = _made(module, asked["settings"])
+            module, peer = _made(peer_file, asked["settings"])
             found = {"start_s": time.perf_counter() - begin, "versions": _versions(module)}
             found["rss_after_imports_bytes"] = _status_bytes("VmRSS")
         elif asked["do"] == "load":
@@ -116,55 +116,54 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
     """Reads a prompt and appends tokens: the peer's own likeliest ones, or those given.
 
     Returns:
-        after the prompt and after each one appended; bytes and page faults as the kernel counts
+        ``first_token_s``; ``between_tokens_s`` of each further token; ``ids``, the likeliest token
+        after the prompt and after each one appended; what the kernel counted (`counted`).
     """
     if hasattr(peer, "stream"):
         return _listen(peer, ids, num_new)
-    prefill, step = _of_one(peer)
-    before = _io()
-    begin = time.perf_counter()
-    token = prefill(ids)
-    first_token_s = time.perf_counter() - begin
-    likeliest, between_s = [token], []
-    for number in range(num_new - 1):
+    if hasattr(peer, "prefill"):
+        prefill, step = peer.prefill, peer.step
+    else:  # a batch of one
+
+        def prefill(ids: list[int]) -> int:
+            return peer.prefill_batch([ids])[0]
+
+        def step(token: int) -> int:
+            return peer.step_batch([token])[0]
+
+    with counted() as counts:
         begin = time.perf_counter()
-        token = step(token if given is None else given[number])
-        between_s.append(time.perf_counter() - begin)
-        likeliest.append(token)
-    after = _io()
-    io = {name: after[name] - before[name] for name in after}
-    return {
-        "first_token_s": first_token_s,
-        "between_tokens_s": between_s,
-        "ids": _numbers(likeliest),
-        **io,
-    }
+        token = prefill(ids)
+        first_token_s = time.perf_counter() - begin
+        likeliest, between_s = [token], []
+        for number in range(num_new - 1):
+            begin = time.perf_counter()
+            token = step(token if given is None else given[number])
+            between_s.append(time.perf_counter() - begin)
+            likeliest.append(token)
+    found = {"first_token_s": first_token_s, "between_tokens_s": between_s}
+    return {**found, "ids": _numbers(likeliest), **counts}
 
 
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     """As ``measure``, of a peer that generates by itself: the tokens are its own."""
-    before, begin = _io(), time.perf_counter()
-    likeliest, at_s, stream = [], [], peer.stream(ids, num_new)
-    if not isinstance(stream, Iterator):
-        kind = type(stream).__name__
-        raise TypeError(
-            f"stream must yield tokens one by one, as they are made; it returned {kind}"
-        )
-    for token in itertools.islice(stream, num_new + 1):
-        likeliest.append(token)
-        at_s.append(time.perf_counter() - begin)
-    after = _io()
+    with counted() as counts:
+        begin = time.perf_counter()
+        likeliest, at_s, stream = [], [], peer.stream(ids, num_new)
+        if not isinstance(stream, Iterator):
+            kind = type(stream).__name__
+            raise TypeError(
+                f"stream must yield tokens one by one, as they are made; it returned {kind}"
+            )
+        for token in itertools.islice(stream, num_new + 1):
+            likeliest.append(token)
+            at_s.append(time.perf_counter() - begin)
     if len(likeliest) != num_new:
         came = "more" if len(likeliest) > num_new else len(likeliest)
         raise RuntimeError(f"{came} tokens came, {num_new} were asked for")
     between_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
-    io = {name: after[name] - before[name] for name in after}
-    return {
-        "first_token_s": at_s[0],
-        "between_tokens_s": between_s,
-        "ids": _numbers(likeliest),
-        **io,
-    }
+    found = {"first_token_s": at_s[0], "between_tokens_s": between_s}
+    return {**found, "ids": _numbers(likeliest), **counts}
 
 
 def _numbers(tokens: Iterable[Any]) -> list[int]:
@@ -177,44 +176,32 @@ def _numbers(tokens: Iterable[Any]) -> list[int]:
     return [*map(int, found)]
 
 
-def _of_one(peer: Any) -> tuple[Callable[[list[int]], int], Callable[[int], int]]:
-    """How it reads a prompt and appends a token: a peer that reads batches reads one of one."""
-    if hasattr(peer, "prefill"):
-        return peer.prefill, peer.step
-    return lambda ids: peer.prefill_batch([ids])[0], lambda token: peer.step_batch([token])[0]
-
-
 def measure_batch(
     peer: Any, prompts: list[list[int]], num_new: int, given: list[list[int]] | None
 ) -> dict[str, Any]:
     """As ``measure``, with several prompts side by side.
 
     Returns:
-        of all of them; ``ids`` of each sequence; bytes and page faults.
+        ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
+        of all of them; ``ids`` of each sequence; what the kernel counted.
     """
     if not hasattr(peer, "prefill_batch"):
         raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
-    before = _io()
-    begin = time.perf_counter()
-    tokens = peer.prefill_batch(prompts)
-    prompts_s = time.perf_counter() - begin
-    likeliest, steps_s = [[token] for token in tokens], []
-    for number in range(num_new - 1):
-        if given is not None:
-            tokens = [ids[number] for ids in given]
+    with counted() as counts:
         begin = time.perf_counter()
-        tokens = peer.step_batch(tokens)
-        steps_s.append(time.perf_counter() - begin)
-        for ids, token in zip(likeliest, tokens, strict=True):
-            ids.append(token)
-    after = _io()
-    io = {name: after[name] - before[name] for name in after}
-    return {
-        "prompts_s": prompts_s,
-        "steps_s": steps_s,
-        "ids": [_numbers(ids) for ids in likeliest],
-        **io,
-    }
+        tokens = peer.prefill_batch(prompts)
+        prompts_s = time.perf_counter() - begin
+        likeliest, steps_s = [[token] for token in tokens], []
+        for number in range(num_new - 1):
+            if given is not None:
+                tokens = [ids[number] for ids in given]
+            begin = time.perf_counter()
+            tokens = peer.step_batch(tokens)
+            steps_s.append(time.perf_counter() - begin)
+            for ids, token in zip(likeliest, tokens, strict=True):
+                ids.append(token)
+    found = {"prompts_s": prompts_s, "steps_s": steps_s}
+    return {**found, "ids": [_numbers(ids) for ids in likeliest], **counts}
 
 
 def load_experts(peer: Any, folder: str) -> dict[str, Any]:
@@ -235,23 +222,23 @@ def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) 
     numpy: Any = importlib.import_module("numpy")
     with numpy.load(f"{folder}/{num_tokens}.npz") as file:
         x, ids, weights = (file[name] for name in ("x", "ids", "weights"))
-    prepare = getattr(peer, "prepare", functools.partial(_in_memory, peer, numpy))
+
+    def in_memory(*given: Any) -> Callable[[], Any]:
+        out = numpy.zeros_like(x)
+
+        def call() -> Any:
+            peer.experts(*given, out)
+            return out
+
+        return call
+
+    prepare = getattr(peer, "prepare", in_memory)
     calls = [prepare(x, *routing) for routing in zip(ids, weights, strict=True)]
     if block_s is not None:
         return {"seconds": time_block(lambda number: calls[number % len(calls)](), block_s)}
     fetch = getattr(peer, "fetch", numpy.asarray)
     numpy.save(f"{folder}/{num_tokens}.npy", fetch(calls[0]()))
     return {}
-
-
-def _in_memory(peer: Any, numpy: Any, x: Any, ids: Any, weights: Any) -> Callable[[], Any]:
-    out = numpy.zeros_like(x)
-
-    def call() -> Any:
-        peer.experts(x, ids, weights, out)
-        return out
-
-    return call
 
 
 def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
@@ -281,18 +268,15 @@ def device_facts() -> dict[str, Any]:
     return {"device_name": name, "peak_device_bytes": peak} if peak else {}
 
 
-def _read(peer_file: str) -> Any:
-    spec = importlib.util.spec_from_file_location("peer", peer_file)
-    if spec is None or spec.loader is None:
+def _made(peer_file: str, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """The module and the peer of a file."""
+    spec: Any = importlib.util.spec_from_file_location("peer", peer_file)
+    if spec is None:
         raise ValueError(f"{peer_file}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def _made(module: Any, settings: dict[str, Any]) -> Any:
     try:
-        return module.Peer(settings)
+        return module, module.Peer(settings)
     except ImportError as error:
         needs = f"its environment ({sys.executable}) needs: {module.INSTALL}"
         raise ImportError(f"{error}; {needs}") from error
@@ -304,16 +288,25 @@ def _versions(module: Any) -> dict[str, str]:
     return found | {name: installed[name] for name in module.PACKAGES if name in installed}
 
 
-def _io() -> dict[str, int]:
-    """What the kernel has counted of this process so far."""
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """What the kernel counted of this process within the block: ``read_call_bytes`` through system
+    calls, ``storage_bytes`` from the disk itself, ``major_faults``."""
+    found: dict[str, int] = {}
+    before = _counts()
+    yield found
+    found |= {name: value - before[name] for name, value in _counts().items()}
+
+
+def _counts() -> dict[str, int]:
     import resource
 
     lines = Path("/proc/self/io").read_text().splitlines()
-    counted = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    values = {name: int(value) for name, value in (line.split(": ") for line in lines)}
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     return {
-        "read_call_bytes": counted["rchar"],
-        "storage_bytes": counted["read_bytes"],
+        "read_call_bytes": values["rchar"],
+        "storage_bytes": values["read_bytes"],
         "major_faults": faults,
     }
 

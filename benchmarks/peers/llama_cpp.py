@@ -39,12 +39,10 @@ class Peer:
             raise RuntimeError("llama.cpp cannot load this file")
 
     def prefill(self, ids: list[int]) -> int:
-        """Forgets everything, reads the ids, returns the likeliest next one."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         return self.step(*ids)
 
     def step(self, *ids: int) -> int:
-        """Appends a token, returns the likeliest next one."""
         api, tokens = self._api, (self._api.llama_token * len(ids))(*ids)
         if api.llama_decode(self._context, api.llama_batch_get_one(tokens, len(ids))):
             raise RuntimeError("llama_decode failed")

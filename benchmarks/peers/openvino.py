@@ -34,13 +34,11 @@ class Peer:
         self._request = self._api.compile_model(model, "CPU", self._options).create_infer_request()
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        """Forgets everything, reads prompts of one length, returns the likeliest next ids."""
         self._request.reset_state()
         self._length = 0
         return self._forward(self._numpy.array(prompts))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
-        """Appends a token to each sequence, returns the likeliest next ones."""
         return self._forward(self._numpy.array(tokens)[:, None])
 
     def close(self) -> None:

@@ -49,7 +49,6 @@ class Peer:
         return call
 
     def fetch(self, out: Any) -> Any:
-        """What a call gave, for numpy."""
         return out.view(self._torch.int16).cpu().numpy()
 
     def _placed(self, bits: Any) -> Any:

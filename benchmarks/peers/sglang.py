@@ -37,7 +37,6 @@ class Peer:
         self._engine = self._api.Engine(**self._options)
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
-        """Reads the ids and gives its own likeliest tokens, one after another."""
         rules = {"temperature": 0.0, "max_new_tokens": num_new, "ignore_eos": True}
         given = 0
         for found in self._engine.generate(input_ids=ids, sampling_params=rules, stream=True):

@@ -31,7 +31,6 @@ class Peer:
         self._model = model.eval()
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
         width = max(map(len, prompts))  # shorter ones are filled up in front
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._device)
@@ -40,7 +39,6 @@ class Peer:
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
-        """Appends a token to each sequence, returns the likeliest next ones."""
         if self._mask is not None:
             self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
         return self._forward(self._torch.tensor(tokens, device=self._device)[:, None])

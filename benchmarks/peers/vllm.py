@@ -32,7 +32,6 @@ class Peer:
         self._engine = self._make()
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
         if len(prompts) > _MOST:
             raise ValueError(f"vLLM is asked for {_MOST} sequences at most, not {len(prompts)}")
         self._engine.abort_request(self._names, internal=True)
@@ -40,7 +39,6 @@ class Peer:
         return self.step_batch(prompts)
 
     def step_batch(self, tokens: list[Any]) -> list[int]:
-        """Appends a token to each sequence, or a prompt; returns the likeliest next ones."""
         engine, tasks, found = self._engine, self._engine.get_supported_tasks(), dict[str, int]()
         for name, given in zip(self._names, tokens, strict=True):
             ids = given if isinstance(given, list) else [given]

@@ -2,11 +2,11 @@
 
 A difference counts when it is larger than a bound and would be rare by chance: the rank test of
 Mann and Whitney (1947), exact, one-sided in the direction of the difference, at most 5 %. It takes
-one number of each repetition, since only repetitions are independent. With three on each side,
-every one on one side must lie beyond every one on the other. Fewer on either side are noise.
+one number of each repetition, since only repetitions are independent. Fewer than three on either
+side are noise.
 
-The work is what the settings of ``_SETTINGS`` say. The rest of the settings (threads, budgets,
-policies, how long it took) and the machine are what may be compared.
+The work is what the settings of ``_SETTINGS`` say. All other settings (threads, budgets, policies)
+and the machine may differ: they are what is compared.
 """
 
 import re
@@ -19,10 +19,7 @@ from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
-_TEXT = (
-    *("model", "layers", "weights", "prompt_tokens", "new_tokens"),
-    *("followed_by", "device"),
-)
+_TEXT = (*("model", "layers", "weights", "prompt_tokens", "new_tokens"), *("followed_by", "device"))
 _TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
@@ -50,45 +47,41 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 """By case, the settings that say what was measured; other numbers of tokens are in metrics."""
 _UNSAID = ("configuration", "seeds", "variants", "aligned", "load_slack", "time_limit_s")
-"""Compared, and too long or too rarely given for a heading."""
+"""Compared, but not part of a heading."""
 _CPU = "the CPU"
 _WORDS = {
     "weights": "{} weights",
     "prompt_tokens": "prompts of {} tokens",
-    "new_tokens": "{} new tokens",
-    "output_tokens": "{} new tokens",
+    **dict.fromkeys(("new_tokens", "output_tokens"), "{} new tokens"),
     "followed_by": "the {}",
-    "batch": "{} side by side",
-    "side_by_side": "{} side by side",
+    **dict.fromkeys(("batch", "side_by_side"), "{} side by side"),
     "expert_bytes": "experts of {} bytes",
-    "experts": "E={}",
-    "num_experts": "E={}",
+    **dict.fromkeys(("experts", "num_experts"), "E={}"),
     "memory": "{} bytes of experts",
     "top_k": "K={}",
-    "dim_model": "D={}",
-    "dim": "D={}",
+    **dict.fromkeys(("dim_model", "dim"), "D={}"),
     "dim_hidden": "F={}",
     "device": "on {}",
-    "layers": "{} layers",
-    "steps": "{} steps",
-    "sequences": "{} sequences",
+    **{
+        name: f"{{}} {name}"
+        for name in (
+            *("layers", "steps", "sequences", "tokens", "ranks", "devices", "nodes"),
+            *("replicas", "groups"),
+        )
+    },
     "context": "of {} tokens",
-    "tokens": "{} tokens",
-    "ranks": "{} ranks",
-    "devices": "{} devices",
     "expert_size": "experts of {}",
-    "nodes": "{} nodes",
     "fit": "placed by {} of it",
     "train": "taught by {}",
     "predictor": "predicted by {}",
-    "replicas": "{} replicas",
-    "groups": "{} groups",
     "test_share": "{} of it held out",
     "seed": "seed {}",
     "max_tokens": "{} tokens of that",
     "chat": "chat",
     "ignore_eos": "to the last token",
 }
+_MOST_EXACT = 100  # exact chances of hundreds of requests take minutes; theirs are nearly normal
+_CHANCE, _FEWEST, _MOST = 0.05, 3, 1e9
 
 
 def model_words(settings: Mapping[str, Any]) -> str:
@@ -107,14 +100,15 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
     if "device" in found:  # which GPU is the machine's
         found["device"] = "a GPU" if _is_on_gpu(settings) else _CPU
-    return {
-        name: _each_once(value) if isinstance(value, list) else value
-        for name, value in found.items()
-    }
+    for name, value in found.items():
+        if isinstance(value, list):
+            by_text = {repr(one): one for one in value}
+            found[name] = [by_text[t] for t in sorted(by_text, key=lambda text: (len(text), text))]
+    return found
 
 
 def work_words(results: Mapping[str, Any]) -> str:
-    """The same for people, in one line."""
+    """`work_of` as one line for people."""
     # There an expert is what is read, not one of a layer.
     known = _WORDS | ({"experts": "{} of them"} if results["case"] == "io" else {})
     words = []
@@ -128,17 +122,16 @@ def work_words(results: Mapping[str, Any]) -> str:
 
 
 def heading_words(results: Mapping[str, Any]) -> str:
-    """The work, and the memory that the systems were allowed: it may differ in what is compared,
-    but numbers under one heading have it in common."""
+    """The work and the memory cap: numbers under one heading have both in common."""
     return ", ".join(filter(None, [work_words(results), *cap_words(results["settings"])]))
 
 
 def cap_words(settings: Mapping[str, Any]) -> list[str]:
-    """How much memory the systems were allowed; nothing where it was all there is."""
+    """The memory cap of all systems; nothing without one."""
     cap = settings.get("cap_bytes")
     if cap is None:
         return []
-    is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # in a file that somebody wrote, anything
+    is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # a file that was edited has anything
     return [f"memory capped at {format_bytes(cap) if is_size else cap}"]
 
 
@@ -151,7 +144,7 @@ def device_words(results: Mapping[str, Any]) -> str:
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuses results of different work."""
+    """Raises `ValueError` where results are of different work."""
     one, other = work_of(before), work_of(after)
     differing = [
         _difference(name, one[name], other[name]) for name in one if one[name] != other[name]
@@ -177,12 +170,6 @@ def _difference(name: str, one: Any, other: Any) -> str:
     return f"{name} {one!r} before, {other!r} after"
 
 
-def _each_once(values: list[Any]) -> list[Any]:
-    """Numbers in their order, each once; of a file that somebody wrote, whatever it has."""
-    by_text = {repr(one): one for one in values}
-    return [by_text[text] for text in sorted(by_text, key=lambda text: (len(text), text))]
-
-
 def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
     return str(settings.get("device") or "cpu").partition(":")[0] != "cpu"
 
@@ -194,15 +181,15 @@ def _layers(settings: Mapping[str, Any]) -> str:
     return counted(_WORDS["layers"], shown)
 
 
-_MOST_EXACT = 100
-_CHANCE = 0.05
-_FEWEST = 3
-_MOST = 1e9
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One metric of one system in two results."""
+    """One metric of one system in two results: medians over repetitions, and the difference.
+
+    Attributes:
+        change: ``after`` over ``before``, less one; 0 where both are 0.
+        chance: how often so clear an order of the repetitions comes by chance.
+        word: ``better``, ``worse`` or ``noise``.
+    """
 
     system: str
     metric: str
@@ -217,13 +204,12 @@ class Verdict:
 def judge(
     before: Sequence[float], after: Sequence[float], *, bound: float, is_less_better: bool
 ) -> tuple[str, float, float]:
-    """Compares repetitions."""
+    """Compares repetitions: the word, the change and the chance of a `Verdict`."""
     from scipy.stats import mannwhitneyu
 
     was, now = median(before), median(after)
     change = min(now / was - 1, _MOST) if was else float(now != was)
     grew = now > was
-    # Exact chances of hundreds of requests take minutes, and are those of a normal distribution.
     method = "exact" if max(len(before), len(after)) <= _MOST_EXACT else "asymptotic"
     tested = mannwhitneyu(after, before, alternative="greater" if grew else "less", method=method)
     chance = float(tested.pvalue)
@@ -234,7 +220,11 @@ def judge(
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list[Verdict]:
-    """Judges every judged metric of every system that both results have numbers of."""
+    """Judges every judged metric of every system with numbers in both results files.
+
+    Raises:
+        ValueError: what was measured differs, or no system has numbers in both.
+    """
     if before["case"] != after["case"]:
         raise ValueError(
             f"expected results of one case, got {before['case']!r} and {after['case']!r}"
@@ -243,19 +233,18 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
     found = list(_verdicts(before, after, bound))
     if not found:
         names = [
-            {one["system"] for one in each["measurements"] if one["summary"]}
+            ", ".join(sorted(one["system"] for one in each["measurements"] if one["summary"]))
             for each in (before, after)
         ]
         raise ValueError(
             "no system has numbers in both results: "
-            f"{', '.join(sorted(names[0])) or 'none'} before, "
-            f"{', '.join(sorted(names[1])) or 'none'} after"
+            f"{names[0] or 'none'} before, {names[1] or 'none'} after"
         )
     return found
 
 
 def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str | None]:
-    """Systems with numbers before and none after, by name: why; None where it was not asked for."""
+    """Systems with numbers before and none after: the reason, None where one was not measured."""
     others = {one["system"]: one for one in after["measurements"]}
     lost = {}
     for one in before["measurements"]:
@@ -289,18 +278,16 @@ def _verdicts(before: dict[str, Any], after: dict[str, Any], bound: float) -> It
                 MeasuredSystem(repetitions=each["repetitions"]).values(metric)
                 for each in (one, other)
             )
-            if not was or not now:
-                continue
-            word, change, chance = judge(
-                was, now, bound=bound, is_less_better=meant["better"] == "less"
-            )
-            yield Verdict(
-                system=one["system"],
-                metric=metric,
-                unit=meant["unit"],
-                before=median(was),
-                after=median(now),
-                change=change,
-                chance=chance,
-                word=word,
-            )
+            if was and now:
+                is_less_better = meant["better"] == "less"
+                word, change, chance = judge(was, now, bound=bound, is_less_better=is_less_better)
+                yield Verdict(
+                    system=one["system"],
+                    metric=metric,
+                    unit=meant["unit"],
+                    before=median(was),
+                    after=median(now),
+                    change=change,
+                    chance=chance,
+                    word=word,
+                )

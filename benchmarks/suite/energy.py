@@ -2,7 +2,7 @@
 
 Sources: Linux's power capping framework, `Documentation/power/powercap/powercap.rst` (RAPL of Intel
 and AMD), and NVML, `nvmlDeviceGetTotalEnergyConsumption` (NVIDIA, Volta and later). Both count the
-whole machine, whatever runs on it. The kernel shows RAPL to root alone unless told otherwise.
+whole machine. By default the kernel shows RAPL to root alone.
 """
 
 import ctypes
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-_NVML = "libnvidia-ml.so.1"
 
 
 class EnergyMeter:
-    """Energy of a block of work."""
+    """Energy of a block of work.
+
+    ``open_library`` gives NVML by its file's name, and raises ``OSError`` where there is none.
+    """
 
     def __init__(
         self, powercap: Path = POWERCAP, open_library: Callable[[str], Any] = ctypes.CDLL
@@ -26,9 +28,12 @@ class EnergyMeter:
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
-        """What the block takes: ``cpu_joules`` of all packages, with memory where it has a counter
-        of its own, and ``gpu_joules`` of all GPUs. They are there once the block has ended, without
-        those that cannot be read."""
+        """What the block takes, once it has ended: ``cpu_joules`` of all packages (and memory where
+        it has its own counter), ``gpu_joules`` of all GPUs; without those that cannot be read.
+
+        A zone counts to some 262 kJ and begins again: two turns in a block (20 minutes at 400 W)
+        are counted as one.
+        """
         found: dict[str, float] = {}
         zones, gpus = _microjoules(self._ranges), self._millijoules()
         yield found
@@ -43,7 +48,6 @@ class EnergyMeter:
             found["gpu_joules"] = (gpus_after - gpus) / 1e3
 
     def _millijoules(self) -> int | None:
-        """Of all GPUs; None where there is none, or one does not say."""
         used = [ctypes.c_ulonglong() for _ in self._gpus]
         for gpu, one in zip(self._gpus, used, strict=True):
             if self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(one)):
@@ -52,7 +56,10 @@ class EnergyMeter:
 
 
 def _ranges(powercap: Path) -> dict[Path, int]:
-    """Zones that add up to the machine, and the largest value of each."""
+    """Zones that add up to the machine, with their largest values.
+
+    A package counts its cores, and a platform (``psys``) its packages; memory counts for itself.
+    """
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
         try:
@@ -66,7 +73,6 @@ def _ranges(powercap: Path) -> dict[Path, int]:
 
 
 def _microjoules(zones: dict[Path, int]) -> dict[Path, int] | None:
-    """Counters of all zones; None where one cannot be read."""
     try:
         return {zone: int((zone / "energy_uj").read_text()) for zone in zones}
     except (OSError, ValueError):
@@ -74,9 +80,8 @@ def _microjoules(zones: dict[Path, int]) -> dict[Path, int] | None:
 
 
 def _open_gpus(open_library: Callable[[str], Any]) -> tuple[Any, list[ctypes.c_void_p]]:
-    """NVML and its GPUs; none where it is not there, or does not work."""
     try:
-        nvml = open_library(_NVML)
+        nvml = open_library("libnvidia-ml.so.1")
     except OSError:
         return None, []
     count, gpus = ctypes.c_uint(), []

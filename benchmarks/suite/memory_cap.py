@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,27 +32,30 @@ class CapUnavailableError(MoERuntimeError):
     """Memory cannot be capped here; the message says why."""
 
 
-class MemoryCap(ABC):
-    """A limit in force for the commands that are wrapped."""
+@dataclass(frozen=True, slots=True)
+class ScopeCap:
+    """A systemd scope for each command; its counters are gone with its last process."""
 
+    program: str
     limit_bytes: int
 
-    @abstractmethod
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that puts itself under the limit and then becomes ``command``."""
+        limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
+        return [self.program, "--user", "--scope", "--quiet", "--collect", *limits, "--", *command]
 
-    @abstractmethod
     def peak_bytes(self) -> int | None:
         """The kernel's peak counter; None where none is kept."""
+        return None
 
-    @abstractmethod
     def num_oom_kills(self) -> int:
-        """How many processes the kernel killed for memory, as far as it can be told."""
+        """Processes that the kernel killed for memory, as far as it is known."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCap(MemoryCap):
-    """A control group that exists, with its limit set."""
+class GroupCap:
+    """As `ScopeCap`: a control group that exists, with its limit set."""
 
     folder: Path
     limit_bytes: int
@@ -74,22 +76,7 @@ class GroupCap(MemoryCap):
         return int(counts.get("oom_kill", 0))
 
 
-@dataclass(frozen=True, slots=True)
-class ScopeCap(MemoryCap):
-    """A scope of systemd's for each command; it is gone with its last process, counters and all."""
-
-    program: str
-    limit_bytes: int
-
-    def wrap(self, command: Sequence[str]) -> list[str]:
-        limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
-        return [self.program, "--user", "--scope", "--quiet", "--collect", *limits, "--", *command]
-
-    def peak_bytes(self) -> int | None:
-        return None
-
-    def num_oom_kills(self) -> int:
-        return 0
+MemoryCap = GroupCap | ScopeCap
 
 
 @contextmanager

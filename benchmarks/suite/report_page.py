@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
-from moe_runtime.lab.report.page import INK, SERIES, SURFACE, Page, Section, Table, drawing
+from moe_runtime.lab.report.page import INK, SERIES, SURFACE, Page, Section, Table, chart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,9 +169,7 @@ def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> S
 def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
     """A bar for each row, with its interval and its percentiles."""
     scale, unit = rows[0].scale
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(9.2, 1.0 + 0.55 * len(rows)))
-        axes = figure.add_subplot()
+    with chart(1.0 + 0.55 * len(rows)) as (figure, axes):
         for place, row in enumerate(rows):
             found = row.summary
             axes.barh(place, found["mean"] * scale, color=SERIES[place % len(SERIES)], height=0.6)

@@ -1,9 +1,7 @@
-"""Results files: one versioned format for every case, written and read here.
+"""Results files: one versioned format for every case.
 
-What a file holds besides numbers is what they depend on: machine, versions, commit, command,
-settings. ``schema.json`` says it all; a file that differs from it is neither written nor read. Of
-JSON Schema the keywords that it uses are known here; another one is an error, so that nothing in it
-goes unchecked.
+A file holds numbers and what they depend on: machine, versions, commit, command, settings. A file
+that differs from ``schema.json`` is neither written nor read.
 """
 
 import json
@@ -19,7 +17,6 @@ from moe_runtime.benchmarks.suite.runner import (
     MeasuredSystem,
     Rules,
     mean_interval,
-    percentile,
     run_in_turn,
 )
 from moe_runtime.errors import CheckpointError
@@ -46,7 +43,13 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number means."""
+    """What a number means.
+
+    Attributes:
+        unit: one of those of ``schema.json``.
+        better: ``less`` or ``more``.
+        is_judged: whether ``compare`` calls a change better or worse.
+    """
 
     unit: str
     better: str = "less"
@@ -57,53 +60,50 @@ JOULES = {"cpu_joules": Metric("J"), "gpu_joules": Metric("J")}
 """What `EnergyMeter` finds, where this machine lets its users read it."""
 
 
-def summarize_measured(
-    measured: MeasuredSystem, metrics: Mapping[str, Metric]
-) -> dict[str, dict[str, Any]]:
-    """Mean with its interval over repetitions, and percentiles over everything, by metric."""
-    summary = {}
-    for name, metric in metrics.items():
-        values = measured.values(name)
-        if not values:
-            continue
-        pooled = [one for found in measured.repetitions for one in _as_list(found.get(name, ()))]
-        low, high = mean_interval(values) or (None, None)
-        summary[name] = {
-            "unit": metric.unit,
-            "better": metric.better,
-            "judged": metric.is_judged,
-            "median": median(values),
-            "mean": fmean(values),
-            "low": low,
-            "high": high,
-            **{f"p{share}": percentile(pooled, share / 100) for share in (50, 90, 99)},
-        }
-    return summary
-
-
 def describe_system(
     name: str,
     measured: MeasuredSystem,
     metrics: Mapping[str, Metric],
     *,
-    system_versions: Mapping[str, str],
-    quality: Mapping[str, int] | None,
+    system_versions: Mapping[str, str] | None = None,
+    quality: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What a results file says of one system."""
+    """What a results file says of one system; versions are those of this process by default."""
+    import numpy as np
+
+    summary = {}
+    for metric, meant in metrics.items():
+        values = measured.values(metric)
+        if not values:
+            continue
+        pooled = np.concatenate(
+            [np.atleast_1d(found[metric]) for found in measured.repetitions if metric in found]
+        )
+        low, high = mean_interval(values) or (None, None)
+        summary[metric] = {
+            "unit": meant.unit,
+            "better": meant.better,
+            "judged": meant.is_judged,
+            "median": median(values),
+            "mean": fmean(values),
+            "low": low,
+            "high": high,
+            **{f"p{share}": float(np.percentile(pooled, share)) for share in (50, 90, 99)},
+        }
     return {
         "system": name,
         "failure": measured.failure,
-        "versions": dict(system_versions),
+        "versions": dict(versions() if system_versions is None else system_versions),
         "quality": None if quality is None else dict(quality),
         "repetitions": [dict(found) for found in measured.repetitions],
-        "summary": summarize_measured(measured, metrics),
+        "summary": summary,
     }
 
 
 def describe_compared(
     one: BenchSystem, measured: MeasuredSystem, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """As ``describe_system``, of one whose answers were compared, or of none that were."""
+    """As `describe_system`, with the quality of a system whose answers were compared."""
     quality = {"compared": one.compared, "equal": one.equal} if one.compared else None
     return describe_system(
         one.name, measured, metrics, system_versions=one.versions, quality=quality
@@ -117,7 +117,7 @@ def measure_systems(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures systems in turn."""
+    """Measures systems of different names in turn; the content of a results file."""
     found, ended = run_in_turn(systems, rules)
     rows = [describe_compared(one, found[one.name], metrics) for one in systems]
     gpu = next((one.gpu for one in systems if one.gpu), None)
@@ -132,7 +132,10 @@ def make_results(
     *,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The content of a results file; ``command`` is added by whoever knows it."""
+    """The content of a results file, but for its ``command``.
+
+    ``machine`` names the ``gpu`` on which systems computed, if any.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -149,16 +152,30 @@ def make_results(
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes a results file."""
+    """Writes a results file.
+
+    Raises:
+        ValueError: the schema refuses it.
+        OSError: it cannot be written.
+    """
     require_valid(dict(results), read_schema())
     write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Reads a results file."""
+    """Reads a results file.
+
+    Raises:
+        CheckpointError: it is none, or has another version.
+        OSError: it cannot be read.
+    """
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
     try:
-        found = json.loads(raw, parse_constant=_refuse_constant)
+        found = json.loads(raw, parse_constant=refuse_constant)
         require_valid(found, read_schema())
         _require_systems(found["measurements"])
     except (ValueError, RecursionError) as error:
@@ -169,7 +186,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses what no command writes and no schema can say."""
+    """Refuses what no schema can exclude."""
     names = [one["system"] for one in measurements]
     if not names:
         raise ValueError("results.measurements: expected at least one system, got none")
@@ -181,53 +198,26 @@ def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{place}: a summary without the repetitions that it is of")
 
 
-def _as_list(value: Any) -> list[float]:
-    return list(value) if isinstance(value, Sequence) else [value]
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
 def read_schema() -> dict[str, Any]:
     """The JSON Schema of results files."""
     return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
 
 
 def require_valid(value: Any, schema: dict[str, Any], place: str = "results") -> None:
-    """Checks a value read from JSON."""
+    """Checks a JSON value against the keywords of JSON Schema that ``schema.json`` uses.
+
+    Raises:
+        ValueError: the value does not fit; the message says where and what was expected.
+        NotImplementedError: the schema has another keyword.
+    """
     if unknown := schema.keys() - _KNOWN:
         raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
     _require_kind(value, schema, place)
-    if isinstance(value, dict):
-        _require_properties(value, schema, place)
-    elif isinstance(value, list) and "items" in schema:
+    if isinstance(value, list) and "items" in schema:
         for number, item in enumerate(value):
             require_valid(item, schema["items"], f"{place}[{number}]")
-
-
-def _require_kind(value: Any, schema: dict[str, Any], place: str) -> None:
-    kinds = schema.get("type", list(_TYPES))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    # For Python true is a number, for JSON it is not.
-    fits = (
-        isinstance(value, _TYPES[kind]) and isinstance(value, bool) <= (kind == "boolean")
-        for kind in kinds
-    )
-    if not any(fits):
-        raise ValueError(f"{place}: expected {' or '.join(kinds)}, got {_shown(value)}")
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if allowed is not None and value not in allowed:
-        raise ValueError(
-            f"{place}: expected {' or '.join(map(repr, allowed))}, got {_shown(value)}"
-        )
-    if isinstance(value, int | float) and not abs(value) <= _LARGEST:
-        raise ValueError(f"{place}: expected a number up to {_LARGEST:g}, got {_shown(value)}")
-    if "minimum" in schema and value < schema["minimum"]:
-        raise ValueError(f"{place}: expected at least {schema['minimum']}, got {_shown(value)}")
-
-
-def _require_properties(value: dict[str, Any], schema: dict[str, Any], place: str) -> None:
+    if not isinstance(value, dict):
+        return
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -240,6 +230,26 @@ def _require_properties(value: dict[str, Any], schema: dict[str, Any], place: st
             )
         elif isinstance(rest, dict):
             require_valid(item, rest, f"{place}.{name}")
+
+
+def _require_kind(value: Any, schema: dict[str, Any], place: str) -> None:
+    kinds = schema.get("type", list(_TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    # For Python true is a number, for JSON it is not.
+    if not any(
+        isinstance(value, _TYPES[kind]) and isinstance(value, bool) <= (kind == "boolean")
+        for kind in kinds
+    ):
+        raise ValueError(f"{place}: expected {' or '.join(kinds)}, got {_shown(value)}")
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    if value not in allowed:
+        raise ValueError(
+            f"{place}: expected {' or '.join(map(repr, allowed))}, got {_shown(value)}"
+        )
+    if isinstance(value, int | float) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{place}: expected a number up to {_LARGEST:g}, got {_shown(value)}")
+    if "minimum" in schema and value < schema["minimum"]:
+        raise ValueError(f"{place}: expected at least {schema['minimum']}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,6 @@ A repetition gives numbers, and lists of numbers whose median stands for it. Sys
 that a machine that slows down slows all of them, and the first one changes from round to round.
 """
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +27,23 @@ class StoppedRepetitionError(MoERuntimeError):
 
 
 @contextmanager
-def peer_failures() -> Iterator[None]:
-    """What torch or a system under test raises becomes a failure of the system."""
+def peer_failures(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of torch or of a system under test, and further kinds, become `PeerFailedError`."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, *kinds) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise PeerFailedError(lines[0]) from None
 
 
 class BenchSystem(ABC):
-    """A system under test."""
+    """A system under test.
+
+    Attributes:
+        versions: of the packages that it runs with; those of this process by default.
+        gpu: the GPU that it computed on, once it ran.
+        compared, equal: answers that were compared with a reference, and how many agreed.
+    """
 
     def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -48,10 +53,14 @@ class BenchSystem(ABC):
 
     @abstractmethod
     def repeat(self) -> Mapping[str, Number]:
-        """Runs the system once; before the first time, compares its answers."""
+        """Runs the system once; before the first time, compares its answers.
+
+        Raises:
+            PeerFailedError: it has no numbers.
+        """
 
     def require_all_equal(self, difference: str = "tokens differ by more than roundings allow"):
-        """Refuses a system whose answers differ."""
+        """Raises `PeerFailedError` for a system whose answers differ."""
         if self.equal < self.compared:
             raise PeerFailedError(
                 f"{self.compared - self.equal} of {self.compared} {difference}; "
@@ -61,7 +70,16 @@ class BenchSystem(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When enough has been measured, and who is told meanwhile."""
+    """When a measurement ends, and its callbacks.
+
+    Attributes:
+        judged: the metrics that must be certain.
+        least, most: repetitions of each system.
+        precision: half of the confidence interval of the mean, as a share of it.
+        max_s: no round begins that would end later, going by the longest.
+        on_repetition: gets a system's name and the number of its repetitions.
+        is_stopping: asked before each repetition; what was found until then counts.
+    """
 
     judged: Sequence[str]
     least: int = 3
@@ -75,7 +93,7 @@ class Rules:
 
 @dataclass(kw_only=True)
 class MeasuredSystem:
-    """What was found of one system."""
+    """What was found of one system: its repetitions, or why it has none."""
 
     repetitions: list[Mapping[str, Number]] = field(default_factory=list)
     failure: str | None = None
@@ -93,7 +111,12 @@ def middle(value: Number) -> float:
 def run_in_turn(
     systems: Sequence[BenchSystem], rules: Rules
 ) -> tuple[dict[str, MeasuredSystem], str]:
-    """Measures systems, under different names, in turn."""
+    """Measures systems in turn.
+
+    Returns:
+        What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
+        or ``failed`` where no system has numbers.
+    """
     found = {system.name: MeasuredSystem() for system in systems}
     begin, longest_s = rules.clock(), 0.0
     for number in range(rules.most):
@@ -125,32 +148,21 @@ def run_in_turn(
 
 
 def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
-    # A system may have no numbers of a metric: what it has decides.
-    found = [measured.values(metric) for metric in rules.judged]
-    return all(is_narrow(values, rules.precision) for values in found if values)
+    """Whether the mean of each judged metric that the system has is known to the precision."""
+    for values in map(measured.values, rules.judged):
+        ends = mean_interval(values)
+        if values and (
+            ends is None or ends[1] - ends[0] > 2 * rules.precision * abs(fmean(values))
+        ):
+            return False
+    return True
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval that holds the mean of what the values are drawn from, by Student's t."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean, by Student's t; None of fewer than two values."""
     if len(values) < 2:
         return None
     from scipy.stats import t
 
-    half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * stdev(values)
-    half /= math.sqrt(len(values))
+    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
     return fmean(values) - half, fmean(values) + half
-
-
-def is_narrow(values: Sequence[float], precision: float) -> bool:
-    """Whether the mean is known to a share of itself, such as 0.05 up and down."""
-    ends = mean_interval(values)
-    return ends is not None and (ends[1] - ends[0]) / 2 <= precision * abs(fmean(values))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that a share of all lies below, between two neighbours in proportion."""
-    ranked = sorted(values)
-    place = share * (len(ranked) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (place - below) * (ranked[above] - ranked[below])

@@ -53,7 +53,8 @@ def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
     """The contents of `plan.parts`; a function of seed and name only, whatever the order."""
     import torch
 
-    store = {"bf16": _bf16, "fp8": _fp8, "mxfp4": _mxfp4}[plan.stored]
+    # transformers is imported here: its lazy modules do not bear imports by several threads
+    store = _fp8() if plan.stored == "fp8" else {"bf16": _bf16, "mxfp4": _mxfp4}[plan.stored]
     rows, cols = math.prod(plan.shape[:-1]), plan.shape[-1]
 
     def portion(first: int) -> tuple[Any, ...]:
@@ -80,16 +81,20 @@ def _bf16(values: Any) -> tuple[Any]:
     return (values.bfloat16(),)
 
 
-def _fp8(values: Any) -> tuple[Any, Any]:
-    """By the quantiser of transformers, which needs whole blocks; scales rounded to bf16."""
+def _fp8() -> Callable[[Any], tuple[Any, Any]]:
+    """The quantiser of transformers, which needs whole blocks; scales are rounded to bf16."""
     from types import SimpleNamespace
 
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     settings: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
-    parts = Fp8Quantize(settings)._quantize_one("weight", values)
-    return parts["weight"], parts["weight_scale_inv"].bfloat16()
+
+    def store(values: Any) -> tuple[Any, Any]:
+        parts = Fp8Quantize(settings)._quantize_one("weight", values)
+        return parts["weight"], parts["weight_scale_inv"].bfloat16()
+
+    return store
 
 
 def _mxfp4(values: Any) -> tuple[Any, Any]:

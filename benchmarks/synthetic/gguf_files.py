@@ -7,11 +7,10 @@ and rounding seldom decides which token is likeliest.
 
 The second kind is written one tensor in memory at a time: matrices in bf16, experts of gpt-oss in
 MXFP4 as they are, norms, biases, sinks and routers in fp32, the experts of a layer in one tensor.
-For FP8 in blocks llama.cpp has no type: each matrix of such a model becomes Q8_0, rounded once
-more. The vocabulary is the checkpoint's tokenizer's.
+llama.cpp has no type for FP8 in blocks: each matrix of such a model becomes Q8_0, rounded once
+more.
 
-Names, types and metadata of both are those that llama.cpp's converter writes
-(`convert_hf_to_gguf.py`).
+Names, types and metadata of both are those of llama.cpp's converter (`convert_hf_to_gguf.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,15 +49,94 @@ FILE_NAME = "model.gguf"
 _ARCHITECTURE = "qwen35moe"
 _CONTEXT, _TAPS, _INTERVAL = 16384, 4, 4
 _OUTPUT_SCALE = 0.01
-_BLOCKS = {"Q4_K": (256, 144), "Q6_K": (256, 210), "Q8_0": (32, 34)}
+_BLOCKS = {
+    **{"F32": (1, 4), "BF16": (1, 2), "MXFP4": (MXFP4_GROUP, 1 + MXFP4_GROUP // 2)},
+    **{"Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)},
+}
 """Values of a block, and its bytes."""
 _SCALES = {"Q4_K": ((0, 2), 350.0), "Q6_K": ((208,), 1400.0), "Q8_0": ((0,), 74.0)}
-"""Where the fp16 numbers of a block lie, in bytes, and how far random codes spread without them."""
+"""Where the fp16 numbers of a block lie, in bytes, and the spread of random codes without them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class WrittenTensor(NamedTuple):
+    """A tensor of a file: its type, the shape of its values, and what gives its content."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        values, num_bytes = _BLOCKS[self.kind]
+        return self.shape[-1] // values * num_bytes
+
+
+def _write_file(
+    target: Path,
+    architecture: str,
+    tokenizer: Path,
+    tensors: Iterable[WrittenTensor],
+    add_metadata: Callable[[Any, ModuleType], None],
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes one tensor at a time; the file gets its name when it is complete."""
+    gguf = importlib.import_module("gguf")
+    tensors = list(tensors)
+    with write_atomically(target) as file:
+        # The package opens its file by a name.
+        writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", architecture)
+        add_metadata(writer, gguf)
+        _add_vocabulary(writer, gguf, tokenizer)
+        for one in tensors:
+            is_plain = one.kind == "F32"
+            writer.add_tensor_info(
+                one.name,
+                one.shape if is_plain else (*one.shape[:-1], one.row_bytes),
+                np.dtype(np.float32 if is_plain else np.uint8),
+                one.num_bytes,
+                raw_dtype=gguf.GGMLQuantizationType[one.kind],
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done, total = 0, sum(one.num_bytes for one in tensors)
+        for one in tensors:
+            writer.write_tensor_data(one.read())
+            done += one.num_bytes
+            if progress is not None:
+                progress(done, total)
+        writer.close()
+
+
+def _add_vocabulary(writer: Any, gguf: Any, tokenizer: Path) -> None:
+    """Adds the tokenizer that `write_tokenizer` wrote, in llama.cpp's words."""
+    model = json.loads(tokenizer.read_text())["model"]
+    ids = model["vocab"]
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=ids.__getitem__))
+    writer.add_token_types([kinds.NORMAL] * (len(ids) - 1) + [kinds.CONTROL])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_eos_token_id(ids[END_OF_TEXT])
+    writer.add_add_bos_token(False)
+
+
+def _require_gguf() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedModelError(
+            "a GGUF file of the shape needs gguf; install it with pip install 'moe-runtime[peers]'"
+        )
+
+
+@dataclass(frozen=True)
 class GgufShape:
-    """Sizes of the file: D model width, F expert width, and of heads."""
+    """Sizes of a file of random blocks."""
 
     name: str
     num_layers: int
@@ -76,38 +155,37 @@ class GgufShape:
 
     @property
     def total_bytes(self) -> int:
-        return sum(_num_bytes(sizes, kind) for _, sizes, kind in self._matrices())
+        """Of all matrices."""
+        return sum(one.num_bytes for one in self._matrices(np.random.default_rng(0)))
+
+    @property
+    def _linear_width(self) -> int:
+        return self.linear_values * self.linear_dim
+
+    @property
+    def _mixed_width(self) -> int:
+        return 2 * self.linear_keys * self.linear_dim + self._linear_width
 
     def write(self, folder: Path) -> None:
-        """Writes file and tokenizer."""
-        require_gguf()
-        gguf: Any = importlib.import_module("gguf")
+        """Writes file and tokenizer.
+
+        Raises:
+            UnsupportedModelError: the `gguf` package is missing.
+            OSError: they cannot be written.
+        """
+        _require_gguf()
         write_tokenizer(folder, self.vocab_size)
         generator = np.random.default_rng(0)
-        with write_atomically(folder / FILE_NAME) as file:
-            # The package opens its file by a name.
-            writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", _ARCHITECTURE)
-            self._add_metadata(writer)
-            add_vocabulary(writer, gguf, folder / TOKENIZER_NAME)
-            matrices = list(self._matrices())
-            for name, sizes, kind in matrices:
-                shape, size = (*sizes[:-1], _row_bytes(sizes, kind)), _num_bytes(sizes, kind)
-                type_of = gguf.GGMLQuantizationType[kind]
-                writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, raw_dtype=type_of)
-            plain = self._plain(generator)
-            for name, values in plain.items():
-                writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, sizes, kind in matrices:
-                writer.write_tensor_data(_blocks(name, sizes, kind, generator))
-            for values in plain.values():
-                writer.write_tensor_data(values)
-            writer.close()
+        plain = [
+            WrittenTensor(name, "F32", values.shape, values.view)
+            for name, values in self._plain(generator).items()
+        ]
+        tensors = [*self._matrices(generator), *plain]
+        tokenizer = folder / TOKENIZER_NAME
+        _write_file(folder / FILE_NAME, _ARCHITECTURE, tokenizer, tensors, self._add_metadata)
 
     def write_settings(self, folder: Path) -> None:
-        """Writes the tokenizer, and a configuration for who reads it by that."""
+        """Writes the tokenizer, and a configuration by which transformers finds it."""
         write_tokenizer(folder, self.vocab_size)
         settings = {"model_type": "gpt2", "n_positions": _CONTEXT}
         (folder / "config.json").write_text(f"{json.dumps(settings)}\n")
@@ -117,38 +195,36 @@ class GgufShape:
         file = folder / FILE_NAME
         return file.is_file() and file.stat().st_size >= self.total_bytes
 
-    def _matrices(self) -> list[tuple[str, tuple[int, ...], str]]:
+    def _matrices(self, generator: np.random.Generator) -> Iterator[WrittenTensor]:
         width, hidden, experts = self.model_width, self.expert_width, self.num_experts
-        values = self.linear_values * self.linear_dim
-        mixed = 2 * self.linear_keys * self.linear_dim + values
+        values = self._linear_width
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        table = (self.vocab_size, width)
-        found = [("token_embd.weight", table, "Q8_0"), ("output.weight", table, "Q8_0")]
+
+        def tensor(name: str, shape: tuple[int, ...], kind: str = "Q8_0") -> WrittenTensor:
+            return WrittenTensor(name, kind, shape, partial(_blocks, name, shape, kind, generator))
+
+        for name in ("token_embd", "output"):
+            yield tensor(f"{name}.weight", (self.vocab_size, width))
         for layer in range(self.num_layers):
-            parts: dict[str, tuple[int, ...]] = {
-                "attn_qkv": (mixed, width),
-                "attn_gate": (values, width),
-                "ssm_alpha": (self.linear_values, width),
-                "ssm_beta": (self.linear_values, width),
-                "ssm_out": (width, values),
-            }
             if layer % _INTERVAL == _INTERVAL - 1:
                 parts = {"attn_q": (2 * queries, width), "attn_k": (keys, width)}
                 parts |= {"attn_v": (keys, width), "attn_output": (width, queries)}
-            parts |= {"ffn_gate_shexp": (hidden, width), "ffn_up_shexp": (hidden, width)}
-            parts |= {"ffn_down_shexp": (width, hidden)}
-            stacks = {"ffn_gate_exps": (experts, hidden, width)}
-            stacks |= {"ffn_up_exps": (experts, hidden, width)}
-            found += [(f"blk.{layer}.{one}.weight", size, "Q8_0") for one, size in parts.items()]
-            found += [(f"blk.{layer}.{one}.weight", size, "Q4_K") for one, size in stacks.items()]
-            found.append((f"blk.{layer}.ffn_down_exps.weight", (experts, width, hidden), "Q6_K"))
-        return found
+            else:
+                parts = {"attn_qkv": (self._mixed_width, width), "attn_gate": (values, width)}
+                parts |= {f"ssm_{one}": (self.linear_values, width) for one in ("alpha", "beta")}
+                parts["ssm_out"] = (width, values)
+            parts |= {f"ffn_{one}_shexp": (hidden, width) for one in ("gate", "up")}
+            parts["ffn_down_shexp"] = (width, hidden)
+            for name, shape in parts.items():
+                yield tensor(f"blk.{layer}.{name}.weight", shape)
+            for name in ("gate", "up"):
+                shape = (experts, hidden, width)
+                yield tensor(f"blk.{layer}.ffn_{name}_exps.weight", shape, "Q4_K")
+            yield tensor(f"blk.{layer}.ffn_down_exps.weight", (experts, width, hidden), "Q6_K")
 
     def _plain(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
         """Norms, routers and what linear attention has in fp32."""
         width = self.model_width
-        values = self.linear_values * self.linear_dim
-        mixed = 2 * self.linear_keys * self.linear_dim + values
 
         def drawn(*sizes: int, scale: float = 0.1, shift: float = 0.0) -> np.ndarray:
             numbers = generator.standard_normal(sizes, dtype=np.float32)
@@ -162,7 +238,7 @@ class GgufShape:
                 own["attn_q_norm.weight"] = drawn(self.head_dim, shift=1)
                 own["attn_k_norm.weight"] = drawn(self.head_dim, shift=1)
             else:
-                own["ssm_conv1d.weight"] = drawn(mixed, _TAPS, scale=0.3)
+                own["ssm_conv1d.weight"] = drawn(self._mixed_width, _TAPS, scale=0.3)
                 own["ssm_dt.bias"] = drawn(self.linear_values, scale=1)
                 own["ssm_a"] = -np.exp(drawn(self.linear_values, scale=1))
                 own["ssm_norm.weight"] = drawn(self.linear_dim, shift=1)
@@ -171,25 +247,29 @@ class GgufShape:
             found |= {f"blk.{layer}.{name}": values for name, values in own.items()}
         return found
 
-    def _add_metadata(self, writer: Any) -> None:
-        writer.add_name(self.name)
-        writer.add_context_length(_CONTEXT)
-        writer.add_embedding_length(self.model_width)
-        writer.add_block_count(self.num_layers)
-        writer.add_vocab_size(self.vocab_size)
-        writer.add_head_count(self.num_heads)
-        writer.add_head_count_kv(self.num_kv_heads)
-        writer.add_key_length(self.head_dim)
-        writer.add_value_length(self.head_dim)
-        writer.add_layer_norm_rms_eps(1e-6)
-        writer.add_rope_freq_base(1e7)
-        writer.add_rope_dimension_count(self.rotated)
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
-        writer.add_ssm_conv_kernel(_TAPS)
-        writer.add_ssm_state_size(self.linear_dim)
-        writer.add_ssm_group_count(self.linear_keys)
-        writer.add_ssm_time_step_rank(self.linear_values)
-        writer.add_ssm_inner_size(self.linear_values * self.linear_dim)
+    def _add_metadata(self, writer: Any, gguf: ModuleType) -> None:
+        del gguf
+        for name, value in {
+            "name": self.name,
+            "context_length": _CONTEXT,
+            "embedding_length": self.model_width,
+            "block_count": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "head_count": self.num_heads,
+            "head_count_kv": self.num_kv_heads,
+            "key_length": self.head_dim,
+            "value_length": self.head_dim,
+            "layer_norm_rms_eps": 1e-6,
+            "rope_freq_base": 1e7,
+            "rope_dimension_count": self.rotated,
+            "rope_dimension_sections": [11, 11, 10, 0],
+            "ssm_conv_kernel": _TAPS,
+            "ssm_state_size": self.linear_dim,
+            "ssm_group_count": self.linear_keys,
+            "ssm_time_step_rank": self.linear_values,
+            "ssm_inner_size": self._linear_width,
+        }.items():
+            getattr(writer, f"add_{name}")(value)
         writer.add_uint32(f"{_ARCHITECTURE}.full_attention_interval", _INTERVAL)
         writer.add_expert_count(self.num_experts)
         writer.add_expert_used_count(self.top_k)
@@ -197,156 +277,58 @@ class GgufShape:
         writer.add_expert_shared_feed_forward_length(self.expert_width)
 
 
-def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
-    """A shape of `GGUF_SHAPES`, with fewer layers if wanted; its name says so."""
-    return with_layers(GGUF_SHAPES, name, num_layers)
-
-
-def require_gguf() -> None:
-    """Refuses to go on without the package."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedModelError(
-            "a GGUF file of the shape needs gguf; install it with pip install 'moe-runtime[peers]'"
-        )
-
-
-def add_vocabulary(writer: Any, gguf: Any, tokenizer: Path) -> None:
-    """Adds the tokenizer that `write_tokenizer` wrote, in llama.cpp's words."""
-    model = json.loads(tokenizer.read_text())["model"]
-    ids = model["vocab"]
-    kinds = gguf.TokenType
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(ids, key=ids.__getitem__))
-    writer.add_token_types([kinds.NORMAL] * (len(ids) - 1) + [kinds.CONTROL])
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_eos_token_id(ids[END_OF_TEXT])
-    writer.add_add_bos_token(False)
-
-
-def _row_bytes(sizes: tuple[int, ...], kind: str) -> int:
-    values, num_bytes = _BLOCKS[kind]
-    return sizes[-1] // values * num_bytes
-
-
-def _num_bytes(sizes: tuple[int, ...], kind: str) -> int:
-    return int(np.prod(sizes[:-1])) * _row_bytes(sizes, kind)
-
-
 def _blocks(
-    name: str, sizes: tuple[int, ...], kind: str, generator: np.random.Generator
+    name: str, shape: tuple[int, ...], kind: str, generator: np.random.Generator
 ) -> np.ndarray:
-    """Random codes, with scales for numbers of a standard deviation of one over the root of K."""
-    _, num_bytes = _BLOCKS[kind]
+    """Random codes, with scales for numbers of a standard deviation of one over the root of K.
+
+    What layers add to the residual is smaller, and embeddings are as large as what norms give.
+    """
+    values, num_bytes = _BLOCKS[kind]
     places, spread = _SCALES[kind]
-    blocks = np.frombuffer(generator.bytes(_num_bytes(sizes, kind)), np.uint8)
-    blocks = blocks.reshape(-1, num_bytes).copy()
-    std = 1.0 if name.startswith("token_embd") else sizes[-1] ** -0.5
+    count = math.prod(shape) // values
+    blocks = np.frombuffer(generator.bytes(count * num_bytes), np.uint8)
+    blocks = blocks.reshape(count, num_bytes).copy()
+    std = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
     if any(part in name for part in ("attn_output", "ssm_out", "ffn_down")):
         std *= _OUTPUT_SCALE
     scale = np.frombuffer(np.float16(std / spread).tobytes(), np.uint8)
     for place in places:
         blocks[:, place : place + 2] = scale
-    return blocks.reshape(*sizes[:-1], -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
-_QWEN36 = GgufShape(
-    name="qwen3.6-35b-a3b-q4_k",
-    num_layers=40,
-    num_experts=256,
-    top_k=8,
-    model_width=2048,
-    expert_width=512,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=256,
-    rotated=64,
-    linear_keys=16,
-    linear_values=32,
-    linear_dim=128,
-    vocab_size=4096,
-)
 GGUF_SHAPES = {
     shape.name: shape
     for shape in (
-        _QWEN36,
-        replace(
-            _QWEN36,
-            name="qwen3.6-tiny-q4_k",
-            num_layers=4,
-            num_experts=8,
-            top_k=2,
-            model_width=256,
-            expert_width=256,
-            num_heads=2,
-            num_kv_heads=1,
-            linear_keys=1,
-            linear_values=2,
-            vocab_size=512,
-        ),
+        GgufShape("qwen3.6-35b-a3b-q4_k", 40, 256, 8, 2048, 512, 16, 2, 256, 64, 16, 32, 128, 4096),
+        GgufShape("qwen3.6-tiny-q4_k", 4, 8, 2, 256, 256, 2, 1, 256, 64, 1, 2, 128, 512),
     )
 }
 
 
-TABLES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-ATTENTION_PARTS = {
+def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
+    """A shape of `GGUF_SHAPES`, with fewer layers if wanted; its name says so."""
+    return with_layers(GGUF_SHAPES, name, num_layers)
+
+
+_TABLES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ATTENTION_PARTS = {
     "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
     "self_attn.o_proj": "attn_output",
 }
-OLMOE_PARTS = ATTENTION_PARTS | {
+_OLMOE_PARTS = _ATTENTION_PARTS | {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
 }
-GPT_OSS_PARTS = ATTENTION_PARTS | {
+_GPT_OSS_PARTS = _ATTENTION_PARTS | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
 }
-EXPERT_PARTS = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-}
-FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")
-BLOCK_BYTES = 1 + MXFP4_GROUP // 2
-"""Of 32 values in MXFP4: the exponent, then the codes of elements j and j + 16 in byte j."""
-Q8_GROUP, Q8_BYTES = 32, 34
-"""Values of a block in Q8_0, and its bytes: a scale in fp16 and a signed byte each."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedTensor:
-    """A tensor of the GGUF file: its kind and the shape of its values, and what reads them."""
-
-    name: str
-    kind: Literal["F32", "BF16", "MXFP4", "Q8_0"]
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-    @property
-    def num_bytes(self) -> int:
-        num_values = math.prod(self.shape)
-        if self.kind == "MXFP4":
-            return num_values // MXFP4_GROUP * BLOCK_BYTES
-        if self.kind == "Q8_0":
-            return num_values // Q8_GROUP * Q8_BYTES
-        return num_values * (4 if self.kind == "F32" else 2)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """In fp32 numbers, or in bytes."""
-        if self.kind == "F32":
-            return self.shape
-        num_rows = math.prod(self.shape[:-1])
-        return (*self.shape[:-1], self.num_bytes // num_rows)
+_FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")
 
 
 def write_gguf(
@@ -356,58 +338,43 @@ def write_gguf(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`."""
+    """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`.
+
+    Several processes may write it at a time. Needs the `gguf` package (extra `peers`).
+
+    Args:
+        progress: called with bytes written and bytes in all after each tensor.
+
+    Raises:
+        UnsupportedModelError: the package is missing, or the family is not known here.
+        OSError: it cannot be written.
+    """
     require_copy(shape)
-    gguf = importlib.import_module("gguf")
-    tensors = list(_plan(shape, locate_tensors(checkpoint)))
+    tensors = _plan(shape, locate_tensors(checkpoint))
     if isinstance(shape, Qwen3Fp8Shape):
-        tensors = [_as_q8_0(tensor, gguf) for tensor in tensors]
-    total = sum(tensor.num_bytes for tensor in tensors)
-    with write_atomically(target) as file:
-        # The package opens its file by a name.
-        writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", _architecture(shape))
-        _add_metadata(writer, gguf, shape)
-        add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name,
-                tensor.stored_shape,
-                np.dtype(np.float32 if tensor.kind == "F32" else np.uint8),
-                tensor.num_bytes,
-                raw_dtype=gguf.GGMLQuantizationType[tensor.kind],
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        done = 0
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.read())
-            done += tensor.num_bytes
-            if progress is not None:
-                progress(done, total)
-        writer.close()
+        tensors = map(_as_q8_0, tensors)
+    architecture = "qwen3moe" if isinstance(shape, Qwen3Shape) else "olmoe"
+    if isinstance(shape, GptOssShape):
+        architecture = "gpt-oss"
+    add_metadata = partial(_add_metadata, shape=shape)
+    tokenizer = checkpoint / TOKENIZER_NAME
+    _write_file(target, architecture, tokenizer, tensors, add_metadata, progress)
 
 
 def require_copy(shape: Any) -> None:
-    """Refuses what `write_gguf` would refuse."""
+    """Raises `UnsupportedModelError` for what `write_gguf` would refuse."""
     if not isinstance(shape, ModelShape) or isinstance(shape, MixtralShape):
         raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
-    require_gguf()
+    _require_gguf()
 
 
-def _architecture(shape: ModelShape) -> str:
-    if isinstance(shape, GptOssShape):
-        return "gpt-oss"
-    return "qwen3moe" if isinstance(shape, Qwen3Shape) else "olmoe"
-
-
-def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[CopiedTensor]:
-    for key, name in TABLES.items():
+def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[WrittenTensor]:
+    for key, name in _TABLES.items():
         yield _plain(f"{name}.weight", places[f"{key}.weight"])
     is_gpt_oss = isinstance(shape, GptOssShape)
     for layer in range(shape.num_layers):
         block, prefix = f"blk.{layer}", f"model.layers.{layer}"
-        for key, name in (GPT_OSS_PARTS if is_gpt_oss else OLMOE_PARTS).items():
+        for key, name in (_GPT_OSS_PARTS if is_gpt_oss else _OLMOE_PARTS).items():
             for end in ("weight", "bias"):
                 if f"{prefix}.{key}.{end}" in places:
                     yield _matrices(f"{block}.{name}.{end}", [f"{prefix}.{key}.{end}"], places)
@@ -415,29 +382,30 @@ def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[CopiedT
             yield _plain(f"{block}.attn_sinks.weight", places[f"{prefix}.self_attn.sinks"])
             yield from _gpt_oss_experts(block, f"{prefix}.mlp.experts", places)
             continue
-        for key, name in EXPERT_PARTS.items():
+        for key in ("gate", "up", "down"):
             stems = (f"{prefix}.mlp.experts.{expert}" for expert in range(shape.num_experts))
-            names = [f"{stem}.{key}.weight" for stem in stems]
-            yield _matrices(f"{block}.{name}.weight", names, places)
+            names = [f"{stem}.{key}_proj.weight" for stem in stems]
+            yield _matrices(f"{block}.ffn_{key}_exps.weight", names, places)
 
 
-def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> CopiedTensor:
-    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts."""
-    is_float32 = name.endswith(FLOAT32_PARTS)
+def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> WrittenTensor:
+    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
+
+    `rows` are taken of the last dimension.
+    """
+    is_float32 = name.endswith(_FLOAT32_PARTS)
     one = (*places[0].shape[:-1], len(range(*rows.indices(places[0].shape[-1]))))
 
     def read() -> np.ndarray:
         bits = np.stack([place.read_bits()[..., rows] for place in places])
         bits = np.ascontiguousarray(bits if len(places) > 1 else bits[0])
-        if not is_float32:
-            return bits.view(np.uint8)
-        return _from_bf16(bits)
+        return _from_bf16(bits) if is_float32 else bits.view(np.uint8)
 
     stacked = one if len(places) == 1 else (len(places), *one)
-    return CopiedTensor(name, "F32" if is_float32 else "BF16", stacked, read)
+    return WrittenTensor(name, "F32" if is_float32 else "BF16", stacked, read)
 
 
-def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> CopiedTensor:
+def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> WrittenTensor:
     """Tensors as they are, or in fp32 where a checkpoint has FP8; several are stacked."""
     matrices = [places[key] for key in keys]
     if f"{keys[0]}_scale_inv" not in places:
@@ -449,7 +417,7 @@ def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> Cop
         return np.stack(found) if len(found) > 1 else found[0]
 
     one = matrices[0].shape
-    return CopiedTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
+    return WrittenTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
 
 
 def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
@@ -466,72 +434,78 @@ def _from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _as_q8_0(tensor: CopiedTensor, gguf: ModuleType) -> CopiedTensor:
+def _as_q8_0(tensor: WrittenTensor) -> WrittenTensor:
     """A matrix in Q8_0; what llama.cpp wants in fp32 stays."""
-    if tensor.name.endswith(FLOAT32_PARTS):
+    if tensor.name.endswith(_FLOAT32_PARTS):
         return tensor
 
     def read() -> np.ndarray:
+        gguf: Any = importlib.import_module("gguf")
         values = tensor.read()
         if tensor.kind == "BF16":
             values = _from_bf16(values.view(np.uint16))
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
 
-    return CopiedTensor(tensor.name, "Q8_0", tensor.shape, read)
+    return tensor._replace(kind="Q8_0", read=read)
 
 
 def _gpt_oss_experts(
     block: str, stem: str, places: dict[str, TensorPlace]
-) -> Iterator[CopiedTensor]:
+) -> Iterator[WrittenTensor]:
     """Rows of gate and up take turns in the checkpoint and lie apart in the GGUF file."""
-    for key, parts in (
-        ("gate_up_proj", {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}),
-        ("down_proj", {"ffn_down_exps": slice(None)}),
+    for name, key, rows in (
+        ("gate", "gate_up_proj", slice(0, None, 2)),
+        ("up", "gate_up_proj", slice(1, None, 2)),
+        ("down", "down_proj", slice(None)),
     ):
-        for name, rows in parts.items():
-            codes, scales = (places[f"{stem}.{key}_{end}"] for end in ("blocks", "scales"))
-            yield _mxfp4(f"{block}.{name}.weight", codes, scales, rows)
-            yield _plain(f"{block}.{name}.bias", places[f"{stem}.{key}_bias"], rows=rows)
+        codes, scales = (places[f"{stem}.{key}_{end}"] for end in ("blocks", "scales"))
+        yield _mxfp4(f"{block}.ffn_{name}_exps.weight", codes, scales, rows)
+        yield _plain(f"{block}.ffn_{name}_exps.bias", places[f"{stem}.{key}_bias"], rows=rows)
 
 
-def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> CopiedTensor:
-    """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`."""
+def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> WrittenTensor:
+    """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`.
+
+    A block is the exponent, then the codes of elements j and j + 16 in byte j.
+    """
     num_experts, num_rows, num_groups, _ = codes.shape
     num_rows, half = len(range(*rows.indices(num_rows))), MXFP4_GROUP // 4
 
     def read() -> np.ndarray:
-        blocks = np.empty((num_experts, num_rows, num_groups, BLOCK_BYTES), np.uint8)
+        blocks = np.empty((num_experts, num_rows, num_groups, _BLOCKS["MXFP4"][1]), np.uint8)
         each = zip(codes.read_bits(), scales.read_bits(), blocks, strict=True)
         for pairs, exponents, block in each:  # what is written out stays in the cache
             block[..., 0] = exponents[rows]
             low, high = pairs[rows, :, :half], pairs[rows, :, half:]
             block[..., 1::2] = low & 15 | high << 4
             block[..., 2::2] = low >> 4 | high & 0xF0
-        return blocks.reshape(num_experts, num_rows, num_groups * BLOCK_BYTES)
+        return blocks.reshape(num_experts, num_rows, -1)
 
-    return CopiedTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
+    return WrittenTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
 
 
 def _add_metadata(writer: Any, gguf: ModuleType, shape: ModelShape) -> None:
     kinds, settings = gguf.LlamaFileType, shape.config()
-    is_gpt_oss = isinstance(shape, GptOssShape)
-    writer.add_name(shape.name)
-    plain = kinds.MOSTLY_Q8_0 if isinstance(shape, Qwen3Fp8Shape) else kinds.MOSTLY_BF16
-    writer.add_file_type(kinds.MOSTLY_MXFP4_MOE if is_gpt_oss else plain)
-    writer.add_context_length(MAX_POSITIONS)
-    writer.add_embedding_length(shape.model_width)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.expert_width)
-    writer.add_head_count(shape.num_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_expert_count(shape.num_experts)
-    writer.add_expert_used_count(shape.top_k)
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_rope_freq_base(float(str(settings["rope_theta"])))
-    writer.add_head_count_kv(int(str(settings["num_key_value_heads"])))
+    kind = kinds.MOSTLY_Q8_0 if isinstance(shape, Qwen3Fp8Shape) else kinds.MOSTLY_BF16
+    for name, value in {
+        "name": shape.name,
+        "file_type": kinds.MOSTLY_MXFP4_MOE if isinstance(shape, GptOssShape) else kind,
+        "context_length": MAX_POSITIONS,
+        "embedding_length": shape.model_width,
+        "block_count": shape.num_layers,
+        "feed_forward_length": shape.expert_width,
+        "head_count": shape.num_heads,
+        "layer_norm_rms_eps": 1e-5,
+        "expert_count": shape.num_experts,
+        "expert_used_count": shape.top_k,
+        "vocab_size": shape.vocab_size,
+        "rope_freq_base": settings["rope_theta"],
+        "head_count_kv": settings["num_key_value_heads"],
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     if isinstance(shape, GroupedShape):
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.head_dim)
         writer.add_expert_feed_forward_length(shape.expert_width)
-    if is_gpt_oss:
+    if isinstance(shape, GptOssShape):
         writer.add_sliding_window(settings["sliding_window"])

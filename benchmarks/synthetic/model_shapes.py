@@ -91,7 +91,7 @@ class ModelShape:
     stored: ClassVar[Stored] = "bf16"
 
     def tensors(self) -> Iterator[TensorPlan]:
-        """Every weight of the checkpoint in the order of its layers."""
+        """Every weight in the order of layers."""
         table = (self.vocab_size, self.model_width)
         yield TensorPlan("model.embed_tokens.weight", table, EMBEDDING_STD)
         for layer in range(self.num_layers):
@@ -101,11 +101,25 @@ class ModelShape:
 
     def layer(self, prefix: str) -> Iterator[TensorPlan]:
         """The weights of a layer, whose names begin with ``prefix``."""
-        width = self.model_width
         yield from self._block(prefix)
-        yield from self._attention(prefix, width, width)
-        yield TensorPlan(f"{prefix}.self_attn.q_norm.weight", (width,), None)
-        yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (width,), None)
+        yield from self._attention(prefix)
+        for part in "qk":
+            yield TensorPlan(f"{prefix}.self_attn.{part}_norm.weight", (self.norm_width,), None)
+
+    @property
+    def query_width(self) -> int:
+        """Rows of the projection of queries."""
+        return self.model_width
+
+    @property
+    def kv_width(self) -> int:
+        """Rows of the projection of keys, and of that of values."""
+        return self.model_width
+
+    @property
+    def norm_width(self) -> int:
+        """Numbers that queries and keys are normalised over."""
+        return self.model_width
 
     def config(self) -> Config:
         return self._common() | {
@@ -153,11 +167,11 @@ class ModelShape:
         yield TensorPlan(f"{prefix}.mlp.gate.weight", (self.num_experts, width), WEIGHT_STD)
         yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
 
-    def _attention(self, prefix: str, queries: int, keys: int) -> Iterator[TensorPlan]:
-        width, stem = self.model_width, f"{prefix}.self_attn"
-        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield TensorPlan(f"{stem}.{part}_proj.weight", (rows, width), WEIGHT_STD, self.stored)
-        yield TensorPlan(f"{stem}.o_proj.weight", (width, queries), SMALL_STD, self.stored)
+    def _attention(self, prefix: str) -> Iterator[TensorPlan]:
+        width, stem, stored = self.model_width, f"{prefix}.self_attn", self.stored
+        for part, rows in (("q", self.query_width), ("k", self.kv_width), ("v", self.kv_width)):
+            yield TensorPlan(f"{stem}.{part}_proj.weight", (rows, width), WEIGHT_STD, stored)
+        yield TensorPlan(f"{stem}.o_proj.weight", (width, self.query_width), SMALL_STD, stored)
 
     def _common(self) -> Config:
         return {
@@ -189,13 +203,15 @@ class GroupedShape(ModelShape):
 
     @property
     def query_width(self) -> int:
-        """Rows of the projection of queries."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Rows of the projection of keys, and of that of values."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def norm_width(self) -> int:
+        return self.head_dim
 
     def _common(self) -> Config:
         heads = {"head_dim": self.head_dim, "num_key_value_heads": self.num_kv_heads}
@@ -204,12 +220,6 @@ class GroupedShape(ModelShape):
 
 class Qwen3Shape(GroupedShape):
     """Qwen3-MoE in bf16."""
-
-    def layer(self, prefix: str) -> Iterator[TensorPlan]:
-        yield from self._block(prefix)
-        yield from self._attention(prefix, self.query_width, self.kv_width)
-        yield TensorPlan(f"{prefix}.self_attn.q_norm.weight", (self.head_dim,), None)
-        yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (self.head_dim,), None)
 
     def config(self) -> Config:
         return self._common() | {
@@ -256,7 +266,7 @@ class MixtralShape(GroupedShape):
             yield TensorPlan(f"{stem}.w3.weight", (hidden, width), WEIGHT_STD)
         yield TensorPlan(f"{block}.gate.weight", (self.num_experts, width), WEIGHT_STD)
         yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
-        yield from self._attention(prefix, self.query_width, self.kv_width)
+        yield from self._attention(prefix)
 
     def config(self) -> Config:
         return self._common() | {
@@ -283,7 +293,7 @@ class GptOssShape(GroupedShape):
         yield TensorPlan(f"{prefix}.mlp.router.weight", (experts, width), WEIGHT_STD)
         yield TensorPlan(f"{prefix}.mlp.router.bias", (experts,), SMALL_STD)
         yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
-        yield from self._attention(prefix, self.query_width, self.kv_width)
+        yield from self._attention(prefix)
         widths = {"q": self.query_width, "k": self.kv_width, "v": self.kv_width}
         for part, num_rows in widths.items():
             yield TensorPlan(f"{attention}.{part}_proj.bias", (num_rows,), WEIGHT_STD)
@@ -310,112 +320,36 @@ class GptOssShape(GroupedShape):
         }
 
 
-QWEN3_30B_BF16 = Qwen3Shape(
-    name="qwen3-30b-a3b",
-    num_layers=48,
-    num_experts=128,
-    top_k=8,
-    model_width=2048,
-    expert_width=768,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    shard_bytes=4 * 10**9,
+_SIZES = (
+    *("name", "num_layers", "num_experts", "top_k", "model_width", "expert_width"),
+    *("num_heads", "vocab_size", "shard_bytes", "num_kv_heads", "head_dim"),
+)
+_MB, _GB = 10**6, 10**9
+
+
+def _shape(kind: type[ModelShape], *sizes: str | int) -> Any:
+    """A shape from its sizes in the order of ``_SIZES``, the last two of a `GroupedShape` alone."""
+    return kind(**dict(zip(_SIZES, sizes, strict=False)))  # type: ignore[arg-type]
+
+
+QWEN3_30B_BF16: Qwen3Shape = _shape(
+    Qwen3Shape, "qwen3-30b-a3b", 48, 128, 8, 2048, 768, 32, 151936, 4 * _GB, 4, 128
 )
 QWEN3_30B = replace(Qwen3Fp8Shape(**vars(QWEN3_30B_BF16)), name="qwen3-30b-a3b-fp8")
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        ModelShape(
-            name="olmoe-1b-7b",
-            num_layers=16,
-            num_experts=64,
-            top_k=8,
-            model_width=2048,
-            expert_width=1024,
-            num_heads=16,
-            vocab_size=50304,
-            shard_bytes=5 * 10**9,
-        ),
-        ModelShape(
-            name="olmoe-small",
-            num_layers=8,
-            num_experts=32,
-            top_k=4,
-            model_width=1024,
-            expert_width=512,
-            num_heads=8,
-            vocab_size=50304,
-            shard_bytes=400 * 10**6,
-        ),
-        ModelShape(
-            name="olmoe-tiny",
-            num_layers=4,
-            num_experts=16,
-            top_k=4,
-            model_width=256,
-            expert_width=128,
-            num_heads=4,
-            vocab_size=4096,
-            shard_bytes=8 * 10**6,
-        ),
+        _shape(ModelShape, "olmoe-1b-7b", 16, 64, 8, 2048, 1024, 16, 50304, 5 * _GB),
+        _shape(ModelShape, "olmoe-small", 8, 32, 4, 1024, 512, 8, 50304, 400 * _MB),
+        _shape(ModelShape, "olmoe-tiny", 4, 16, 4, 256, 128, 4, 4096, 8 * _MB),
         QWEN3_30B_BF16,
-        MixtralShape(
-            name="mixtral-8x7b",
-            num_layers=32,
-            num_experts=8,
-            top_k=2,
-            model_width=4096,
-            expert_width=14336,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=32000,
-            shard_bytes=5 * 10**9,
-        ),
+        _shape(MixtralShape, "mixtral-8x7b", 32, 8, 2, 4096, 14336, 32, 32000, 5 * _GB, 8, 128),
         QWEN3_30B,
         # A quarter of the layers: for a machine whose disk has no room for two files of 30 GB.
         replace(QWEN3_30B, name="qwen3-30b-a3b-fp8-12-layers", num_layers=12),
-        Qwen3Fp8Shape(
-            name="qwen3-tiny-fp8",
-            num_layers=3,
-            num_experts=16,
-            top_k=4,
-            model_width=256,
-            expert_width=128,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=64,
-            vocab_size=4096,
-            shard_bytes=3 * 10**6,
-        ),
-        GptOssShape(
-            name="gpt-oss-20b",
-            num_layers=24,
-            num_experts=32,
-            top_k=4,
-            model_width=2880,
-            expert_width=2880,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=64,
-            vocab_size=201088,
-            shard_bytes=5 * 10**9,
-        ),
-        GptOssShape(
-            name="gpt-oss-tiny",
-            num_layers=4,
-            num_experts=16,
-            top_k=4,
-            model_width=256,
-            expert_width=160,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=64,
-            vocab_size=4096,
-            shard_bytes=4 * 10**6,
-        ),
+        _shape(Qwen3Fp8Shape, "qwen3-tiny-fp8", 3, 16, 4, 256, 128, 4, 4096, 3 * _MB, 2, 64),
+        _shape(GptOssShape, "gpt-oss-20b", 24, 32, 4, 2880, 2880, 64, 201088, 5 * _GB, 8, 64),
+        _shape(GptOssShape, "gpt-oss-tiny", 4, 16, 4, 256, 160, 4, 4096, 4 * _MB, 2, 64),
     )
 }
 

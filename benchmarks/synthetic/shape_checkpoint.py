@@ -80,12 +80,7 @@ def shape_checkpoint(
 
 
 def _write_missing(
-    shape: ModelShape | OwnShape,
-    kept: ShapeFiles,
-    new: ShapeFiles,
-    *,
-    needs_gguf: bool,
-    say: Say,
+    shape: ModelShape | OwnShape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
 ) -> ShapeFiles:
     """Writes what is not kept yet; says where each file lies now."""
     has_checkpoint, has_gguf = is_complete(shape, kept.checkpoint), kept.gguf.is_file()

@@ -21,13 +21,7 @@ from moe_runtime.kernels.operands.activation import GateLayout
 class OneExpert(NamedTuple):
     """Views of one expert's parameters, and how its pre-activations `[n, Z]` lie.
 
-    Attributes:
-        inputs: Matrices of the first product: ``[Z, D]``, or gate and up ``[F, D]`` each.
-        input_biases: The bias of each, or None.
-        down_DF: Of the second product.
-        down_bias: ``[D]`` or None.
-        dim_hidden: F.
-        layout: Of the pre-activations.
+    The first product has one matrix ``[Z, D]``, or gate and up ``[F, D]`` each.
     """
 
     inputs: tuple[Tensor, ...]
@@ -39,12 +33,10 @@ class OneExpert(NamedTuple):
 
     @property
     def dim_preactivation(self) -> int:
-        """Z."""
         return 2 * self.dim_hidden if self.layout.has_gate else self.dim_hidden
 
 
 def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, list[int]]) -> None:
-    """Compares parameters with what they must be beside the first matrix."""
     first = experts.tensors()[0]
     for name, shape in shapes.items():
         tensor: Tensor | None = getattr(experts, name)
@@ -53,6 +45,15 @@ def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, li
         like = f"{experts.names[0]} {list(first.shape)} of {experts.num_experts} experts"
         check_shape(name, tensor, shape, f"for {like}")
         check_like(name, tensor, first, experts.names[0])
+
+
+def check_slots(slots: Tensor | None) -> None:
+    """Refuses a `slot_of_expert` that is no list of integers."""
+    if slots is not None and (slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"slot_of_expert must be [E] of int32 or int64, got {list(slots.shape)} of "
+            f"{slots.dtype}"
+        )
 
 
 def ids_in_slots(ids_TK: Tensor, slot_of_expert: Tensor | None) -> Tensor:
@@ -79,8 +80,7 @@ class StackedExperts:
         is_concatenated: Whether all gate rows come before all up rows; otherwise they alternate,
             gate first.
         slot_of_expert: ``[E]`` integers: the slot that each expert lies in, below 0 for one that
-            takes no part, as if its ids named no expert. None means that expert ``e`` lies in slot
-            ``e``.
+            takes no part, as if its ids named no expert. None: expert ``e`` lies in slot ``e``.
     """
 
     gate_up: Tensor
@@ -93,45 +93,36 @@ class StackedExperts:
     slot_of_expert: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks that the tensors belong together; looks at shapes only.
+        """Checks that shapes, dtypes and devices fit each other; reads no values.
 
         Raises:
-            ValueError: Shapes, dtypes or devices do not fit each other.
+            ValueError: They do not.
         """
         for name in ("gate_up", "down"):
             tensor: Tensor = getattr(self, name)
             if tensor.ndim != 3:
                 raise ValueError(f"{name} must have three dimensions, got {list(tensor.shape)}")
-        num_slots, dim_model = self.gate_up.shape[0], self.dim_model
         if self.has_gate and self.dim_preactivation % 2:
             raise ValueError(
                 f"gate_up holds gate and up, so its width must be even, got "
                 f"{self.dim_preactivation}"
             )
-        down = [num_slots, dim_model, self.dim_hidden]
-        if self.is_transposed:
-            down = [num_slots, self.dim_hidden, dim_model]
+        num_slots, dim_model, dim_hidden = self.gate_up.shape[0], self.dim_model, self.dim_hidden
+        down = [dim_hidden, dim_model] if self.is_transposed else [dim_model, dim_hidden]
         _check_tensors(
             self,
             {
-                "down": down,
+                "down": [num_slots, *down],
                 "gate_up_bias": [num_slots, self.dim_preactivation],
                 "down_bias": [num_slots, dim_model],
             },
         )
-        slots = self.slot_of_expert
-        if slots is not None and (slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(
-                f"slot_of_expert must be [E] of int32 or int64, got {list(slots.shape)} of "
-                f"{slots.dtype}"
-            )
+        check_slots(self.slot_of_expert)
 
     @property
     def num_experts(self) -> int:
         """Experts that ids may name."""
-        if self.slot_of_expert is None:
-            return self.gate_up.shape[0]
-        return self.slot_of_expert.shape[0]
+        return len(self.gate_up if self.slot_of_expert is None else self.slot_of_expert)
 
     @property
     def dim_model(self) -> int:
@@ -177,6 +168,14 @@ class StackedExperts:
         """What makes experts of other such tensors, beside the slot table."""
         return {**self.layout._asdict(), "is_transposed": self.is_transposed}
 
+    def products(self) -> tuple[Tensor, Tensor | None, None, Tensor]:
+        """As the launchers take them, ``[S, outputs, inputs]``: matrix and bias of the first
+        product, nothing of up alone, and the matrix of the second."""
+        gate_up, down = self.gate_up, self.down
+        if self.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        return gate_up, self.gate_up_bias, None, down
+
     def slots(self) -> list[int]:
         """The slot of every expert; copies a slot table on another device to the host."""
         if self.slot_of_expert is None:
@@ -205,8 +204,7 @@ class PackedExperts:
         gate: ``[N, D]``: expert 0's gate rows, then expert 1's; None without a gate.
         up: ``[N, D]``, likewise.
         down: ``[N, D]``: row n is what hidden column n adds to the output.
-        gate_bias: ``[N]`` or None.
-        up_bias: ``[N]`` or None.
+        gate_bias: ``[N]`` or None, as `up_bias`.
         down_bias: ``[E, D]`` or None.
         columns: Which of the N columns are whose.
         waits: On a GPU, waits once for the device to learn how much memory the hidden values need.
@@ -223,10 +221,10 @@ class PackedExperts:
     waits: bool = False
 
     def __post_init__(self) -> None:
-        """Checks that the tensors belong together; looks at shapes only.
+        """Checks that shapes, dtypes and devices fit each other and the widths.
 
         Raises:
-            ValueError: Shapes, dtypes or devices do not fit each other or the widths.
+            ValueError: They do not.
         """
         num_columns = self.columns.num_columns
         if self.up.ndim != 2 or len(self.up) != num_columns:
@@ -278,18 +276,14 @@ class PackedExperts:
         return tuple(getattr(self, name) for name in self.names)
 
     @property
-    def has_gate(self) -> bool:
-        return self.gate is not None
-
-    @property
     def layout(self) -> GateLayout:
         """Of the pre-activations: those of gates come before those of up."""
-        return GateLayout(self.has_gate)
+        return GateLayout(self.gate is not None)
 
     @property
     def num_inputs(self) -> int:
         """Matrices of the first product."""
-        return 2 if self.has_gate else 1
+        return 1 if self.gate is None else 2
 
     def static(self) -> dict[str, Any]:
         """What makes experts of other such tensors."""

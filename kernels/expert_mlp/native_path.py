@@ -16,15 +16,10 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.products import NativeProducts
-from moe_runtime.kernels.expert_mlp.rows import Group, RoutedBatch, groups
+from moe_runtime.kernels.expert_mlp.rows import RoutedBatch, groups
 from moe_runtime.kernels.expert_mlp.separate_experts import call_kernel
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
-from moe_runtime.kernels.native import (
-    ACTIVATION_CODES,
-    DTYPE_CODES,
-    NativeLibrary,
-    require_native,
-)
+from moe_runtime.kernels.native import ACTIVATION_CODES, DTYPE_CODES, NativeLibrary, require_native
 from moe_runtime.kernels.native.pages import with_huge_pages
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
@@ -132,11 +127,7 @@ class NativePath(TorchPath):
         return NativeSteps(self._library, activation)
 
     def infer(self, batch: RoutedBatch) -> Tensor:
-        """As `Path.infer`.
-
-        Experts with few rows run in one call of the C kernel, which reads each weight once and
-        splits the work evenly; the others follow one by one.
-        """
+        """As `Path.infer`: experts with few rows in one call of the C kernel, then the others."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         if isinstance(experts, PackedExperts) or weights_TK is None:
             return super().infer(batch)
@@ -152,7 +143,15 @@ class NativePath(TorchPath):
         if few:
             order_N = torch.cat([batch.rows.order_R[group.rows] for group in few])
             tokens_N = order_N // batch.num_choices
-            y_ND = _run_kernel(self._library, few, tokens_N, x_TD, experts, batch.activation)
+            x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+            dim_d = experts.dim_model
+            y_ND = with_huge_pages(x_TD.new_empty(len(tokens_N), dim_d))
+            call_kernel(
+                self._library, x_TD, _records([group.slot for group in few], experts).tobytes(),
+                [group.num_rows for group in few], tokens_N, torch.arange(len(tokens_N)), y_ND,
+                shape=ExpertShape(dim_d, experts.dim_hidden, dim_d, experts.dtype),
+                activation=batch.activation.function,
+            )  # fmt: skip
             weights_N = weights_TK.flatten()[order_N].float()
             steps.add_rows(call.sums_TD, tokens_N, y_ND, weights_N)
         for group in many:
@@ -165,29 +164,6 @@ def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
     unit_stride = all(t.stride(-1) == 1 for t in experts.tensors() if t is not None)
     biases_apart = experts.is_concatenated or experts.gate_up_bias is None or not experts.has_gate
     return not experts.is_transposed and unit_stride and biases_apart and activation.is_plain
-
-
-def _run_kernel(
-    library: NativeLibrary,
-    few: Sequence[Group],
-    tokens_N: Tensor,
-    x_TD: Tensor,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-) -> Tensor:
-    """Output rows ``[N, D]`` of some experts, for these rows of `x`."""
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    dim_d = experts.dim_model
-    y_ND = with_huge_pages(x_TD.new_empty(len(tokens_N), dim_d))
-    records = _records([group.slot for group in few], experts).tobytes()
-    counts = [group.num_rows for group in few]
-    shape = ExpertShape(dim_d, experts.dim_hidden, dim_d, experts.dtype)
-    destinations_N, function = torch.arange(len(tokens_N)), activation.function
-    call_kernel(
-        library, x_TD, records, counts, tokens_N, destinations_N, y_ND,
-        shape=shape, activation=function,
-    )  # fmt: skip
-    return y_ND
 
 
 def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:

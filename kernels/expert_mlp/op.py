@@ -6,12 +6,13 @@ Shape suffixes: T tokens, K top-k, R routed rows, E experts, D model.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import (
     RowFunction,
@@ -19,9 +20,10 @@ from moe_runtime.kernels.expert_mlp.operators import (
     call_with_gradients,
     composed_expert_mlp,
     composed_grouped_expert_mlp,
+    resolve_path,
     wants_gradient,
 )
-from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts, quantized_expert_mlp
+from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
@@ -30,14 +32,18 @@ from moe_runtime.kernels.expert_mlp.rows import (
     EVERY_GRADIENT,
     ParameterGradients,
     RoutedBatch,
+    groups_between,
+    sort_rows,
 )
-from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
+from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
+from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype, without_autocast
 from moe_runtime.kernels.operands.activation import (
     Activation,
     ActivationName,
     ActivationSpec,
     PreactivationFunction,
 )
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 AnyExperts = TypeVar("AnyExperts", bound=RoutedExperts)
 ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
@@ -145,9 +151,7 @@ def grouped_expert_mlp(
             expert 1. Rows after the last expert's are allowed.
         counts_E: ``[E]`` integers: rows of each expert, at most R together.
         experts: The parameters.
-        activation: As in `expert_mlp`, and so the other arguments.
-        impl: As in `expert_mlp`.
-        recompute: As in `expert_mlp`.
+        activation: As in `expert_mlp`, and so `impl` and `recompute`.
 
     Returns:
         ``[R, D]`` in the dtype of `x`; zero in the rows after the last expert's.
@@ -178,7 +182,7 @@ def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
     """The implementation that is taken where `impl` is asked for.
 
     Raises:
-        ValueError: The name is unknown, or the named one has no derivatives of this kind.
+        ValueError: The name is unknown, or it has no derivatives of this kind.
     """
     check_impl(impl)
     if impl == "reference" or torch.compiler.is_compiling():
@@ -220,7 +224,7 @@ def _of_codes(
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
     if impl != "reference" and isinstance(spec, ActivationSpec) and post_expert is None:
-        return quantized_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, impl=impl)
+        return _quantized_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, impl=impl)
     dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
     ids_TK = experts.named(ids_TK)
     wide = experts.widened(ids_TK, dtype)
@@ -228,6 +232,121 @@ def _of_codes(
         return expert_mlp_reference(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
     _refuse_functions(impl)
     return composed_expert_mlp(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
+
+
+def _quantized_expert_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: QuantizedExperts,
+    activation: ActivationSpec,
+    *,
+    impl: str,
+) -> Tensor:
+    """Products that read codes as they lie: by Triton on a GPU, as in `expert_ffn` on a CPU.
+
+    No weight is rounded. Gradients of `x` and `weights` are those of the values, rounded to the
+    dtype of `x`, of the experts that are used; they are written out for the backward pass alone. A
+    compiler that traces this sees `expert_mlp` of the values.
+    """
+    if torch.compiler.is_compiling():
+        ids_TK = experts.named(ids_TK)
+        wide = experts.widened(ids_TK, x_TD.dtype)
+        options: dict[str, Any] = {"impl": impl, "recompute": True}
+        return call(x_TD, ids_TK, weights_TK, None, wide, activation, **options)
+    if wants_gradient((x_TD, weights_TK)):
+        return cast(Tensor, _Frozen.apply(x_TD, weights_TK, ids_TK, experts, activation, impl))
+    return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
+
+
+def _infer(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: QuantizedExperts,
+    activation: ActivationSpec,
+    impl: str,
+) -> Tensor:
+    with torch.no_grad(), without_autocast(x_TD.device.type):
+        if resolve_path(impl, x_TD) == "triton":
+            from moe_runtime.kernels.expert_mlp import triton_path
+
+            problem = triton_path.quantized_problem(x_TD, experts)
+            if problem is None:
+                return triton_path.infer(x_TD, ids_TK, weights_TK, experts, activation)
+            if impl == "triton":
+                raise ValueError(f"impl='triton' cannot compute this: {problem}")
+            impl = "torch"
+        return _by_expert(x_TD, ids_TK, weights_TK, experts, activation, impl)
+
+
+def _by_expert(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: QuantizedExperts,
+    activation: ActivationSpec,
+    impl: str,
+) -> Tensor:
+    """Each expert's matrices where they lie, in C or torch; waits for a device."""
+    ids_TK = experts.named(ids_TK)
+    rows = sort_rows(ids_TK, experts.num_experts)
+    found = list(groups_between(rows.offsets_E1, experts.slot_of_expert))
+    out_RD = x_TD.new_zeros(ids_TK.numel(), experts.dim_model)
+    if not found:
+        return torch.zeros_like(x_TD)
+    sources_R = rows.order_R[: sum(group.num_rows for group in found)]
+    expert_ffn(
+        x_TD.contiguous(),
+        [experts.weights(group.slot) for group in found],
+        [group.num_rows for group in found],
+        sources_R // ids_TK.shape[1],
+        sources_R,
+        out_RD,
+        activation=activation,
+        impl=cast(Literal["auto", "native", "torch"], impl),
+    )
+    # rows of no expert are zero, and stay so whatever their weight
+    is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
+    return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        experts: QuantizedExperts,
+        activation: ActivationSpec,
+        impl: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TD, weights_TK, ids_TK)
+        ctx.experts, ctx.activation, ctx.impl = experts, activation, impl
+        return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
+
+    @staticmethod
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, ids_TK = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        inputs = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip((x_TD, weights_TK), needs, strict=True)
+        ]
+        ids_TK = ctx.experts.named(ids_TK)
+        wide = ctx.experts.widened(ids_TK, x_TD.dtype)
+        with torch.enable_grad(), without_autocast(x_TD.device.type):
+            out_TD = call(
+                inputs[0], ids_TK, inputs[1], None, wide, ctx.activation,
+                impl=ctx.impl, recompute=False,
+            )  # fmt: skip
+            wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
+            grad_TD = grads[0].detach().to(out_TD.dtype)
+            found = iter(torch.autograd.grad(out_TD, wanted, grad_TD))
+        given = [next(found) if need else None for need in needs]
+        return *given, None, None, None, None
 
 
 def _of_any_width(
@@ -266,11 +385,7 @@ def _summed_bias(ids_TK: Tensor, weights_TK: Tensor, bias_ED: Tensor) -> Tensor:
 
 
 def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
-    """The formula of a name; formulas and functions as they are.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """The formula of a name; formulas and functions as they are."""
     if isinstance(activation, str):
         return ActivationSpec(cast(ActivationName, activation))
     return activation
@@ -279,11 +394,8 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
 def _autocast(x: Tensor, experts: AnyExperts, *, rounds: bool = False) -> tuple[Tensor, AnyExperts]:
     """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`.
 
-    Args:
-        x: The input.
-        experts: The parameters.
-        rounds: Parameters may stay as they are, for an implementation that rounds those of an
-            expert when its turn comes, to the same bits.
+    With `rounds` parameters may stay as they are: the implementation rounds each expert's when its
+    turn comes, to the same bits.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -305,11 +417,7 @@ def _rounds(
 
 
 def check_impl(impl: str) -> None:
-    """Refuses names of no implementation.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Refuses names of no implementation."""
     check_choice(impl, IMPLS)
 
 
@@ -332,11 +440,7 @@ def _validate_rows(name: str, x: Tensor, experts: RoutedExperts) -> None:
 
 
 def validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-    """Checks that ids and gate weights belong to the tokens.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
+    """Checks that ids and gate weights belong to the tokens."""
     if ids_TK.ndim != 2 or ids_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(f"ids must be [{x_TD.shape[0]}, K], got {list(ids_TK.shape)}")
     if ids_TK.dtype not in (torch.int32, torch.int64):

@@ -2,6 +2,9 @@
 
 An operator takes tensors, numbers and strings only, so the experts and the activation travel in
 pieces. The compiler sees one opaque call; what runs inside is chosen by the device.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, S slots, M in, N out, D model,
+Z = 2F with a gate and F without.
 """
 
 from __future__ import annotations
@@ -19,9 +22,7 @@ from moe_runtime.kernels.expert_mlp.native_path import NativePath
 from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.expert_mlp.rows import (
     EVERY_GRADIENT,
-    Gradients,
     Group,
-    Needs,
     ParameterGradients,
     RoutedBatch,
     SortedRows,
@@ -57,13 +58,13 @@ class Path(Protocol):
         grad_TD: Tensor,
         batch: RoutedBatch,
         kept: Tensor,
-        *,
-        needs: Needs,
+        needs: Sequence[bool],
         parameter_gradients: ParameterGradients = EVERY_GRADIENT,
-    ) -> Gradients:
-        """The gradients that are needed; with empty `kept` it computes the pre-activations again.
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the input, the gate weights and each of the experts' `tensors`.
 
-        Every element of a gradient is written, those of experts without rows with zero; unless
+        Those that `needs` leaves out are empty. With empty `kept` it computes the pre-activations
+        again. Every element is written, zero for experts without rows, unless
         `parameter_gradients` says otherwise.
         """
         ...
@@ -91,9 +92,10 @@ def resolve_path(impl: str, x: Tensor) -> str:
         NativeUnavailableError: `impl="native"` and the library was not built.
         ValueError: `impl="native"` cannot take `x`.
     """
+    is_native = x.is_cpu and x.dtype in DTYPE_CODES
     if impl == "native":
         require_native()
-        if not _is_native(x):
+        if not is_native:
             raise ValueError(
                 f"impl='native' needs fp32, bf16 or fp16 on the CPU, got {x.dtype} on {x.device}"
             )
@@ -101,11 +103,7 @@ def resolve_path(impl: str, x: Tensor) -> str:
         return impl
     if x.is_cuda:
         return "triton"
-    return "native" if _is_native(x) and native_library() is not None else "torch"
-
-
-def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in DTYPE_CODES
+    return "native" if is_native and native_library() is not None else "torch"
 
 
 # Experts and what lies between their products, in pieces: what `StackedExperts` and the inverse of
@@ -118,14 +116,6 @@ _NAMES = tuple(piece.split()[-1] for piece in _EXPERTS.split(", "))
 _STATIC = "str function, float[] numbers, str impl"
 FORWARD = "moe_runtime::expert_mlp"
 BACKWARD = "moe_runtime::expert_mlp_backward"
-
-
-def static_arguments(
-    experts: StackedExperts, activation: ActivationSpec, impl: str
-) -> tuple[Any, ...]:
-    """What an operator is told beside tensors."""
-    layout = (experts.has_gate, experts.is_transposed, experts.is_concatenated)
-    return *layout, activation.function, activation.numbers(), impl
 
 
 def _experts(*pieces: Any) -> tuple[StackedExperts, ActivationSpec]:
@@ -148,8 +138,8 @@ def call(
 ) -> Tensor:
     """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`.
 
-    Where nobody else looks at operators, what it runs is called at once: a decode step is as short
-    as what stands in between.
+    Where no mode, transform or compiler looks at operators, what it runs is called at once: a
+    decode step is as short as what stands in between.
     """
     keeps = wants_gradient((x, weights_TK, *experts.tensors()))
     if _is_unobserved(x, experts.down):
@@ -158,10 +148,9 @@ def call(
         if keeps:
             return call_with_gradients(batch, EVERY_GRADIENT, impl=impl, recompute=recompute)
         return _infer(batch, impl)
-    static = static_arguments(experts, activation, impl)
     out, *_ = torch.ops.moe_runtime.expert_mlp(
-        x, ids_TK, weights_TK, counts_E, *experts.tensors(), experts.slot_of_expert, *static,
-        keeps, recompute,
+        x, ids_TK, weights_TK, counts_E, *(getattr(experts, name) for name in _NAMES),
+        activation.function, activation.numbers(), impl, keeps, recompute,
     )  # fmt: skip
     return out
 
@@ -225,18 +214,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, weights, *rest = ctx.saved_tensors
-    needs_x, _, needs_weights, _, *needs_parameters = ctx.needs_input_grad[:8]
     if grad is None:
         return (None,) * len(ctx.needs_input_grad)
-    needs = Needs.of(needs_x, needs_weights, *needs_parameters)
-    flat = [needs.x, needs.weights, *needs.parameters]
-    gradients = torch.ops.moe_runtime.expert_mlp_backward(
-        grad, x, weights, *rest, *ctx.static, flat
-    )
-    dx, dweights, *parameters = needs.chosen(gradients)
+    needs_x, _, needs_weights, _, *needs_parameters = ctx.needs_input_grad[:8]
+    needs = [needs_x, needs_weights, *needs_parameters]
+    found = torch.ops.moe_runtime.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.static, needs)
+    dx, dweights, *parameters = _chosen(found, needs)
     num_rest = len(ctx.needs_input_grad) - 8
     return (dx, None, dweights, None, *parameters, *(None,) * num_rest)
+
+
+def _chosen(gradients: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [grad if need else None for grad, need in zip(gradients, needs, strict=True)]
 
 
 def _backward(
@@ -251,7 +240,7 @@ def _backward(
     *pieces, impl, needs = rest
     batch = RoutedBatch(x, None, weights, *_experts(*pieces), SortedRows(order, offsets))
     with without_autocast(x.device.type):
-        return path_of(impl, x).backward(grad, batch, z, needs=Needs.of(*needs)).flat()
+        return path_of(impl, x).backward(grad, batch, z, needs)
 
 
 def _backward_fake(
@@ -266,29 +255,31 @@ def _backward_fake(
     )
 
 
-torch.library.custom_op(
+def _register(
+    name: str,
+    schema: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+) -> None:
+    torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
+    torch.library.register_fake(name, fake)
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
+
+
+_register(
     FORWARD,
-    _forward,
-    mutates_args=(),
-    schema=(
-        f"(Tensor x, Tensor? ids, Tensor? weights, Tensor? counts, {_EXPERTS}, {_STATIC}, "
-        "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-torch.library.register_fake(FORWARD, _forward_fake)
-torch.library.register_autograd(FORWARD, _autograd_backward, setup_context=_setup_context)
-torch.library.custom_op(
+    f"(Tensor x, Tensor? ids, Tensor? weights, Tensor? counts, {_EXPERTS}, {_STATIC}, "
+    "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward, _forward_fake, _autograd_backward, _setup_context,
+)  # fmt: skip
+_register(
     BACKWARD,
-    _backward,
-    mutates_args=(),
-    schema=(
-        "(Tensor grad, Tensor x, Tensor? weights, Tensor z, Tensor order, Tensor offsets, "
-        f"{_EXPERTS}, {_STATIC}, bool[] needs) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-torch.library.register_fake(BACKWARD, _backward_fake)
-torch.library.register_autograd(BACKWARD, refuse)
+    "(Tensor grad, Tensor x, Tensor? weights, Tensor z, Tensor order, Tensor offsets, "
+    f"{_EXPERTS}, {_STATIC}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward, _backward_fake, refuse,
+)  # fmt: skip
 
 
 def call_with_gradients(
@@ -325,12 +316,10 @@ class _ExpertMlp(torch.autograd.Function):
             tensors["slot_of_expert"] = slots
         experts, rows = ctx.kind(**tensors, **ctx.static), SortedRows(order_R, offsets_E1)
         batch = RoutedBatch(x_TD, None, weights_TK, experts, ctx.activation, rows)
-        needs = Needs.of(*ctx.needs_input_grad[:-4])
+        needs = ctx.needs_input_grad[:-4]
         with without_autocast(x_TD.device.type):
-            found = path_of(ctx.impl, x_TD).backward(
-                grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
-            )
-        given = needs.chosen(found.flat())
+            found = path_of(ctx.impl, x_TD).backward(grads[0], batch, kept, needs, ctx.gradients)
+        given = _chosen(found, needs)
         if ctx.gradients.into is not None:
             given[2:] = [None] * len(parameters)
         return *given, *[None] * 4
@@ -349,7 +338,11 @@ def composed_expert_mlp(
     activation: ActivationSpec | PreactivationFunction,
     post_expert: RowFunction | None,
 ) -> Tensor:
-    """`expert_mlp` with functions of the caller between and after the products."""
+    """`expert_mlp` with functions of the caller between and after the products.
+
+    What lies between and after the products is ordinary torch code, which autograd and the compiler
+    see; only the products are opaque to them.
+    """
     num_tokens, top_k = ids_TK.shape
     ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
     rows = sort_rows(ids_TK, experts.num_experts)
@@ -459,12 +452,7 @@ def _project_fake(
 
 
 def _project_backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    tokens: Tensor | None,
-    offsets: Tensor,
-    weight: Tensor,
-    *rest: Any,
+    grad: Tensor, x: Tensor, tokens: Tensor | None, offsets: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs_x, needs_weight, needs_bias = rest[-1]
     return (
@@ -484,36 +472,26 @@ def _project_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     found = torch.ops.moe_runtime.expert_projection_backward(
         grad, *ctx.saved_tensors, ctx.is_transposed, needs
     )
-    grad_x, grad_weight, grad_bias = (
-        tensor if need else None for tensor, need in zip(found, needs, strict=True)
-    )
+    grad_x, grad_weight, grad_bias = _chosen(found, needs)
     return grad_x, None, None, grad_weight, grad_bias, None, None
 
 
-torch.library.custom_op(
+_register(
     PROJECTION,
-    _project,
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, Tensor? bias, "
-        "Tensor? slot_of_expert, bool is_transposed) -> Tensor"
-    ),
-)
-torch.library.register_fake(PROJECTION, _project_fake)
-torch.library.register_autograd(PROJECTION, _project_autograd, setup_context=_project_setup_context)
-torch.library.custom_op(
+    "(Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, Tensor? bias, "
+    "Tensor? slot_of_expert, bool is_transposed) -> Tensor",
+    _project, _project_fake, _project_autograd, _project_setup_context,
+)  # fmt: skip
+_register(
     PROJECTION_BACKWARD,
-    _project_backward,
-    mutates_args=(),
-    schema=(
-        "(Tensor grad, Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, "
-        "Tensor? slot_of_expert, bool is_transposed, bool[] needs) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-torch.library.register_fake(PROJECTION_BACKWARD, _project_backward_fake)
-torch.library.register_autograd(PROJECTION_BACKWARD, refuse)
+    "(Tensor grad, Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, "
+    "Tensor? slot_of_expert, bool is_transposed, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _project_backward, _project_backward_fake, refuse,
+)  # fmt: skip
 
-
+# Floating-point operations for torch's counter. Lists of shapes leave open how many rows an expert
+# has, so each choice counts, also one that is not dispatched; only products count, as in torch's
+# own formulas. (torch's registry is not written to: importing it brings Triton.)
 Shape = Sequence[int]
 
 

@@ -1,25 +1,19 @@
-"""`expert_mlp` of experts that stay quantised: from codes as they lie, on a CPU and on a GPU.
+"""The quantised experts of one layer, which lie in slots: parameters that are never trained.
 
-Shape suffixes: T tokens, K top-k, R routed rows = T * K, S slots, E experts, D model, F hidden.
+Shape suffixes: T tokens, K top-k, S slots, E experts, D model, F hidden.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts, ids_in_slots
-from moe_runtime.kernels.expert_mlp.operators import call, resolve_path, wants_gradient
-from moe_runtime.kernels.expert_mlp.rows import groups_between, sort_rows
-from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
-from moe_runtime.kernels.operands import check_shape, without_autocast
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
-from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts, check_slots, ids_in_slots
+from moe_runtime.kernels.operands import check_shape
+from moe_runtime.kernels.operands.activation import GateLayout
 from moe_runtime.kernels.quantized import QuantizedStack
 
 
@@ -33,11 +27,9 @@ class QuantizedExperts:
         gate: ``[S, F, D]``, or None for experts without a gate.
         up: ``[S, F, D]``.
         down: ``[S, D, F]``.
-        gate_bias: ``[S, F]`` or None, as `up_bias` is.
-        up_bias: ``[S, F]``, at any strides, or None.
+        gate_bias: ``[S, F]`` or None, as `up_bias`, at any strides.
         down_bias: ``[S, D]`` or None.
-        slot_of_expert: ``[E]`` integers: the slot that each expert lies in, below 0 for one that
-            takes no part. None means that expert ``e`` lies in slot ``e``.
+        slot_of_expert: As in `StackedExperts`.
     """
 
     gate: QuantizedStack | None
@@ -49,10 +41,10 @@ class QuantizedExperts:
     slot_of_expert: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks that the parts belong together; looks at shapes only.
+        """Checks that shapes and devices fit each other; reads no values.
 
         Raises:
-            ValueError: Shapes or devices do not fit each other.
+            ValueError: They do not.
         """
         num_slots, dim_hidden, dim_model = self.up.shape
         stacks = {"gate": self.gate, "up": self.up, "down": self.down}
@@ -70,12 +62,7 @@ class QuantizedExperts:
         if self.gate is None and self.gate_bias is not None:
             raise ValueError("gate_bias is given, and gate is not")
         self._check_biases(dim_hidden, dim_model)
-        slots = self.slot_of_expert
-        if slots is not None and (slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(
-                f"slot_of_expert must be [E] of int32 or int64, got {list(slots.shape)} of "
-                f"{slots.dtype}"
-            )
+        check_slots(self.slot_of_expert)
 
     def _check_biases(self, dim_hidden: int, dim_model: int) -> None:
         dims = {"gate_bias": dim_hidden, "up_bias": dim_hidden, "down_bias": dim_model}
@@ -116,6 +103,16 @@ class QuantizedExperts:
         """Of pre-activations: those of gates come before those of up."""
         return GateLayout(self.gate is not None)
 
+    def products(
+        self,
+    ) -> tuple[
+        QuantizedStack, Tensor | None, tuple[QuantizedStack, Tensor | None] | None, QuantizedStack
+    ]:
+        """Matrix and bias of the gate, or of up without one; those of up beside a gate; down."""
+        if self.gate is None:
+            return self.up, self.up_bias, None, self.down
+        return self.gate, self.gate_bias, (self.up, self.up_bias), self.down
+
     def named(self, ids_TK: Tensor) -> Tensor:
         """Ids, -1 where their expert takes no part."""
         return ids_in_slots(ids_TK, self.slot_of_expert)
@@ -130,11 +127,8 @@ class QuantizedExperts:
         return ExpertWeights(gate, self.up.matrix(slot), self.down.matrix(slot), *biases)
 
     def widened(self, ids_TK: Tensor, dtype: torch.dtype) -> StackedExperts:
-        """The values of the experts that some id names, in memory of their own.
-
-        Args:
-            ids_TK: As `named` gives them; waits for the device to learn whom they name.
-            dtype: Of the values.
+        """The values, in `dtype`, of the experts that some id names (as `named` gives them), in
+        memory of their own; waits for the device.
         """
         used_U, places_E = self._used(ids_TK)
 
@@ -166,122 +160,3 @@ class QuantizedExperts:
         places_E = torch.zeros(num_experts, dtype=torch.int64, device=self.device)
         places_E[used_U] = torch.arange(len(used_U), device=self.device)
         return slots_E[used_U], places_E
-
-
-def quantized_expert_mlp(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-    *,
-    impl: str,
-) -> Tensor:
-    """The implementations of `expert_mlp`, whose arguments are checked already.
-
-    Products read codes as they lie, and no weight is rounded: on a GPU by Triton, whatever the
-    number of rows, on a CPU as in `expert_ffn`. Gradients of `x` and `weights` are those of the
-    values, rounded to the dtype of `x`, of the experts that are used; they are written out for the
-    backward pass alone. A compiler that traces this sees `expert_mlp` of the values.
-
-    Raises:
-        ValueError: `impl="triton"` cannot read a format.
-    """
-    if torch.compiler.is_compiling():
-        ids_TK = experts.named(ids_TK)
-        wide = experts.widened(ids_TK, x_TD.dtype)
-        options: dict[str, Any] = {"impl": impl, "recompute": True}
-        return call(x_TD, ids_TK, weights_TK, None, wide, activation, **options)
-    if wants_gradient((x_TD, weights_TK)):
-        return cast(Tensor, _Frozen.apply(x_TD, weights_TK, ids_TK, experts, activation, impl))
-    return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
-
-
-def _infer(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-    impl: str,
-) -> Tensor:
-    with torch.no_grad(), without_autocast(x_TD.device.type):
-        if resolve_path(impl, x_TD) == "triton":
-            from moe_runtime.kernels.expert_mlp import triton_path
-
-            problem = triton_path.quantized_problem(x_TD, experts)
-            if problem is None:
-                return triton_path.infer_quantized(x_TD, ids_TK, weights_TK, experts, activation)
-            if impl == "triton":
-                raise ValueError(f"impl='triton' cannot compute this: {problem}")
-            impl = "torch"
-        return _by_expert(x_TD, ids_TK, weights_TK, experts, activation, impl)
-
-
-def _by_expert(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-    impl: str,
-) -> Tensor:
-    """Each expert's matrices where they lie, in C or torch; waits for a device."""
-    ids_TK = experts.named(ids_TK)
-    rows = sort_rows(ids_TK, experts.num_experts)
-    found = list(groups_between(rows.offsets_E1, experts.slot_of_expert))
-    out_RD = x_TD.new_zeros(ids_TK.numel(), experts.dim_model)
-    if not found:
-        return torch.zeros_like(x_TD)
-    sources_R = rows.order_R[: sum(group.num_rows for group in found)]
-    expert_ffn(
-        x_TD.contiguous(),
-        [experts.weights(group.slot) for group in found],
-        [group.num_rows for group in found],
-        sources_R // ids_TK.shape[1],
-        sources_R,
-        out_RD,
-        activation=activation,
-        impl=cast(Literal["auto", "native", "torch"], impl),
-    )
-    # rows that nobody computed are zero, and stay so whatever their weight
-    is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
-    return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
-
-
-class _Frozen(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        experts: QuantizedExperts,
-        activation: ActivationSpec,
-        impl: str,
-    ) -> Tensor:
-        ctx.save_for_backward(x_TD, weights_TK, ids_TK)
-        ctx.experts, ctx.activation, ctx.impl = experts, activation, impl
-        return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
-
-    @staticmethod
-    @first_derivatives_only()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, ids_TK = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        inputs = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip((x_TD, weights_TK), needs, strict=True)
-        ]
-        ids_TK = ctx.experts.named(ids_TK)
-        wide = ctx.experts.widened(ids_TK, x_TD.dtype)
-        with torch.enable_grad(), without_autocast(x_TD.device.type):
-            out_TD = call(
-                inputs[0], ids_TK, inputs[1], None, wide, ctx.activation,
-                impl=ctx.impl, recompute=False,
-            )  # fmt: skip
-            wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
-            grad_TD = grads[0].detach().to(out_TD.dtype)
-            found = iter(torch.autograd.grad(out_TD, wanted, grad_TD))
-        given = [next(found) if need else None for need in needs]
-        return *given, None, None, None, None

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,41 +31,6 @@ class SortedRows(NamedTuple):
 
     order_R: Tensor
     offsets_E1: Tensor
-
-
-class Needs(NamedTuple):
-    """Which gradients a backward pass computes; the others are not even allocated.
-
-    Attributes:
-        x: Of the input.
-        weights: Of the gate weights.
-        parameters: Of each of the experts' `tensors`.
-    """
-
-    x: bool
-    weights: bool
-    parameters: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, x: bool, weights: bool, *parameters: bool) -> Needs:
-        return cls(x, weights, parameters)
-
-    def chosen(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of all gradients, in the order of `of`, those that are needed; None for the others."""
-        needed = (self.x, self.weights, *self.parameters)
-        return [grad if need else None for grad, need in zip(gradients, needed, strict=True)]
-
-
-class Gradients(NamedTuple):
-    """The gradients of `Needs`, empty tensors where none is needed."""
-
-    x: Tensor
-    weights: Tensor
-    parameters: tuple[Tensor, ...]
-
-    def flat(self) -> tuple[Tensor, ...]:
-        """All of them, in the order of `Needs.of`."""
-        return self.x, self.weights, *self.parameters
 
 
 class Group(NamedTuple):
@@ -145,18 +110,16 @@ def groups(rows: SortedRows, experts: RoutedExperts) -> Iterator[Group]:
     Raises:
         ValueError: an expert lies in a slot that there is not.
     """
-    num_slots = experts.num_experts
-    if experts.slot_of_expert is not None:
-        num_slots = len(experts.tensors()[0])
-    for group in groups_between(rows.offsets_E1, experts.slot_of_expert):
+    slots = experts.slot_of_expert
+    num_slots = experts.num_experts if slots is None else len(experts.tensors()[0])
+    for group in groups_between(rows.offsets_E1, slots):
         if group.slot >= num_slots:
             raise ValueError(f"slot_of_expert must be below {num_slots}, got {group.slot}")
         yield group
 
 
 def groups_between(offsets_E1: Tensor, slot_of_expert: Tensor | None) -> Iterator[Group]:
-    """As `groups`, for the experts whose rows lie between these offsets, those without a slot left
-    out."""
+    """The experts that have rows between these offsets and a slot, in order."""
     bounds = offsets_E1.tolist()
     slots = range(len(bounds) - 1) if slot_of_expert is None else slot_of_expert.tolist()
     for slot, (first, last) in zip(slots, pairwise(bounds), strict=True):
@@ -164,12 +127,13 @@ def groups_between(offsets_E1: Tensor, slot_of_expert: Tensor | None) -> Iterato
             yield Group(slot, first, last)
 
 
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParameterGradients:
     """What becomes of the gradients of `StackedExperts`.
+
+    A fresh gradient of a layer is as large as the layer; to write it and to add it up costs more
+    than the products where experts have few rows. Given the gradients of earlier micro-batches, the
+    backward pass adds to them as it writes. Not for `torch.compile`: what is added to is no result.
 
     Attributes:
         into: Tensors in the shapes, dtype and on the device of the parameters, in the order
@@ -203,9 +167,10 @@ class ParameterGradients:
             )
         if self.into is None:
             return
-        if len(self.into) != len(NAMES):
-            raise ValueError(f"into must be {len(NAMES)} tensors or None, got {len(self.into)}")
-        for name, parameter, given in zip(NAMES, experts.tensors(), self.into, strict=True):
+        names = experts.names
+        if len(self.into) != len(names):
+            raise ValueError(f"into must be {len(names)} tensors or None, got {len(self.into)}")
+        for name, parameter, given in zip(names, experts.tensors(), self.into, strict=True):
             if given is None:
                 if parameter is not None and parameter.requires_grad:
                     raise ValueError(f"into lacks the gradient of {name}, which needs one")

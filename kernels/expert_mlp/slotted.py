@@ -26,7 +26,6 @@ from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
@@ -35,15 +34,11 @@ from moe_runtime.kernels.triton_support import check_triton_dtype, require_trito
 class SlottedProducts:
     """The routed feed-forward by Triton kernels, without a backward pass or a wait for the device.
 
-    The number of tokens alone chooses the kernels, never what is in which slot or since when, and
-    each expert's rows are computed apart from those of the others. Rows are summed once, at the
-    end, in the order of a token's choices.
-
-    Attributes:
-        arrived_E: None, as slots may lie anywhere.
+    The number of tokens alone chooses the kernels, never what is in which slot or since when.
     """
 
     arrived_E: Tensor | None = None
+    """None, as slots may lie anywhere."""
 
     def __init__(
         self,
@@ -53,14 +48,7 @@ class SlottedProducts:
         num_experts: int,
         activation: ActivationName | ActivationSpec,
     ) -> None:
-        """Sorts the rows, where there are many.
-
-        Args:
-            x_TD: `[T, D]` fp32, bf16 or fp16.
-            ids_TK: `[T, K]` int32 or int64; an id that names no expert adds nothing.
-            weights_TK: `[T, K]` gate weights.
-            num_experts: That ids may name.
-            activation: A name or a formula.
+        """Takes `[T, D]` fp32, bf16 or fp16, and how many experts ids may name; sorts many rows.
 
         Raises:
             ValueError: Shapes, dtypes or devices do not fit.
@@ -79,27 +67,22 @@ class SlottedProducts:
             self._order = token_sort(ids_TK, num_experts, impl="triton")
 
     def add(self, experts: StackedExperts | QuantizedExperts) -> None:
-        """Computes the rows of the experts that have a slot; each comes once.
-
-        Quantised ones must have no `quantized_triton.problem`.
-        """
-        x_TD, slots, layout, spec = self._x_TD, experts.slot_of_expert, experts.layout, self._spec
-        matrix, bias, up, down = _products(experts)
+        """Computes the rows of the experts that have a slot; each comes once."""
+        x_TD, spec = self._x_TD, self._spec
         if self._few is not None:
-            self._few.add(
-                matrix, down, spec, layout,
-                gate_up_bias_SZ=bias, down_bias_SD=experts.down_bias, up=up, slot_of_expert=slots,
-            )  # fmt: skip
+            self._few.add(experts, spec)
             return
         order = self._order
         assert order is not None
+        matrix, bias, up, down = experts.products()
         num_rows, num_choices = len(order.order_R), self._weights_TK.shape[1]
         if self._hidden_RF is None:
             self._hidden_RF = x_TD.new_empty(num_rows, experts.dim_hidden)
             self._y_RD = x_TD.new_empty(num_rows, experts.dim_model)
-        groups = Groups(order.offsets_E1, num_rows, slots, order.order_R, num_choices)
+        slots_E = experts.slot_of_expert
+        groups = Groups(order.offsets_E1, num_rows, slots_E, order.order_R, num_choices)
         hidden_RF = activated_product(
-            x_TD, matrix, groups, spec, layout,
+            x_TD, matrix, groups, spec, experts.layout,
             out=self._hidden_RF, pre=None, bias_SZ=bias, up=up, gathers=True,
         )  # fmt: skip
         plain_product(hidden_RF, down, groups, out=self._y_RD, bias_SN=experts.down_bias)
@@ -110,7 +93,7 @@ class SlottedProducts:
         return self._few is not None
 
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
-        """Takes rows that somebody else computed, of experts that are never added.
+        """Takes rows that were computed elsewhere, of experts that are never added.
 
         Args:
             rows_N: integers, places in the flattened ids.
@@ -133,28 +116,17 @@ class SlottedProducts:
         )
 
 
-def _products(
-    experts: StackedExperts | QuantizedExperts,
-) -> tuple[Weights, Tensor | None, tuple[Weights, Tensor | None] | None, Weights]:
-    """Weights and bias of the first product, those of up where they are apart, and down."""
-    if isinstance(experts, StackedExperts):
-        gate_up, down = experts.gate_up, experts.down
-        if experts.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        return gate_up, experts.gate_up_bias, None, down
-    if experts.gate is None:
-        return experts.up, experts.up_bias, None, experts.down
-    return experts.gate, experts.gate_bias, (experts.up, experts.up_bias), experts.down
-
-
 class LowRank:
-    """`scale * B @ A` of one matrix of every expert, by Triton kernels.
+    """Adapters of low rank of one matrix of every expert, `scale * B @ A`, by Triton kernels.
+
+    `x @ (W + scale * B @ A).T` is `x @ W.T + (x @ (scale * A).T) @ B.T`: the second part needs no
+    weights of the experts, so it is computed for all rows at once, whatever is in memory.
 
     Args:
         first_ELI: `A`; what `learn` finds is added to its `grad`.
         second_ENL: `B`, likewise.
         scale: Factor of the product.
-        x: Whose dtype the products have.
+        x: Its dtype is that of the products.
     """
 
     def __init__(
@@ -166,21 +138,15 @@ class LowRank:
         self._second_ENL = second_ENL.detach().to(x.dtype)
 
     def forward(self, x: Tensor, groups: Groups, *, gathers: bool) -> Tensor:
-        """What is added to the product of the rows: `[R, N]`.
-
-        Args:
-            x: `[R, I]` in sorted order, or `[T, I]` if `gathers`.
-            groups: The rows of all experts.
-            gathers: As in `plain_product`.
+        """What is added to the product of the rows, `[R, N]`; `x` is `[R, I]`, or `[T, I]` if it
+        gathers.
         """
         inner_RL = self._inner(x, groups, gathers=gathers)
         return _product(inner_RL, self._second_ENL, groups)
 
     def backward(self, grad: Tensor, groups: Groups, *, gathers: bool) -> tuple[Tensor, Tensor]:
-        """What is added to the gradient of the product's input: `[R, I]`.
-
-        Returns:
-            That, and `grad @ B`, which `learn` takes.
+        """What is added to the gradient of the product's input, `[R, I]`, and `grad @ B` for
+        `learn`.
         """
         inner_RL = _product(grad, self._second_ENL.transpose(1, 2), groups, gathers=gathers)
         return _product(inner_RL, self._first_ELI.transpose(1, 2), groups), inner_RL
@@ -229,7 +195,6 @@ def _product(x: Tensor, weight_ENI: Tensor, groups: Groups, *, gathers: bool = F
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Of a parameter, to be added to."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -277,7 +242,7 @@ class SlottedTraining:
         self.experts = [e for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs, for autograd to keep; the call has it no more."""
+        """What the backward pass needs, for autograd to keep; dropped here."""
         tensors = (
             self.x_TD, self.weights_TK, self.z_RZ, self._order_R, self._inverse_R, self.offsets_E1,
         )  # fmt: skip
@@ -285,14 +250,14 @@ class SlottedTraining:
         return tensors
 
     def take_tensors(self, *tensors: Tensor) -> None:
-        """Takes back what `give_up_tensors` gave."""
         self.x_TD, self.weights_TK, self.z_RZ = tensors[:3]
         self._order_R, self._inverse_R, self.offsets_E1 = tensors[3:]
 
     def begin_forward(
         self, dim_preactivation: int, low: tuple[LowRank | None, LowRank | None], *, keeps: bool
     ) -> None:
-        """Makes room, and computes what adapters of the first product give.
+        """Makes room for Z pre-activations a row, and computes what adapters of the first product
+        give.
 
         Args:
             dim_preactivation: Z.
@@ -308,7 +273,8 @@ class SlottedTraining:
 
     def forward(self, experts: StackedExperts) -> None:
         """Computes the rows of the experts that have a slot."""
-        groups, (gate_up, down) = self._groups(experts.slot_of_expert), _matrices(experts)
+        groups = self._groups(experts.slot_of_expert)
+        gate_up, _, _, down = experts.products()
         if not self._hidden_RF.numel():
             self._hidden_RF = self._new_rows(experts.dim_hidden)
         has_low = self._low[0] is not None
@@ -345,7 +311,8 @@ class SlottedTraining:
 
     def backward(self, experts: StackedExperts) -> None:
         """Computes the gradients of the rows of the experts that have a slot."""
-        groups, (gate_up, down) = self._groups(experts.slot_of_expert), _matrices(experts)
+        groups = self._groups(experts.slot_of_expert)
+        gate_up, _, _, down = experts.products()
         has_low = self._low[1] is not None
         found = activation_backward(
             self._grad_TD, down, self.z_RZ, self.weights_TK.reshape(-1).contiguous(), groups,
@@ -389,15 +356,8 @@ class SlottedTraining:
         return self.x_TD.new_empty(len(self._order_R), width)
 
     def _let_go(self) -> None:
-        """Memory that only lasts from a beginning to its end."""
+        """Frees memory that only lasts from a beginning to its end."""
         nothing = self.x_TD.new_empty(0)
         self._hidden_RF = self._rows_RD = self._grad_TD = self._dz_RZ = nothing
         self._grad_weights = self._grad_inner = nothing
         self._low = (None, None)
-
-
-def _matrices(experts: StackedExperts) -> tuple[Tensor, Tensor]:
-    """Of the two products, logically `[S, outputs, inputs]`."""
-    if not experts.is_transposed:
-        return experts.gate_up, experts.down
-    return experts.gate_up.transpose(1, 2), experts.down.transpose(1, 2)

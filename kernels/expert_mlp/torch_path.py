@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Collection, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +29,7 @@ from moe_runtime.kernels.expert_mlp.experts import (
 from moe_runtime.kernels.expert_mlp.products import Products, RoundedProducts
 from moe_runtime.kernels.expert_mlp.rows import (
     EVERY_GRADIENT,
-    Gradients,
     Group,
-    Needs,
     ParameterGradients,
     RoutedBatch,
     SortedRows,
@@ -44,11 +41,7 @@ from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
 class TorchSteps:
-    """Products and what happens between them, for `forward` and `backward`.
-
-    Args:
-        activation: What lies between the products.
-    """
+    """The operations of one expert: its products and what happens between them."""
 
     def __init__(self, activation: ActivationSpec) -> None:
         self._activation = activation
@@ -68,11 +61,7 @@ class TorchSteps:
     ) -> None:
         """Hidden values of pre-activations, computed in fp32 or better, into `hidden`.
 
-        Args:
-            z_nZ: Pre-activations.
-            layout: How `z` lies.
-            hidden_nF: Receives them.
-            kept_nZ: Receives a copy of `z`, in its own dtype.
+        `kept` receives a copy of `z`, in its own dtype.
         """
         if kept_nZ is not None:
             kept_nZ.copy_(z_nZ)
@@ -94,7 +83,7 @@ class TorchSteps:
             layout: How `z` lies.
             hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
                 values times the gate weight.
-            weights_n: Gate weights in fp32 or better; None stands for ones.
+            weights_n: Gate weights in fp32 or better; None for ones.
             grad_z_nZ: Receives the gradient of `z`; may be `z`.
 
         Returns:
@@ -159,40 +148,39 @@ class TorchPath:
         grad_TD: Tensor,
         batch: RoutedBatch,
         kept: Tensor,
-        *,
-        needs: Needs,
+        needs: Sequence[bool],
         parameter_gradients: ParameterGradients = EVERY_GRADIENT,
-    ) -> Gradients:
+    ) -> tuple[Tensor, ...]:
         """As `Path.backward`."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         call, pairs = self._call(batch)
-        call.begin_backward(grad_TD, kept, needs_x=needs.x)
+        needs_x, needs_weights, *needed = needs
+        call.begin_backward(grad_TD, kept, needs_x=needs_x)
         into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
         trained = set(range(experts.num_experts) if slots is None else slots.tolist())
-        tensors = experts.tensors()
+        tensors, is_stacked = experts.tensors(), isinstance(experts, StackedExperts)
         written = trained & {group.slot for group, _ in pairs}
-        parameters = tuple(
-            x_TD.new_empty(0)
-            if not need or tensor is None
-            else _new_gradient(experts, tensor, written)
-            if given is None
-            else given
-            for tensor, need, given in zip(
-                tensors, needs.parameters, into or (None,) * len(tensors), strict=True
-            )
-        )
+        found: list[Tensor | None] = list(into or (None,) * len(tensors))
+        for i, (tensor, need) in enumerate(zip(tensors, needed, strict=True)):
+            if not need or tensor is None:
+                found[i] = None
+            elif found[i] is None and is_stacked and tensor.is_contiguous():
+                found[i] = gradient_memory().take(tensor, written)
+            elif found[i] is None:
+                found[i] = untouched_zeros(tensor)
         # Slots whose gradients something was written to.
         used: set[int] = set() if into is None else set(trained)
-        frozen = needs._replace(parameters=(False,) * len(tensors))
         for group, one in pairs:
-            needed = needs if group.slot in trained else frozen
-            is_first = group.slot not in used
-            call.backward(group, experts, one, parameters, needed, is_first=is_first)
+            call.backward(
+                group, experts, one, found if group.slot in trained else [None] * len(found),
+                needs_x=needs_x, is_first=group.slot not in used,
+            )  # fmt: skip
             used.add(group.slot)
-        weights_grad = x_TD.new_empty(0)
-        if needs.weights and weights_TK is not None:
-            weights_grad = call.weights_grad(weights_TK)
-        return Gradients(call.sums(), weights_grad, parameters)
+        grad_weights = x_TD.new_empty(0)
+        if needs_weights and weights_TK is not None:
+            grad_weights = call.weights_grad(weights_TK)
+        parameters = (x_TD.new_empty(0) if grad is None else grad for grad in found)
+        return call.sums(), grad_weights, *parameters
 
     def _call(self, batch: RoutedBatch) -> tuple[Call, list[tuple[Group, OneExpert]]]:
         """The call, and the experts that have rows, in order."""
@@ -205,13 +193,6 @@ class TorchPath:
         if isinstance(batch.experts, PackedExperts):
             call.set_widths([one.dim_preactivation for _, one in pairs])
         return call, pairs
-
-
-def _new_gradient(experts: RoutedExperts, tensor: Tensor, written: set[int]) -> Tensor:
-    """Zeros like a parameter; of the experts that will be written, any values."""
-    if isinstance(experts, StackedExperts) and tensor.is_contiguous():
-        return gradient_memory().take(tensor, written)
-    return untouched_zeros(tensor)
 
 
 class Call:
@@ -230,7 +211,6 @@ class Call:
         found: Sequence[Group],
         steps: TorchSteps,
     ) -> None:
-        """Takes what a `RoutedBatch` holds, and the experts that will have their turn."""
         self.steps = steps
         self.products: Products = steps.products(x_TD.dtype)
         self.x_TD = x_TD.contiguous()
@@ -249,11 +229,7 @@ class Call:
         self.sums_TD = self._kept = self._grad_TD = self._weights_grad_R = x_TD.new_empty(0)
 
     def set_widths(self, widths: Sequence[int]) -> None:
-        """Says that experts differ in width: pre-activations are kept in one flat tensor.
-
-        Args:
-            widths: Z of each expert.
-        """
+        """Takes Z of each expert where they differ: pre-activations are kept in one flat tensor."""
         for group, width in zip(self._groups, widths, strict=True):
             first, self.num_kept = self.num_kept, self.num_kept + group.num_rows * width
             self._kept_places[group] = slice(first, self.num_kept)
@@ -280,13 +256,7 @@ class Call:
         return self.sums_TD.to(self.x_TD.dtype)
 
     def begin_backward(self, grad_TD: Tensor, kept: Tensor, *, needs_x: bool = True) -> None:
-        """Takes the output's gradient; makes room for those of `x`, if needed, and gate weights.
-
-        Args:
-            grad_TD: Of the output.
-            kept: What the forward pass kept, or empty: pre-activations are computed again.
-            needs_x: Whether the gradient of `x` is wanted.
-        """
+        """Takes the output's gradient and what was kept (empty: to be computed again)."""
         self._kept = kept
         self._grad_TD = grad_TD.to(self.x_TD.dtype).contiguous()
         self.sums_TD = self._new_sums() if needs_x else self.x_TD.new_empty(0)
@@ -303,20 +273,21 @@ class Call:
         group: Group,
         experts: RoutedExperts,
         one: OneExpert,
-        parameters: Sequence[Tensor],
-        needs: Needs,
+        parameters: Sequence[Tensor | None],
         *,
+        needs_x: bool,
         is_first: bool,
     ) -> None:
-        """One expert's part of all gradients; its own are added to unless it `is_first`.
+        """One expert's part of all gradients.
 
         Args:
             group: The expert and its rows.
             experts: All experts, for their layout.
             one: Its parameters.
-            parameters: Where the gradients of the experts' `tensors` go.
-            needs: Which gradients.
-            is_first: Whether nothing was written to this slot's gradients before.
+            parameters: Where the gradients of the experts' `tensors` go; None for one that is not
+                needed. They are added to unless this `is_first` to write to the slot.
+            needs_x: Whether the gradient of `x` is.
+            is_first: See there.
         """
         grad_nD = self._rows(self._grad_TD, group, "grad")
         z_nZ, grad_z_nZ = self._kept_preactivations(group, one)
@@ -341,8 +312,7 @@ class Call:
             self._part("weights_grad_R", self._weights_grad_R, group).copy_(weight_grad_n)
         num_inputs = len(one.inputs)
         own = [
-            experts.part(tensor, group.slot) if need else None
-            for tensor, need in zip(parameters, needs.parameters, strict=True)
+            None if tensor is None else experts.part(tensor, group.slot) for tensor in parameters
         ]
         down, biases, down_bias = own[num_inputs], own[num_inputs + 1 : -1], own[-1]
         rows_first = isinstance(experts, StackedExperts) and experts.is_transposed
@@ -363,7 +333,7 @@ class Call:
         for dz_n, bias in zip(halves, biases, strict=True):
             if bias is not None:
                 _add_sum(dz_n, None, bias, self.x_TD.dtype, is_first=is_first)
-        if needs.x:
+        if needs_x:
             for dz_n, matrix in zip(halves, one.inputs, strict=True):
                 dx_nD = self._out_rows(group, "grad")
                 self.products.backward(dz_n, matrix, dx_nD)
@@ -459,16 +429,20 @@ def _add_sum(
     out_A.copy_(total if is_first else total + out_A)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The memory of a gradient, and who holds that gradient."""
+class _Kept(NamedTuple):
+    """The memory of a gradient, and its tensor."""
 
     bytes: Any
     holder: StorageWeakRef
 
 
 class GradientMemory:
-    """The memory of one gradient for each large parameter; it goes when the parameter does."""
+    """The memory of one gradient for each large parameter; it goes when the parameter does.
+
+    A layer's gradient is as large as the layer, and the first touch of fresh memory costs as much
+    as filling it. Where the last gradient of a parameter is freed, as after
+    `zero_grad(set_to_none=True)`, the next one is written over it.
+    """
 
     def __init__(self) -> None:
         self._kept: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()

@@ -1,6 +1,15 @@
+"""Triton kernels for the whole layer, forward and backward, without waiting for the device.
+
+Kept for the backward pass: the input, the pre-activations and the routing. There is no gathered
+copy of the input, no copy of the hidden values and none of the experts' outputs.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, S slots, D model, F hidden, Z = 2F with a
+gate and F without.
+"""
+
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,21 +24,31 @@ from moe_runtime.kernels.expert_mlp.experts import (
     ids_in_slots,
 )
 from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
-from moe_runtime.kernels.expert_mlp.rows import (
-    EVERY_GRADIENT,
-    Gradients,
-    Needs,
-    ParameterGradients,
-    RoutedBatch,
-    SortedRows,
-)
+from moe_runtime.kernels.expert_mlp.rows import EVERY_GRADIENT, ParameterGradients, RoutedBatch
+from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import takes_format
 from moe_runtime.kernels.operands.activation import ActivationSpec
-from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
+
+
+def infer(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts | QuantizedExperts,
+    activation: ActivationSpec,
+) -> Tensor:
+    """The output ``[T, D]``, in the dtype of `x`; quantised experts have no `quantized_problem`."""
+    if len(x_TD) <= MAX_TOKENS:
+        return decode_expert_mlp(x_TD, ids_TK, weights_TK, experts, activation)
+    # experts that take no part have no rows
+    ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
+    products = SlottedProducts(x_TD, ids_TK, weights_TK, experts.num_experts, activation)
+    products.add(experts)
+    return products.sums()
 
 
 class TritonPath:
@@ -38,33 +57,14 @@ class TritonPath:
     def infer(self, batch: RoutedBatch) -> Tensor:
         """As `Path.infer`."""
         x_TD, ids_TK, weights_TK, experts = (
-            batch.x_TD,
-            batch.ids_TK,
-            batch.weights_TK,
-            batch.experts,
-        )
+            batch.x_TD, batch.ids_TK, batch.weights_TK, batch.experts,
+        )  # fmt: skip
         assert ids_TK is not None, "tokens have choices"
         assert weights_TK is not None, "tokens have gate weights"
+        if isinstance(experts, PackedExperts):
+            return self.forward(batch, keeps=False)[0]
         _check(x_TD)
-        if isinstance(experts, StackedExperts) and len(x_TD) <= MAX_TOKENS:
-            return decode_expert_mlp(
-                x_TD,
-                ids_TK,
-                weights_TK,
-                _stack(experts.gate_up, experts),
-                _stack(experts.down, experts),
-                batch.activation,
-                experts.layout,
-                gate_up_bias_SZ=experts.gate_up_bias,
-                down_bias_SD=experts.down_bias,
-                slot_of_expert=experts.slot_of_expert,
-            )
-        ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
-        order = token_sort(ids_TK, experts.num_experts, impl="triton")
-        batch = replace(batch, sorted_rows=SortedRows(order.order_R, order.offsets_E1))
-        groups = _groups(batch)
-        y_RD, _ = _products(batch, groups, keeps=False)
-        return _combine(y_RD, weights_TK, order.inverse_R, groups)
+        return infer(x_TD, ids_TK, weights_TK, experts, batch.activation)
 
     def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
         """As `Path.forward`; experts of several widths keep ``[2, V]``, or ``[1, V]`` of up."""
@@ -80,16 +80,16 @@ class TritonPath:
         grad_TD: Tensor,
         batch: RoutedBatch,
         kept: Tensor,
-        *,
-        needs: Needs,
+        needs: Sequence[bool],
         parameter_gradients: ParameterGradients = EVERY_GRADIENT,
-    ) -> Gradients:
+    ) -> tuple[Tensor, ...]:
         """As `Path.backward`."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         _check(x_TD)
         num_choices, groups = batch.num_choices, _groups(batch)
         inputs = [_stack(matrix, experts) for matrix in experts.tensors()[: experts.num_inputs]]
         num_inputs = len(inputs)
+        needs_x, needs_weights, *needs_parameters = needs
         if grad_TD.stride(1) != 1:
             grad_TD = grad_TD.contiguous()
         if not kept.numel():
@@ -104,14 +104,14 @@ class TritonPath:
             batch.activation,
             experts.layout,
             down_bias_SD=experts.down_bias,
-            needs_hidden=needs.parameters[num_inputs],
-            needs_gate_weight_grad=needs.weights and weights_TK is not None,
+            needs_hidden=needs_parameters[num_inputs],
+            needs_gate_weight_grad=needs_weights and weights_TK is not None,
         )
         # An empty tensor each: results of an operator may not share memory.
-        dx, dweights, *gradients = (x_TD.new_empty(0) for _ in range(2 + len(needs.parameters)))
+        dx, dweights, *gradients = (x_TD.new_empty(0) for _ in range(2 + len(needs_parameters)))
         is_packed = isinstance(experts, PackedExperts)
         halves = found.dpre.split(1) if is_packed else (found.dpre,)
-        if needs.x:
+        if needs_x:
             # Up before the gate, whose part is added to it.
             parts = [_input_grad(*pair, batch, groups) for pair in zip(halves, inputs, strict=True)]
             dx = parts.pop()
@@ -134,9 +134,9 @@ class TritonPath:
             return _stack(given, experts)
 
         for i, half in enumerate(halves):
-            if needs.parameters[i]:
+            if needs_parameters[i]:
                 weight_grad(half, x_TD, own, out_SNK=start(i), right_divisor=num_choices, **adds)
-            if needs.parameters[num_inputs + 1 + i]:
+            if needs_parameters[num_inputs + 1 + i]:
                 bias_grad(half, own, out_SN=start(num_inputs + 1 + i), **adds)
         if found.hidden is not None:
             out_SNK = start(num_inputs)
@@ -148,9 +148,9 @@ class TritonPath:
                 weight_grad(
                     grad_TD, found.hidden, own, out_SNK=out_SNK, left_divisor=num_choices, **adds
                 )
-        if needs.parameters[-1]:
+        if needs_parameters[-1]:
             bias_grad(grad_TD, own, out_SN=start(-1), divisor=num_choices, scale_R=scale_R, **adds)
-        return Gradients(dx, dweights, tuple(gradients))
+        return dx, dweights, *gradients
 
 
 def _products(batch: RoutedBatch, groups: Groups, *, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -245,8 +245,8 @@ def _groups(batch: RoutedBatch, slots: Tensor | None = None) -> Groups:
 def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
     """Memory for one model-wide row a routed row.
 
-    Rows that no kernel writes are zero where somebody reads them: `combine` skips those without an
-    expert, but a result in sorted order is handed out whole.
+    Rows that no kernel writes are zero in sorted order, where the result is handed out whole;
+    `combine` skips those without an expert.
     """
     shape = (groups.num_rows, x_TD.shape[1])
     if groups.order_R is None:
@@ -307,35 +307,3 @@ def quantized_problem(x_TD: Tensor, experts: QuantizedExperts) -> str | None:
 
 def _parts(stack: Any) -> tuple[Tensor | None, ...]:
     return stack.codes, stack.scales, stack.zero_points, stack.global_scale
-
-
-def infer_quantized(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-) -> Tensor:
-    """The output ``[T, D]``, in the dtype of `x`, of experts without a `quantized_problem`."""
-    matrix, bias, up = experts.up, experts.up_bias, None
-    if experts.gate is not None:
-        up, matrix, bias = (matrix, bias), experts.gate, experts.gate_bias
-    slots_E, layout = experts.slot_of_expert, experts.layout
-    if len(x_TD) <= MAX_TOKENS:
-        return decode_expert_mlp(
-            x_TD, ids_TK, weights_TK, matrix, experts.down, activation, layout,
-            gate_up_bias_SZ=bias, down_bias_SD=experts.down_bias, up=up, slot_of_expert=slots_E,
-        )  # fmt: skip
-    # experts that take no part have no rows
-    ids_TK = experts.named(ids_TK)
-    order = token_sort(ids_TK, experts.num_experts, impl="triton")
-    num_rows, num_choices = ids_TK.numel(), ids_TK.shape[1]
-    groups = Groups(order.offsets_E1, num_rows, slots_E, order.order_R, num_choices)
-    hidden_RF = activated_product(
-        x_TD, matrix, groups, activation, layout,
-        out=x_TD.new_empty(num_rows, experts.dim_hidden), pre=None,
-        bias_SZ=bias, up=up, gathers=True,
-    )  # fmt: skip
-    y_RD = x_TD.new_empty(num_rows, experts.dim_model)
-    plain_product(hidden_RF, experts.down, groups, out=y_RD, bias_SN=experts.down_bias)
-    return launch_combine_fwd(y_RD, weights_TK, order.inverse_R, order.offsets_E1[-1:], num_choices)

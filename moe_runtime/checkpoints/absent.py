@@ -45,8 +45,7 @@ _SETTING_NO_GRADIENT = {
 class AbsentTensor(torch.Tensor):
     """Weights of which only the description is in memory, such as a layer's experts in a stack.
 
-    It may be counted, listed in a state dictionary and asked for shape, dtype and device. Whatever
-    would need, copy, save or change its content raises an ``UnsupportedUseError`` that says so.
+    Whatever would need, copy, save or change its content raises an ``UnsupportedUseError``.
     """
 
     @staticmethod
@@ -167,10 +166,7 @@ def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None
 
 
 class WholeConversion:
-    """The ``_apply`` of a module that has absent parameters somewhere below it.
-
-    A conversion that they would refuse is refused before any other parameter is converted.
-    """
+    """The ``_apply`` of a module over absent parameters: refuses before any is converted."""
 
     def __init__(self, module: nn.Module) -> None:
         """Becomes an attribute of the module, which it therefore must not keep alive."""

@@ -1,7 +1,6 @@
 """Where every expert of a model lies in the files of its checkpoint.
 
-Derived from the model's own conversion table and the flags of its experts modules; no family is
-known here by name.
+Derived from the model's conversion table and the flags of its experts modules, not from its family.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class ExpertMap:
 def _packed_bytes(entry: Weight) -> int:
     if not isinstance(entry, TensorEntry):
         return entry.resident_bytes
-    from moe_runtime.checkpoints.packed_parameter import coded_bytes
+    from moe_runtime.checkpoints.dense_weights import coded_bytes
 
     rows, cols = entry.shape
     return coded_bytes(rows, cols)
@@ -309,7 +308,7 @@ def _convert(
                 if name in buffers:
                     experts.buffers.add(entry.name)
                 if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
-                    from moe_runtime.checkpoints.packed_parameter import may_stay_packed
+                    from moe_runtime.checkpoints.dense_weights import may_stay_packed
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name

@@ -36,9 +36,8 @@ class _Copy:
 
 
 class Provenance(TorchDispatchMode):
-    """Records, while active, how tensors on the meta device are made of one another.
-
-    ``source`` makes the tensors to start from; ``locate`` answers afterwards.
+    """Records, while active, how tensors on the meta device are made of those that ``source``
+    makes.
     """
 
     def __init__(self) -> None:
@@ -63,11 +62,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds elements of a tensor in the sources.
-
-        Returns:
-            Two ``int64`` arrays shaped as ``offsets``: the index of the source, and the position in
-            it, in elements.
+        """Finds elements, by their ``int64`` offsets in a tensor's storage: source indices,
+        positions there.
         """
         storage = _storage_of(tensor)
         if storage in self._sources:

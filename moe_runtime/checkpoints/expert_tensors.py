@@ -1,7 +1,7 @@
 """Experts of a checkpoint as the tensors that their module in transformers would have.
 
-A module stacks gate and up in one parameter, transposed or interleaved as its flags say; files hold
-them as they like. Both are met here as six matrices of `[out, in]`, see `expert_places.MATRICES`.
+A module stacks gate and up in one parameter, transposed or interleaved as its flags say; both it
+and files are seen here as six matrices of `[out, in]`, see `expert_places.MATRICES`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from moe_runtime.types import ExpertKey
 
 
 def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An expert's matrices as views into its slices of a module's parameters.
-
-    Returns:
-        By the names of `expert_places.MATRICES`: `[out, in]`, biases `[out]`.
+    """An expert's matrices `[out, in]` and biases `[out]` as views into slices of a module's
+    parameters.
     """
     stacked = {name: tensor[None] for name, tensor in named.items()}
     found = {}

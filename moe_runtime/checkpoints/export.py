@@ -1,7 +1,6 @@
 """A changed model as a checkpoint like the one it was read from: same names, same files.
 
-The places that the experts were read from are the places that they are written to, so a checkpoint
-is written expert by expert, whatever its layout, and never is in memory as a whole.
+Experts are written to the places that they were read from, one by one, never all in memory.
 """
 
 from __future__ import annotations

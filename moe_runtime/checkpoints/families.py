@@ -1,7 +1,6 @@
 """Families whose blocks `transformers` builds without its experts interface.
 
-A row of `BLOCKS` turns the blocks of one family, in place and without touching a weight, into
-blocks whose routed experts have that interface. From there on the family is like any other.
+A row of `BLOCKS` turns the blocks of one family, in place, into blocks that have that interface.
 
 Shapes: T tokens, K top-k, D model, F hidden, E experts.
 """
@@ -47,12 +46,7 @@ def _with_forward(block: type, forward: Callable[..., Any]) -> type:
 
 
 class _Stacked(torch.nn.Module):
-    """Routed experts as two stacked weights.
-
-    Args:
-        gate_up: `[E, 2F, D]`, or transposed `[E, D, 2F]`.
-        down: `[E, D, F]`, or transposed `[E, F, D]`.
-    """
+    """Routed experts as two weights: `[E, 2F, D]` and `[E, D, F]`, or transposed."""
 
     def __init__(
         self,

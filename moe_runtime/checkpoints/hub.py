@@ -190,10 +190,7 @@ def _has_digest(stream: BinaryIO, file: HubFile) -> bool:
 
 
 class RemoteBeginning:
-    """Reads a file of the hub from its beginning, and writes what it reads to a local one.
-
-    The local file gets the size of the remote one, and has a hole where nothing was read.
-    """
+    """Reads a file of the hub from its beginning into a local one, with a hole for the rest."""
 
     def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
         self._file = file
@@ -239,11 +236,7 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Reads ``owner/name``, with ``:QUANTISATION``, ``/FILE.gguf`` or ``@REVISION`` behind it.
-
-    Returns:
-        None where the text is none of these.
-    """
+    """Reads ``owner/name[:QUANTISATION][/FILE.gguf][@REVISION]``, or a page's address."""
     site = _SITE.match(text)
     text = text[site.end() :].partition("?")[0].rstrip("/") if site else text
     found = _NAME.fullmatch(text)
@@ -267,11 +260,7 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
-    """The GGUF file that a name asks for, or the files that it was split into, in order.
-
-    Returns:
-        None of them where the repository is to be read as safetensors files.
-    """
+    """The GGUF file that a name asks for, or its parts; none for a safetensors repository."""
     models: dict[str, list[str]] = {}
     for file in sorted(sizes):
         if file.endswith(".gguf") and (file == name.file or not _NO_MODELS.match(file)):
@@ -388,10 +377,8 @@ class _Repository:
 
 
 def download(name: HubName, *, weights: bool, progress: Progress | None = None) -> Path:
-    """Downloads what is needed of a repository, as far as it is not in the hub's cache.
-
-    Returns:
-        The folder of its files, or its first GGUF file.
+    """Downloads what the hub's cache lacks of a repository; gives its folder, or its first GGUF
+    file.
     """
     found = _ask(name)
     chosen = found.chosen()
@@ -410,11 +397,9 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
 
 @contextmanager
 def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
-    """Reads headers of a model's files, and no weights, unless all of them are in the cache.
+    """Reads headers of a model's files alone, unless all files are in the cache.
 
-    Yields:
-        A folder or GGUF file for the time of the block. Its weights have their sizes and headers,
-        and holes for the rest.
+    Yields a folder or GGUF file whose weights have their sizes, and holes for the values.
     """
     found = _ask(name)
     chosen = found.chosen()

@@ -148,10 +148,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """Takes what a configuration says of quantised weights out of it; None where it is nothing.
+    """Takes what a configuration says of quantised weights out of it: what, or None, and where.
 
-    Returns:
-        What it says, and where.
+    ModelOpt may write it into `hf_quant_config.json`, which counts where `config.json` says
+    nothing.
     """
     found: Any = None
     for part in (config.get_text_config(), config):

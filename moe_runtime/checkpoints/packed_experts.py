@@ -121,11 +121,7 @@ def tensor_name(layer: int, expert: int) -> str:
 def lay_out_parts(
     matrices: Sequence[MatrixForm], rooms: Sequence[int], code: Code
 ) -> tuple[list[Part], int]:
-    """Where the parts of an expert lie.
-
-    Returns:
-        The parts, and the bytes of the run.
-    """
+    """The parts of an expert, and the bytes of the run that they lie in."""
     parts: list[Part] = []
     end, left = 0, iter(rooms)
 

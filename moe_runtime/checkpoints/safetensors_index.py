@@ -1,10 +1,8 @@
 """Safetensors files: where every tensor of a checkpoint lies, and headers of new files.
 
-A safetensors file is eight bytes (the header's length, little-endian), a JSON header that names
-each tensor's dtype, shape and byte range, and the bytes themselves. ``safetensors.safe_open``
-verifies a file, and the byte ranges, which it does not give, are taken from the header afterwards.
-What it accepts and this module refuses hides mistakes: a key that occurs twice in an object, a
-tensor written as a list, a dtype as an object, and what ``strict_json`` refuses.
+``safetensors.safe_open`` verifies a file; the byte ranges, which it does not give, are taken from
+the header. Refused here as well: a key that occurs twice in an object, a tensor written as a list,
+a dtype as an object, and what ``strict_json`` refuses.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -69,11 +67,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Verifies one safetensors file and reads its header.
-
-    Returns:
-        The tensors by name, in the order of their bytes.
-    """
+    """Verifies one safetensors file; gives its tensors by name, in the order of their bytes."""
     try:
         with open_regular(path) as file, safe_open(path, framework="np"):
             length = int.from_bytes(file.read(8), "little")
@@ -100,11 +94,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def header_of(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
 ) -> tuple[dict[str, int], bytes]:
-    """Makes the header of a new file.
-
-    Returns:
-        Where each tensor begins behind the header, and the header with its length before it.
-    """
+    """Makes the header of a new file: where each tensor begins behind it, and its bytes."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -118,10 +108,8 @@ def header_of(
 
 
 def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes, int]:
-    """Lays tensors out in a new file, widest elements first, so that all are aligned.
-
-    Returns:
-        As `header_of`, and the bytes of all tensors.
+    """Lays tensors out widest elements first, so that all are aligned: as `header_of`, and their
+    bytes.
     """
     ordered = sorted(tensors, key=lambda one: -(one.num_bytes // max(1, math.prod(one.shape))))
     described = [(one.name, one.dtype, one.shape, one.num_bytes) for one in ordered]
@@ -155,10 +143,11 @@ def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
 def read_checkpoint_index(
     folder: Path, index_name: str = INDEX_FILE_NAME
 ) -> dict[str, TensorEntry]:
-    """Finds every tensor of the checkpoint in a folder, whether in one file or in shards.
+    """Every tensor of the checkpoint in a folder, in one file or in shards, by the shards' names.
 
-    Returns:
-        The tensors by name, shard after shard in the order of the shards' names.
+    As in ``transformers``, ``model.safetensors`` is preferred to an index, and tensors that the
+    index does not list are included. If several shards have a tensor, the index decides, else the
+    last one.
     """
     if not folder.is_dir():
         found = "a file" if os.path.lexists(folder) else "nothing of that name"

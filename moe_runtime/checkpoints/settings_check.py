@@ -26,10 +26,8 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
 def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
-    """The same error in plain words, where a value is of a type that the model's cannot be.
-
-    Returns:
-        One that names the key, what was expected and what was found; or the error as it was.
+    """The same error by key, what was expected and what was found, where a value's type is at
+    fault.
     """
     reason = " ".join(str(error.__cause__).split())
     if unknown := _NO_DTYPE.fullmatch(reason):

@@ -1,7 +1,6 @@
-"""Everything of transformers that its documentation does not promise, in one place.
+"""Everything of transformers that its documentation does not promise, and since which version.
 
-What is used, and since which version it is as we use it. A test keeps other modules from touching
-a private part, and `make test-versions` runs the engine's tests with both ends of the range.
+A test keeps other modules from touching a private part; `make test-versions` runs both ends.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
-from moe_runtime.cli.strict import StrictCommand, expanded
+from moe_runtime.cli.strict import StrictCommand, expanded, option
 from moe_runtime.errors import MoERuntimeError
 
 _FIRST_SCREEN = """\
@@ -160,13 +160,11 @@ def _bench_commands() -> Any:
 
 def _first_screen(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print version and build.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --version: print one JSON object.")
-    ] = False,
+    version: Annotated[bool, option("Print version and build.", "--version")] = False,
+    as_json: Annotated[bool, option("With --version: print one JSON object.", "--json")] = False,
     completion: Annotated[
         Literal["bash", "zsh", "fish"] | None,
-        typer.Option(metavar="SHELL", help="Print a completion script for bash, zsh or fish."),
+        option("Print a completion script for bash, zsh or fish.", metavar="SHELL"),
     ] = None,
 ) -> None:
     """Run Mixture-of-Experts models whose experts do not fit in memory."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_runtime.cli.console import TRANSFORMERS_BYTES, require_address_space
-from moe_runtime.cli.strict import apply_config, refuse_given
+from moe_runtime.cli.strict import FOLDER, apply_config, argument, option, refuse_given
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -34,6 +34,10 @@ def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]
         return name
 
     return check
+
+
+_shares = named("shares", lambda: SHARES)
+_activations = named("activations", lambda: ACTIVATIONS)
 
 
 def _policy(name: str) -> str:
@@ -95,135 +99,115 @@ def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
     return num_bytes
 
 
+Count = Annotated[int, typer.Option(min=1)]
+Natural = Annotated[int, typer.Option(min=0)]
+NotNegative = Annotated[float, typer.Option(min=0.0)]
+Size = Annotated[str, typer.Option(metavar="SIZE")]
+Output = Annotated[Path, typer.Option("--output", "-o")]
+OutputFolder = Annotated[Path, typer.Option("--output", "-o", metavar=FOLDER)]
 Model = Annotated[
     str,
-    typer.Argument(
+    argument(
+        "Folder of a safetensors checkpoint, a GGUF file, or a name on the hub: "
+        "OWNER/NAME, with :QUANTISATION, /FILE.gguf or @REVISION.",
         metavar="MODEL",
-        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub: OWNER/NAME, "
-        "with :QUANTISATION, /FILE.gguf or @REVISION.",
     ),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
-]
+Json = Annotated[bool, option("Print one JSON object on stdout, and nothing else there.", "--json")]
 Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Say in the table why policy and prefetch were chosen."),
+    bool, option("Say in the table why policy and prefetch were chosen.", "--verbose", "-v")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Config = Annotated[
     Path | None,
-    typer.Option(
-        help="TOML file with defaults for these options.", callback=apply_config, is_eager=True
-    ),
+    option("TOML file with defaults for these options.", callback=apply_config, is_eager=True),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the last checkpoint, if there is one.")
-]
+Resume = Annotated[bool, option("Continue from the last checkpoint, if there is one.", "--resume")]
 Reschedule = Annotated[
     bool,
-    typer.Option(
+    option(
+        "With --resume: the number of steps and the rate schedule may differ from before.",
         "--reschedule",
-        help="With --resume: the number of steps and the rate schedule may differ from before.",
     ),
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would happen, write nothing, and stop.")
-]
+DryRun = Annotated[bool, option("Show what would happen, write nothing, and stop.", "--dry-run")]
 Exact = Annotated[
     bool,
-    typer.Option(
+    option(
+        "Each request gets the same bits as it would alone, whatever runs with it; slower.",
         "--exact",
-        help="Each request gets the same bits as it would alone, whatever runs with it; slower.",
     ),
 ]
-MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
-]
+MaxNewTokens = Annotated[int, option("Most tokens to generate.", "--max-new-tokens", "-n", min=1)]
 HostMemory = Annotated[
-    str, typer.Option(callback=_budget, help="RAM to use: 7GiB, a share such as 0.5, or auto.")
+    str, option("RAM to use: 7GiB, a share such as 0.5, or auto.", callback=_budget)
 ]
-DeviceMemory = Annotated[
-    str, typer.Option(callback=_budget, help="GPU memory to use, in the same form.")
-]
+DeviceMemory = Annotated[str, option("GPU memory to use, in the same form.", callback=_budget)]
 Policy = Annotated[
     str,
-    typer.Option(
+    option(
+        "Cache eviction policy: a name, your FILE.py, or auto (the best for recent use).",
         callback=_policy,
-        help="Cache eviction policy: a name, your FILE.py, or auto (the best for recent use).",
-    ),
-]
-Shares = Annotated[
-    str,
-    typer.Option(
-        callback=named("shares", lambda: SHARES),
-        help="Memory of each layer: even, adaptive (more where misses cost most), or auto.",
     ),
 ]
 CacheCode = Annotated[
     str,
-    typer.Option(
+    option(
+        "How bf16 experts and linear layers are stored in memory: none (as in the files) "
+        "or planes, lossless compression, so that a budget holds 1.4 times as many "
+        "experts. CPU only.",
         callback=named("cache_code", lambda: CACHE_CODES),
-        help="How bf16 experts and linear layers are stored in memory: none (as in the files) or "
-        "planes, lossless compression, so that a budget holds 1.4 times as many experts. CPU only.",
-    ),
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        callback=named("activations", lambda: ACTIVATIONS),
-        help="Precision of products with quantised weights: exact, or int8 (faster, less precise; "
-        "CPU only).",
     ),
 ]
 Misses = Annotated[
     str,
-    typer.Option(
+    option(
+        "Where to compute experts that are not on the GPU: device (copy first), cpu, or "
+        "auto (the faster). cpu and auto can change the last digits.",
         callback=named("misses", lambda: MISSES),
-        help="Where to compute experts that are not on the GPU: device (copy first), cpu, or auto "
-        "(the faster). cpu and auto can change the last digits.",
     ),
 ]
 Prefetch = Annotated[
     str,
-    typer.Option(
+    option(
+        "Read experts before they are needed: off, observe (count only), enforce, or auto"
+        " (while it is faster).",
         callback=named("prefetch mode", lambda: list(PrefetchMode)),
-        help="Read experts before they are needed: off, observe (count only), enforce, or auto "
-        "(while it is faster).",
     ),
 ]
-Predictor = Annotated[
-    str,
-    typer.Option(
-        callback=_predictor,
-        help="What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
-    ),
-]
-Device = Annotated[str, typer.Option(callback=_device, help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
 Dtype = Annotated[
     str,
-    typer.Option(
+    option(
+        "auto (as the checkpoint says), bfloat16, float16 or float32.",
         callback=_shaped(
             "auto, float32, bfloat16 or float16", "auto|float|half|float32|bfloat16|float16"
         ),
-        help="auto (as the checkpoint says), bfloat16, float16 or float32.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How a model is loaded; each option is a parameter of `moe_runtime.load`."""
+    """How a model is loaded; each option is a parameter of `moe_runtime.load`.
+
+    Args:
+        shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
+        activations: Precision of products with quantised weights: exact, or int8 (faster, less
+            precise; CPU only).
+        predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
+    """
 
     host_memory: HostMemory = "auto"
     device_memory: DeviceMemory = "auto"
     policy: Policy = "auto"
-    shares: Shares = "auto"
+    shares: Annotated[str, typer.Option(callback=_shares)] = "auto"
     cache_code: CacheCode = "none"
-    activations: Activations = "exact"
+    activations: Annotated[
+        str, typer.Option(callback=named("activations", lambda: ACTIVATIONS))
+    ] = "exact"
     misses: Misses = "device"
     prefetch: Prefetch = "auto"
-    predictor: Predictor = "auto"
+    predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
 
@@ -244,28 +228,18 @@ class Loading:
         return dataclasses.asdict(self)
 
 
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Randomness. 0 always picks the most likely token. When omitted, the checkpoint's "
-        "generation_config.json decides.",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the most likely tokens of this total probability. When omitted, the "
-        "checkpoint decides."
-    ),
-]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen.
 
-    temperature: Temperature = None
-    top_p: TopP = None
-    seed: Seed = None
+    Args:
+        temperature: Randomness. 0 always picks the most likely token. When omitted, the
+            checkpoint's generation_config.json decides.
+        top_p: Sample among the most likely tokens of this total probability. When omitted, the
+            checkpoint decides.
+        seed: Makes sampling repeatable.
+    """
+
+    temperature: NotNegative | None = None
+    top_p: float | None = None
+    seed: Natural | None = None

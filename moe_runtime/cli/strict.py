@@ -1,14 +1,16 @@
 """How commands read their options: groups, configuration files, and what is refused for all."""
 
+import copy
 import dataclasses
 import inspect
 import itertools
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -33,32 +35,42 @@ _WITH_OTHERS = frozenset({"run", "train", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
 FOLDER = "DIR"
 """How the help shows an output that is a folder."""
+_DEBUG = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """An option of typer's; its names are made of the parameter's where none are given."""
+    return typer.Option(*names, help=help, **settings)
+
+
+def argument(help: str, **settings: Any) -> Any:
+    """An argument of typer's."""
+    return typer.Argument(help=help, **settings)
 
 
 def expanded(function: Callable[..., None]) -> Callable[..., None]:
     """A command with an option for each field of its parameters that are dataclasses.
 
-    `--debug` is added to all. A group that has a method `check` is called with the context.
+    The `Args:` of the docstrings of the command and its groups are the help. A flag that is off by
+    default has no `--no-` form. `--debug` is added. A group's method `check` gets the context.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {
         n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)
     }
+    about, helps = _helps(function)
     parameters: list[inspect.Parameter] = []
     for param in inspect.signature(function).parameters.values():
         fields = groups.get(param.name)
         if fields is None:
-            parameters.append(param.replace(annotation=hints[param.name]))
+            parameters.append(_with_help(param, hints[param.name], helps))
             continue
-        kinds = get_type_hints(fields, include_extras=True)
-        parameters += (
-            param.replace(name=field.name, annotation=kinds[field.name], default=field.default)
-            for field in dataclasses.fields(fields)
-        )
+        kinds, helps_of_group = get_type_hints(fields, include_extras=True), _helps(fields)[1]
+        for field in dataclasses.fields(fields):
+            own = param.replace(name=field.name, default=field.default)
+            parameters.append(_with_help(own, kinds[field.name], helps_of_group))
     by_name = inspect.Parameter.KEYWORD_ONLY
-    debug = inspect.Parameter("debug", by_name, default=False, annotation=Debug)
+    debug = inspect.Parameter("debug", by_name, default=False, annotation=_DEBUG)
     signature = inspect.Signature([*(p.replace(kind=by_name) for p in parameters), debug])
 
     def command(**given: Any) -> None:
@@ -72,11 +84,42 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
 
     annotations = {p.name: p.annotation for p in signature.parameters.values()}
     for name, value in (
-        *(("__name__", function.__name__), ("__doc__", function.__doc__)),
+        *(("__name__", function.__name__), ("__doc__", about)),
         *(("__signature__", signature), ("__annotations__", annotations), ("function", function)),
     ):
         setattr(command, name, value)
     return command
+
+
+def _helps(documented: Any) -> tuple[str, dict[str, str]]:
+    """A docstring without its `Args:`, and these: the help of each parameter."""
+    about, _, args = inspect.cleandoc(documented.__doc__ or "").partition("\n\nArgs:\n")
+    helps: dict[str, str] = {}
+    name = ""
+    for line in args.splitlines():
+        if match := re.match(r" {4}(\w+): (.*)", line):
+            name, helps[match[1]] = match.groups()
+        else:
+            helps[name] += f" {line.strip()}"
+    return about, helps
+
+
+def _with_help(param: inspect.Parameter, kind: Any, helps: Mapping[str, str]) -> inspect.Parameter:
+    """A parameter as typer takes it: help and limits stand outside of its union with None."""
+    if param.name not in helps:
+        return param.replace(annotation=kind)
+    info = typer.Option()
+    marked = next((one for one in get_args(kind) if get_origin(one) is Annotated), None)
+    if get_origin(kind) is Annotated:
+        kind, info = get_args(kind)
+    elif marked is not None:
+        kind, info = get_args(marked)
+        kind = kind | None
+    info = copy.copy(info)
+    info.help = helps[param.name]
+    if kind is bool and param.default is False and info.default is ...:
+        info.param_decls = (f"--{param.name.replace('_', '-')}",)
+    return param.replace(annotation=Annotated[kind, info])
 
 
 def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:

@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, object]:
         "cpu": facts.get("model name", platform.processor() or platform.machine()),
         "cpu_features": [name for name in CPU_FEATURES if name in flags],
         "num_cores": num_usable_cores(),
-        "memory_bytes": total_memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
     }
@@ -80,11 +80,6 @@ def _git(checkout: Path, *words: str) -> str:
 def num_usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def total_memory_bytes() -> int:
-    """Physical memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cpu_facts() -> dict[str, str]:

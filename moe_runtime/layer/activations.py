@@ -45,11 +45,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def activation_named(name: str | Activation) -> Activation:
-    """Looks a name up; an `Activation` stays as it is.
-
-    Raises:
-        ValueError: The name is unknown; the nearest one is named.
-    """
+    """Looks a name up; an `Activation` stays as it is."""
     if isinstance(name, Activation):
         return name
     if name not in ACTIVATIONS:

@@ -17,7 +17,6 @@ class LayerAux:
     """Losses and load statistics of one call. Tensors stay on the device: nothing waits for it.
 
     Attributes:
-        routing: The decisions themselves.
         losses: Auxiliary losses by name, without coefficients.
         loss: Their sum with the gate's coefficients, a scalar to add to the training loss.
     """
@@ -57,10 +56,11 @@ class LayerAux:
 
 
 class AttachLoss(torch.autograd.Function):
-    """Passes `out` through; in the backward pass the loss gets the gradient `scale`.
+    """Passes `out` through; in the backward pass the loss gets the gradient `scale`
+    (Megatron-Core).
 
-    So an auxiliary loss needs no way of its own to the training loss (Megatron-Core), also where
-    pipelines or reentrant checkpoints cut that way off.
+    It works where pipelines or reentrant checkpoints cut the way from an auxiliary loss to the
+    training loss.
     """
 
     @staticmethod
@@ -79,9 +79,8 @@ def weighted_loss(
     losses: Mapping[str, Tensor], weights: Mapping[str, float], like: Tensor
 ) -> Tensor:
     """The sum of the losses with their coefficients, a scalar of fp32 or more."""
-    total = torch.zeros(
-        (), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-    )
+    wide = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=like.device)
     for name, loss in losses.items():
         total = total + weights[name] * loss
     return total

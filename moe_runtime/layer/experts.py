@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +21,33 @@ from moe_runtime.layer.activations import Activation, activation_named
 from moe_runtime.routing import ZeroExpertCounts, ZeroRouting
 
 
+class ExpertOptions(TypedDict, total=False):
+    """Keyword arguments of routed experts, however their parameters lie; see `Experts`."""
+
+    activation: str | Activation
+    bias: bool
+    impl: ExpertMlpImpl
+    recompute: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class ExpertNetworks(nn.Module):
-    """What the routed experts of a layer share, however their parameters lie.
+    """What the routed experts of a layer share, however their parameters lie."""
 
-    Args:
-        shapes: Of the parameters, by their names.
-        activation: A name of `ACTIVATIONS`.
-        impl: Implementation of `kernels.expert_mlp`.
-        recompute: The backward pass computes the pre-activations again instead of keeping them.
-    """
+    down_proj: nn.Parameter
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        activation: Activation,
-        impl: ExpertMlpImpl,
-        recompute: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, **options: Unpack[ExpertOptions]) -> None:
         super().__init__()
-        self.activation: Activation = activation
-        self.impl: ExpertMlpImpl = impl
-        self.recompute = recompute
+        self.activation: Activation = activation_named(options.get("activation", "swiglu"))
+        self.impl: ExpertMlpImpl = options.get("impl", "auto")
+        self.recompute = options.get("recompute", False)
+
+    def _register(self, shapes: Mapping[str, tuple[int, ...]], options: ExpertOptions) -> None:
+        place = {"device": options.get("device"), "dtype": options.get("dtype")}
         for name, shape in shapes.items():
-            parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, parameter)
-        self.down_proj: nn.Parameter
+            if options.get("bias") or not name.endswith("_bias"):
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
 
     @abstractmethod
     def operands(self, dtype: torch.dtype, *, is_autocast: bool) -> StackedExperts | PackedExperts:
@@ -75,9 +75,6 @@ class Experts(ExpertNetworks):
     """`E` feed-forward networks in stacked parameters, laid out as in transformers 5.
 
     Args:
-        num_experts: `E`.
-        hidden_size: `D`.
-        intermediate_size: `F`.
         activation: A name of `ACTIVATIONS`.
         bias: With biases of both products.
         impl: Implementation of `kernels.expert_mlp`.
@@ -97,26 +94,21 @@ class Experts(ExpertNetworks):
         num_experts: int,
         hidden_size: int,
         intermediate_size: int,
-        *,
-        activation: str | Activation = "swiglu",
-        bias: bool = False,
-        impl: ExpertMlpImpl = "auto",
-        recompute: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[ExpertOptions],
     ) -> None:
-        formula = activation_named(activation)
-        first = "gate_up_proj" if formula.has_gate else "up_proj"
-        width = intermediate_size * (2 if formula.has_gate else 1)
-        shapes: dict[str, tuple[int, ...]] = {
-            first: (num_experts, width, hidden_size),
-            "down_proj": (num_experts, hidden_size, intermediate_size),
-        }
-        if bias:
-            shapes[f"{first}_bias"] = (num_experts, width)
-            shapes["down_proj_bias"] = (num_experts, hidden_size)
-        place = {"device": device, "dtype": dtype}
-        super().__init__(shapes, activation=formula, impl=impl, recompute=recompute, **place)
+        super().__init__(**options)
+        has_gate = self.activation.has_gate
+        first = "gate_up_proj" if has_gate else "up_proj"
+        width = intermediate_size * (2 if has_gate else 1)
+        self._register(
+            {
+                first: (num_experts, width, hidden_size),
+                "down_proj": (num_experts, hidden_size, intermediate_size),
+                f"{first}_bias": (num_experts, width),
+                "down_proj_bias": (num_experts, hidden_size),
+            },
+            options,
+        )
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -155,19 +147,15 @@ class Experts(ExpertNetworks):
         )
 
 
+_PACKED = [f"{name}_proj{bias}" for name in ("gate", "up", "down") for bias in ("", "_bias")]
+
+
 class HeterogeneousExperts(ExpertNetworks):
     """Feed-forward networks of one model width and different intermediate widths.
 
-    What `MoELayer` makes of `intermediate_size=[512, 1024, 2048]`; the parameters lie as in
-    MegaBlocks, one expert's rows under the other's.
-
-    Args:
-        hidden_size: `D`.
-        intermediate_sizes: Width of each expert; any numbers, multiples of 128 run fastest on GPUs.
-        activation: A name of `ACTIVATIONS`.
-        bias: With biases of both products.
-        impl: Implementation of `kernels.expert_mlp`.
-        recompute: The backward pass computes the pre-activations again instead of keeping them.
+    `MoELayer` makes them of `intermediate_size=[512, 1024, 2048]`; the parameters lie as in
+    MegaBlocks, one expert's rows under the other's. Widths are any numbers; multiples of 128 run
+    fastest on GPUs. Other arguments as of `Experts`.
 
     Attributes:
         gate_proj: `[N, D]`, absent without a gate.
@@ -178,30 +166,23 @@ class HeterogeneousExperts(ExpertNetworks):
         down_proj_bias: `[E, D]`.
     """
 
+    up_proj: nn.Parameter
+
     def __init__(
         self,
         hidden_size: int,
         intermediate_sizes: Sequence[int],
-        *,
-        activation: str | Activation = "swiglu",
-        bias: bool = False,
-        impl: ExpertMlpImpl = "auto",
-        recompute: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[ExpertOptions],
     ) -> None:
-        formula = activation_named(activation)
+        super().__init__(**options)
         columns = ExpertColumns.of(intermediate_sizes, block_columns=128)
         num_experts, num_columns = len(columns.widths), sum(columns.widths)
         shapes: dict[str, tuple[int, ...]] = {}
-        for name in ("gate", "up", "down") if formula.has_gate else ("up", "down"):
+        for name in ("gate", "up", "down")[0 if self.activation.has_gate else 1 :]:
             shapes[f"{name}_proj"] = (num_columns, hidden_size)
-            if bias:
-                wide = (num_experts, hidden_size) if name == "down" else (num_columns,)
-                shapes[f"{name}_proj_bias"] = wide
-        place = {"device": device, "dtype": dtype}
-        super().__init__(shapes, activation=formula, impl=impl, recompute=recompute, **place)
-        self.up_proj: nn.Parameter
+            bias = (num_experts, hidden_size) if name == "down" else (num_columns,)
+            shapes[f"{name}_proj_bias"] = bias
+        self._register(shapes, options)
         self.hidden_size = hidden_size
         self._columns = columns
         self.reset_parameters()
@@ -226,20 +207,17 @@ class HeterogeneousExperts(ExpertNetworks):
                     nn.init.normal_(rows, std=1 / math.sqrt(len(rows)))
 
     def operands(self, dtype: torch.dtype, *, is_autocast: bool) -> PackedExperts:
-        return self.packed(dtype)
-
-    def packed(self, dtype: torch.dtype | None = None) -> PackedExperts:
-        """The parameters as the kernels take them, converted to `dtype` where theirs is another."""
         if self._columns.first.device != self.up_proj.device:
             # The module was moved; from the next call on nothing is copied.
             self._columns = ExpertColumns.of(
                 self.intermediate_sizes, block_columns=128, device=self.up_proj.device
             )
-        tensors = {}
-        for name in ("gate", "up", "down"):
-            for full_name, part in ((f"{name}_proj", name), (f"{name}_proj_bias", f"{name}_bias")):
-                tensor: Tensor | None = getattr(self, full_name, None)
-                tensors[part] = tensor if tensor is None else tensor.to(dtype)
+        # by attribute: adapters may stand in a parameter's place
+        named = {name: getattr(self, name, None) for name in _PACKED}
+        tensors: dict[str, Any] = {
+            name.replace("_proj", ""): tensor if tensor is None else tensor.to(dtype)
+            for name, tensor in named.items()
+        }
         return PackedExperts(**tensors, columns=self._columns)
 
     def extra_repr(self) -> str:
@@ -253,10 +231,7 @@ class SharedExperts(nn.Module):
     """Experts that every token visits: one feed-forward network as wide as all of them.
 
     Args:
-        hidden_size: `D`.
         intermediate_size: Width of all shared experts together.
-        activation: As in `Experts`.
-        bias: As in `Experts`.
         gated: The output is multiplied by `sigmoid(w x)` (Qwen2-MoE).
 
     Attributes:

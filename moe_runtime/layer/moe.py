@@ -60,41 +60,39 @@ class MoELayer(nn.Module):
     Args:
         hidden_size: Width of the tokens.
         intermediate_size: Width inside one expert; or one width for each.
-        num_experts: Routed experts.
-        top_k: Experts of a token.
         gate: A name of `moe_runtime.routing.GATES`, or a gate of that width and those experts.
         gate_options: Keyword arguments of the named gate.
         activation: A name of `moe_runtime.layer.activations.ACTIVATIONS`.
         bias: Experts with biases.
-        shared_experts: Experts that every token visits besides, each `intermediate_size` wide.
+        shared_experts: Experts that every token visits too, each `intermediate_size` wide.
         shared_expert_gate: Multiplies their output by `sigmoid(w x)` (Qwen2-MoE).
         capacity_factor: An expert takes `ceil(capacity_factor * tokens * top_k / num_experts)`
             choices of a group; None means dropless.
         drop_policy: Which choices are kept: see `moe_runtime.routing.Capacity`.
         num_groups: Consecutive parts of the batch that are routed on their own (GShard).
         loss_weights: Coefficients of the auxiliary losses by name; None means the gate's own.
-        zero_experts: Zero-computation experts beside the routed ones (MoE++), as counts or by
-            kind (`constant`, `copy`, `zero`); they need the gate `moepp`, which `softmax_topk`
-            then means.
+        zero_experts: Zero-computation experts next to the routed ones (MoE++), as counts or by kind
+            (`constant`, `copy`, `zero`); they need the gate `moepp`, which `softmax_topk` then
+            means.
         attach_losses: The backward pass of the output also computes the gradients of `aux.loss`
-            (times `loss_scale`): it need not, and must not, be added to the training loss.
+            (times `loss_scale`): it must not be added to the training loss.
         impl: Implementation of `kernels.expert_mlp`.
         recompute: The backward pass computes the experts' pre-activations again.
         group: The processes that the routed experts are spread over: a process group, a
             `ParallelLayout` or the `LayoutGroups` made of one, or, with options, an `ExpertSpread`
             of any of them (all of `moe_runtime.parallel`). All processes make the layer, and call
             it, together. None for this process alone.
-        experts: What runs the routed experts instead of `Experts`: a module called with
-            `(x_TD, ids_TK, weights_TK)`.
+        experts: What runs the routed experts instead of `Experts`: a module called with `(x_TD,
+            ids_TK, weights_TK)`.
         name: How errors call this layer.
 
     Attributes:
         aux: `LayerAux` of the last call; None before the first.
-        parts: What holds the other tokens of the sequences. The gate then sees all of them, since
-            capacity and losses depend on all, and the experts this process's; `token_ids` and
-            `aux` are of all tokens. None where they are here.
-        loss_scale: Factor of attached losses: the scale of a gradient scaler, or 1 over the
-            number of micro-batches.
+        parts: What holds the other tokens of the sequences. The gate then sees all tokens and the
+            experts this process's; `token_ids` and `aux` are of all tokens. None where all are
+            here.
+        loss_scale: Factor of attached losses: the scale of a gradient scaler, or 1 over the number
+            of micro-batches.
 
     Raises:
         ValueError: Sizes that cannot work, or unknown names.
@@ -140,6 +138,7 @@ class MoELayer(nn.Module):
         self.aux: LayerAux | None = None
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kind: dict[str, Any] = {"activation": activation, "bias": bias, **place}
+        ways: dict[str, Any] = {"impl": impl, "recompute": recompute}
         if isinstance(gate, Gate):
             own = {
                 "gate_options": gate_options,
@@ -154,13 +153,16 @@ class MoELayer(nn.Module):
                         f"{option} belongs to the gate that was given: make the gate with it"
                     )
             self.gate = gate
-            self._check_gate(num_experts, top_k)
+            expected = (hidden_size, num_experts, top_k)
+            if (got := (gate.hidden_size, gate.num_experts, gate.top_k)) != expected:
+                raise ValueError(
+                    f"{name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
+                    f"the layer for {expected}"
+                )
         else:
-            capacity = (
-                Capacity(capacity_factor, drop_policy) if capacity_factor is not None else None
-            )
+            is_dropless = capacity_factor is None
             options: dict[str, Any] = {
-                "capacity": capacity,
+                "capacity": None if is_dropless else Capacity(capacity_factor, drop_policy),
                 "num_groups": num_groups,
                 "loss_weights": loss_weights,
                 "name": f"the gate of {name}",
@@ -189,18 +191,13 @@ class MoELayer(nn.Module):
                 activation=formula.spec,
                 has_gate=formula.has_gate,
                 bias=bias,
-                impl=impl,
-                recompute=recompute,
+                **ways,
                 **place,
             )
         elif isinstance(intermediate_size, int):
-            self.experts = Experts(
-                num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
-            )
+            self.experts = Experts(num_experts, hidden_size, intermediate_size, **ways, **kind)
         else:
-            self.experts = HeterogeneousExperts(
-                hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
-            )
+            self.experts = HeterogeneousExperts(hidden_size, intermediate_size, **ways, **kind)
         self.zero: ZeroExperts | None = None
         if isinstance(self.gate, MoEPlusPlus):
             self.zero = ZeroExperts(self.gate.zero_experts, hidden_size, **place)
@@ -227,9 +224,8 @@ class MoELayer(nn.Module):
             token_ids: Token numbers `[...]`, for hash routing.
             previous_logits: `aux.routing.logits_TE` of the previous layer, for MoE++.
             padding_mask: `[...]` as `x`, or `[T]` of all its tokens; bool, True is a real token.
-                The others get no expert, count for no loss, capacity, bias or statistic, and their
-                output is 0: the numbers are those of a batch of the real tokens alone. None means
-                that all are real. Finding them waits for the mask's device.
+                The results are those of a batch of the real tokens alone; the output of the others
+                is 0. None means that all are real. Finding them waits for the mask's device.
             generator: Randomness of gates that use some; None means torch's own.
 
         Returns:
@@ -237,7 +233,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: A width, type or batch that does not fit, scores that are not numbers or
-                not to be seen (meta tensors, `torch.func.vmap`), or derivatives in forward mode or
+                cannot be seen (meta tensors, `torch.func.vmap`), or derivatives in forward mode or
                 by `torch.func` of an `impl` other than `auto` and `reference`.
             RuntimeError: A second derivative is asked of kernels: make the layer with
                 `impl="reference"` for those.
@@ -350,8 +346,8 @@ class MoELayer(nn.Module):
         Args:
             group: Processes that train copies of this layer; None means those of the
                 `DistributedDataParallel` that the layer was last called in, if it was.
-            skipped: The optimizer changed nothing, since gradients were not finite; the gate
-                changes nothing then.
+            skipped: Gradients were not finite and the optimizer changed nothing; the gate changes
+                nothing then.
         """
         self.gate.after_step(group, skipped=skipped)
 
@@ -359,18 +355,8 @@ class MoELayer(nn.Module):
         """Copies and pickles leave the last call behind: its tensors belong to a graph."""
         return {**self.__dict__, "aux": None}
 
-    def _check_gate(self, num_experts: int, top_k: int) -> None:
-        expected = (self.hidden_size, num_experts, top_k)
-        got = (self.gate.hidden_size, self.gate.num_experts, self.gate.top_k)
-        if expected != got:
-            raise ValueError(
-                f"{self.name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
-                f"the layer for {expected}"
-            )
-
 
 def _check_widths(widths: int | Sequence[int], num_experts: int) -> None:
-    """Refuses widths that are not whole numbers, or do not belong to the experts."""
     numbers = widths if isinstance(widths, Sequence) else (widths,)
     if any(type(number) is not int or number < 1 for number in numbers):
         raise ValueError(

@@ -1,7 +1,7 @@
 """ScMoE (Cai et al. 2024): routed experts that read an earlier representation than their block.
 
-So the experts of a block are known, and their tokens or weights can travel, while the block's
-attention still computes.
+The experts of a block are known, and their tokens or weights can travel, while its attention
+computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class ScMoEParts:
     `(x)`.
 
     Attributes:
-        first_attention: Of the block before.
-        mlp: Of the block before.
+        first_attention, mlp: Of the block before.
         second_attention: Of the block with the experts.
         shared: The expert that every token visits, on the present representation.
         routed: The routed experts, on the shortcut; without shared experts of its own.
@@ -103,8 +102,7 @@ class ScMoEBlock(nn.Module):
 
         Args:
             x: The residual stream.
-            token_ids: For the gate, as in `MoELayer.forward`.
-            previous_logits: Likewise.
+            token_ids, previous_logits: For the gate, as in `MoELayer.forward`.
             padding_mask: Likewise, for the routed experts alone.
             attention_arguments: Go to both attentions.
         """

@@ -19,8 +19,9 @@ Shape suffixes: E experts, D model width, F intermediate width, S width of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,225 +40,177 @@ SHARED_GATE = "shared.output_gate.weight"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a converter must know of the layer."""
-
     num_experts: int
     hidden_size: int
     intermediate_size: int
     has_gate: bool
     shared_size: int
 
-
-class Source:
-    """Tensors to read, which remembers what was read and what was wrong.
-
-    Attributes:
-        problems: One text for each tensor that is missing or has another shape.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._read: set[str] = set()
-        self.problems: list[str] = []
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name; zeros of that shape, and a problem, where it does not fit."""
-        self._read.add(name)
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            self.problems.append(f"missing {name}")
-        elif tuple(tensor.shape) != shape:
-            self.problems.append(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-        else:
-            return tensor
-        return torch.zeros(1).expand(shape)
-
-    def unread(self) -> list[str]:
-        return sorted(self._tensors.keys() - self._read)
+    @property
+    def first(self) -> str:
+        return GATE_UP if self.has_gate else UP
 
 
-class Converter(NamedTuple):
-    """`read` makes the layer's tensors; `write` takes them out of a dictionary of the layer's."""
-
-    read: Callable[[Source, LayerShape], dict[str, Tensor]]
-    write: Callable[[dict[str, Tensor], LayerShape], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class PerExpert:
-    """Each expert's matrices on their own, as Hugging Face checkpoints have them on disk.
+class Correspondence(NamedTuple):
+    """One tensor of the layer, and the tensors of another library that it consists of.
 
     Attributes:
-        gate, up, down: Names of an expert's matrices.
-        score_bias: Name of the selection bias.
-        shared: Prefix of the shared experts, whose matrices have the names `gate_proj` and so on.
+        ours: Its name.
+        theirs: Their names.
+        shape: Of each of theirs.
+        join: Makes ours of theirs.
+        split: Makes theirs of ours.
     """
 
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    score_bias: str = "gate.e_score_correction_bias"
-    shared: str = "shared_experts"
-
-    def read(self, source: Source, shape: LayerShape) -> dict[str, Tensor]:
-        width, depth = shape.hidden_size, shape.intermediate_size
-        ours = {GATE: source.take("gate.weight", shape.num_experts, width)}
-        if source.has(self.score_bias):
-            ours[EXPERT_BIAS] = source.take(self.score_bias, shape.num_experts)
-        firsts, downs = [], []
-        for expert in range(shape.num_experts):
-            prefix = f"experts.{expert}"
-            names = [self.gate, self.up] if shape.has_gate else [self.up]
-            parts = [source.take(f"{prefix}.{name}.weight", depth, width) for name in names]
-            firsts.append(torch.cat(parts))
-            downs.append(source.take(f"{prefix}.{self.down}.weight", width, depth))
-        ours[GATE_UP if shape.has_gate else UP] = torch.stack(firsts)
-        ours[DOWN] = torch.stack(downs)
-        shared = "shared_expert" if source.has("shared_expert.up_proj.weight") else self.shared
-        if shape.shared_size and shape.has_gate:
-            halves = [
-                source.take(f"{shared}.{name}.weight", shape.shared_size, width)
-                for name in ("gate_proj", "up_proj")
-            ]
-            ours[SHARED_FIRST] = torch.cat(halves)
-            ours[SHARED_DOWN] = source.take(f"{shared}.down_proj.weight", width, shape.shared_size)
-        if source.has("shared_expert_gate.weight"):
-            ours[SHARED_GATE] = source.take("shared_expert_gate.weight", 1, width)
-        return ours
-
-    def write(self, ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-        theirs = {"gate.weight": ours.pop(GATE)}
-        if EXPERT_BIAS in ours:
-            theirs[self.score_bias] = ours.pop(EXPERT_BIAS)
-        first, down = ours.pop(GATE_UP if shape.has_gate else UP), ours.pop(DOWN)
-        names = [self.gate, self.up] if shape.has_gate else [self.up]
-        for expert in range(shape.num_experts):
-            for name, part in zip(names, first[expert].chunk(len(names)), strict=True):
-                theirs[f"experts.{expert}.{name}.weight"] = part
-            theirs[f"experts.{expert}.{self.down}.weight"] = down[expert]
-        shared = self.shared
-        if SHARED_GATE in ours:  # only Qwen2-MoE has it, and spells the prefix so
-            shared = "shared_expert"
-            theirs["shared_expert_gate.weight"] = ours.pop(SHARED_GATE)
-        if SHARED_FIRST in ours:
-            gate, up = ours.pop(SHARED_FIRST).chunk(2)
-            theirs[f"{shared}.gate_proj.weight"] = gate
-            theirs[f"{shared}.up_proj.weight"] = up
-            theirs[f"{shared}.down_proj.weight"] = ours.pop(SHARED_DOWN)
-        return theirs
+    ours: str
+    theirs: Sequence[str]
+    shape: tuple[int, ...]
+    join: Callable[[list[Tensor]], Tensor]
+    split: Callable[[Tensor], Sequence[Tensor]]
 
 
-def read_megablocks(source: Source, shape: LayerShape) -> dict[str, Tensor]:
+def _same(ours: str, theirs: str, *shape: int) -> Correspondence:
+    return Correspondence(ours, [theirs], shape, torch.cat, lambda tensor: [tensor])
+
+
+def _parts(ours: str, theirs: Sequence[str], *shape: int, dim: int = 0) -> Correspondence:
+    """Theirs one after another along a dimension."""
+    split = partial(torch.chunk, chunks=len(theirs), dim=dim)
+    return Correspondence(ours, theirs, shape, partial(torch.cat, dim=dim), split)
+
+
+def _stack(ours: str, theirs: Sequence[str], num_experts: int, *shape: int) -> Correspondence:
+    """Matrices of each expert on their own, several of an expert under each other."""
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).reshape(num_experts, -1, shape[1])
+
+    return Correspondence(
+        ours, theirs, shape, join, lambda stack: stack.reshape(-1, *shape).unbind()
+    )
+
+
+HasName = Callable[[str], bool]
+"""Whether there is a tensor of that name: one of theirs when reading, one of ours when writing."""
+Layout = Callable[[LayerShape, HasName], list[Correspondence]]
+
+
+def per_expert(
+    shape: LayerShape,
+    has: HasName,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Correspondence]:
+    """Each expert's matrices on their own, as Hugging Face checkpoints have them on disk."""
+    width, depth, shared_size = shape.hidden_size, shape.intermediate_size, shape.shared_size
+    experts = [f"experts.{expert}" for expert in range(shape.num_experts)]
+    firsts = names[:2] if shape.has_gate else names[1:2]
+    first_names = [f"{expert}.{name}.weight" for expert in experts for name in firsts]
+    down_names = [f"{expert}.{names[2]}.weight" for expert in experts]
+    entries = [
+        _same(GATE, "gate.weight", shape.num_experts, width),
+        _stack(shape.first, first_names, shape.num_experts, depth, width),
+        _stack(DOWN, down_names, shape.num_experts, width, depth),
+    ]
+    bias = "gate.e_score_correction_bias"
+    if has(bias) or has(EXPERT_BIAS):
+        entries.append(_same(EXPERT_BIAS, bias, shape.num_experts))
+    has_shared_gate = has("shared_expert_gate.weight") or has(SHARED_GATE)
+    if shared_size and shape.has_gate:
+        # only Qwen2-MoE has the shared gate, and spells the prefix so
+        is_qwen = has("shared_expert.up_proj.weight") or has(SHARED_GATE)
+        prefix = "shared_expert" if is_qwen else "shared_experts"
+        halves = [f"{prefix}.{name}.weight" for name in ("gate_proj", "up_proj")]
+        entries.append(_parts(SHARED_FIRST, halves, shared_size, width))
+        entries.append(_same(SHARED_DOWN, f"{prefix}.down_proj.weight", width, shared_size))
+    if has_shared_gate:
+        entries.append(_same(SHARED_GATE, "shared_expert_gate.weight", 1, width))
+    return entries
+
+
+def megablocks(shape: LayerShape, _: HasName) -> list[Correspondence]:
     """`w1` (gate), `v1` (up), `w2` (down, transposed), each `[E * F, D]`; without gate no `v1`."""
-    rows = (shape.num_experts * shape.intermediate_size, shape.hidden_size)
-    names = ["w1", "v1"] if shape.has_gate else ["w1"]
     stacked = (shape.num_experts, shape.intermediate_size, shape.hidden_size)
-    parts = [source.take(f"experts.mlp.{name}", *rows).reshape(stacked) for name in names]
-    return {
-        GATE: source.take("router.layer.weight", shape.num_experts, shape.hidden_size),
-        GATE_UP if shape.has_gate else UP: torch.cat(parts, dim=1),
-        DOWN: source.take("experts.mlp.w2", *rows).reshape(stacked).transpose(1, 2),
-    }
+    rows = (shape.num_experts * shape.intermediate_size, shape.hidden_size)
+    names = ["experts.mlp.w1", "experts.mlp.v1"][: 2 if shape.has_gate else 1]
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.reshape(stacked) for part in parts], dim=1)
+
+    def split(first: Tensor) -> list[Tensor]:
+        return [part.reshape(rows) for part in first.chunk(len(names), dim=1)]
+
+    return [
+        _same(GATE, "router.layer.weight", shape.num_experts, shape.hidden_size),
+        Correspondence(shape.first, names, rows, join, split),
+        Correspondence(
+            DOWN,
+            ["experts.mlp.w2"],
+            rows,
+            lambda parts: parts[0].reshape(stacked).transpose(1, 2),
+            lambda down: [down.transpose(1, 2).reshape(rows)],
+        ),
+    ]
 
 
-def write_megablocks(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """As `read_megablocks`."""
-    names = ["w1", "v1"] if shape.has_gate else ["w1"]
-    parts = ours.pop(GATE_UP if shape.has_gate else UP).chunk(len(names), dim=1)
-    theirs = {"router.layer.weight": ours.pop(GATE)}
-    for name, part in zip(names, parts, strict=True):
-        theirs[f"experts.mlp.{name}"] = part.reshape(-1, shape.hidden_size)
-    theirs["experts.mlp.w2"] = ours.pop(DOWN).transpose(1, 2).reshape(-1, shape.hidden_size)
-    return theirs
-
-
-def read_scattermoe(source: Source, shape: LayerShape) -> dict[str, Tensor]:
+def scattermoe(shape: LayerShape, _: HasName) -> list[Correspondence]:
     """`experts.weight [E, 2F, D]` with the up rows first, `output_experts.weight [E, D, F]`.
 
     ScatterMoE's modules hold no router; here it is `router.weight`.
     """
     experts, width, depth = shape.num_experts, shape.hidden_size, shape.intermediate_size
-    halves = 2 if shape.has_gate else 1
-    first = source.take("experts.weight", experts, halves * depth, width)
-    return {
-        GATE: source.take("router.weight", experts, width),
-        GATE_UP if shape.has_gate else UP: first.roll(depth, dims=1) if shape.has_gate else first,
-        DOWN: source.take("output_experts.weight", experts, width, depth),
-    }
+    first_rows = (2 if shape.has_gate else 1) * depth
+
+    def exchange(first: Tensor) -> Tensor:
+        return first.roll(depth, dims=1) if shape.has_gate else first
+
+    return [
+        _same(GATE, "router.weight", experts, width),
+        Correspondence(
+            shape.first,
+            ["experts.weight"],
+            (experts, first_rows, width),
+            lambda parts: exchange(parts[0]),
+            lambda first: [exchange(first)],
+        ),
+        _same(DOWN, "output_experts.weight", experts, width, depth),
+    ]
 
 
-def write_scattermoe(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """As `read_scattermoe`."""
-    first = ours.pop(GATE_UP if shape.has_gate else UP)
-    if shape.has_gate:
-        first = first.roll(shape.intermediate_size, dims=1)
-    return {
-        "router.weight": ours.pop(GATE),
-        "experts.weight": first,
-        "output_experts.weight": ours.pop(DOWN),
-    }
-
-
-def read_torchtitan(source: Source, shape: LayerShape) -> dict[str, Tensor]:
+def torchtitan(shape: LayerShape, has: HasName) -> list[Correspondence]:
     """`w1` gate, `w3` up, both `[E, F, D]`, and `w2` down `[E, D, F]`.
 
-    Reads the present names (`routed_experts.inner_experts.w1_EFD`) and the earlier ones
-    (`experts.w1_EFD`, `experts.w1`).
+    Also reads the earlier names (`experts.w1_EFD`, `experts.w1`). There is no place for an
+    activation without a gate.
     """
+    if not shape.has_gate:
+        return []
     experts, width, depth = shape.num_experts, shape.hidden_size, shape.intermediate_size
     candidates = ("experts.{}", "experts.{}_{}", "routed_experts.inner_experts.{}_{}")
-    pattern = next((p for p in candidates if source.has(p.format("w1", "EFD"))), candidates[-1])
-    ours = {GATE: source.take("router.gate.weight", experts, width)}
-    parts = [source.take(pattern.format(w, "EFD"), experts, depth, width) for w in ("w1", "w3")]
-    ours[GATE_UP] = torch.cat(parts, dim=1)
-    ours[DOWN] = source.take(pattern.format("w2", "EDF"), experts, width, depth)
-    for name in ("expert_bias_E", "expert_bias"):
-        if source.has(name):
-            ours[EXPERT_BIAS] = source.take(name, experts)
+    pattern = next((p for p in candidates if has(p.format("w1", "EFD"))), candidates[-1])
+    firsts = [pattern.format(name, "EFD") for name in ("w1", "w3")]
+    entries = [
+        _same(GATE, "router.gate.weight", experts, width),
+        _parts(GATE_UP, firsts, experts, depth, width, dim=1),
+        _same(DOWN, pattern.format("w2", "EDF"), experts, width, depth),
+    ]
+    if has("expert_bias_E") or has("expert_bias") or has(EXPERT_BIAS):
+        bias = "expert_bias" if has("expert_bias") else "expert_bias_E"
+        entries.append(_same(EXPERT_BIAS, bias, experts))
     if shape.shared_size:
-        halves = [
-            source.take(f"shared_experts.{w}.weight", shape.shared_size, width)
-            for w in ("w1", "w3")
-        ]
-        ours[SHARED_FIRST] = torch.cat(halves)
-        ours[SHARED_DOWN] = source.take("shared_experts.w2.weight", width, shape.shared_size)
-    return ours
+        halves = ["shared_experts.w1.weight", "shared_experts.w3.weight"]
+        entries.append(_parts(SHARED_FIRST, halves, shape.shared_size, width))
+        entries.append(_same(SHARED_DOWN, "shared_experts.w2.weight", width, shape.shared_size))
+    return entries
 
 
-def write_torchtitan(ours: dict[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """Under the present names; an activation without a gate has none."""
-    if not shape.has_gate:
-        return {}
-    inner = "routed_experts.inner_experts"
-    gate, up = ours.pop(GATE_UP).chunk(2, dim=1)
-    theirs = {
-        "router.gate.weight": ours.pop(GATE),
-        f"{inner}.w1_EFD": gate,
-        f"{inner}.w3_EFD": up,
-        f"{inner}.w2_EDF": ours.pop(DOWN),
-    }
-    if EXPERT_BIAS in ours:
-        theirs["expert_bias_E"] = ours.pop(EXPERT_BIAS)
-    if SHARED_FIRST in ours:
-        gate, up = ours.pop(SHARED_FIRST).chunk(2)
-        theirs["shared_experts.w1.weight"] = gate
-        theirs["shared_experts.w3.weight"] = up
-        theirs["shared_experts.w2.weight"] = ours.pop(SHARED_DOWN)
-    return theirs
-
-
-_HUGGING_FACE = PerExpert()
-_MIXTRAL = PerExpert(gate="w1", up="w3", down="w2")
-LAYOUTS: Mapping[str, Converter] = MappingProxyType(
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        "hugging_face": Converter(_HUGGING_FACE.read, _HUGGING_FACE.write),
-        "mixtral": Converter(_MIXTRAL.read, _MIXTRAL.write),
-        "megablocks": Converter(read_megablocks, write_megablocks),
-        "scattermoe": Converter(read_scattermoe, write_scattermoe),
-        "torchtitan": Converter(read_torchtitan, write_torchtitan),
+        "hugging_face": per_expert,
+        "mixtral": partial(per_expert, names=("w1", "w3", "w2")),
+        "megablocks": megablocks,
+        "scattermoe": scattermoe,
+        "torchtitan": torchtitan,
     }
 )
 
@@ -266,17 +219,20 @@ def export_state(layer: MoELayer, layout: str, prefix: str = "") -> dict[str, Te
     """The layer's weights as another library names and lays them out.
 
     Args:
-        layer: The layer; nothing in it is changed, and tensors may share its memory.
+        layer: It is not changed, and tensors may share its memory.
         layout: `hugging_face` (per expert: `gate_proj`, `up_proj`, `down_proj`), `mixtral` (per
             expert: `w1`, `w3`, `w2`), `megablocks`, `scattermoe` or `torchtitan`.
         prefix: Put before every name, for example `model.layers.3.mlp.`.
 
     Raises:
-        ValueError: The layout is unknown, or has no place for some of the layer's tensors (they
-            are named) or for experts of different widths.
+        ValueError: The layout is unknown, or has no place for some of the layer's tensors (they are
+            named) or for experts of different widths.
     """
     ours = dict(layer.state_dict())
-    theirs = _converter(layout).write(ours, _shape(layer))
+    theirs: dict[str, Tensor] = {}
+    for entry in _layout(layout)(_shape(layer), ours.__contains__):
+        if entry.ours in ours:
+            theirs |= zip(entry.theirs, entry.split(ours.pop(entry.ours)), strict=True)
     if ours:
         raise ValueError(f"the layout {layout!r} has no place for {', '.join(sorted(ours))}")
     return {prefix + name: tensor for name, tensor in theirs.items()}
@@ -289,14 +245,13 @@ def import_state(
     """Copies another library's weights into the layer, in the layer's dtype and on its device.
 
     Args:
-        layer: The layer, already of the right sizes.
+        layer: Already of the right sizes.
         tensors: Weights by name. Names that do not begin with `prefix` are passed over.
         layout: As in `export_state`.
-        prefix: As in `export_state`.
 
     Raises:
-        CheckpointError: Tensors are missing, have another shape, or are unknown to the layout or
-            to the layer; all of them are named, and the layer is unchanged.
+        CheckpointError: Tensors are missing, have another shape, or are unknown to the layout or to
+            the layer; all of them are named, and the layer is unchanged.
         ValueError: The layout is unknown, or the layer's experts differ in width.
     """
     found = {
@@ -304,11 +259,22 @@ def import_state(
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-    source = Source(found)
-    ours = _converter(layout).read(source, _shape(layer))
+    ours: dict[str, Tensor] = {}
+    problems: list[str] = []
+    known: set[str] = set()
+    for entry in _layout(layout)(_shape(layer), found.__contains__):
+        known |= set(entry.theirs)
+        parts = [found[name] for name in entry.theirs if name in found]
+        problems += [f"missing {name}" for name in entry.theirs if name not in found]
+        problems += [
+            f"{name} must be {list(entry.shape)}, got {list(found[name].shape)}"
+            for name in entry.theirs
+            if name in found and found[name].shape != entry.shape
+        ]
+        if not problems:
+            ours[entry.ours] = entry.join(parts)
     expected = layer.state_dict()
-    problems = list(source.problems)
-    problems += [f"unexpected {prefix}{name}" for name in source.unread()]
+    problems += [f"unexpected {prefix}{name}" for name in sorted(found.keys() - known)]
     if not problems:
         problems += [f"the layer has no {name}" for name in sorted(ours.keys() - expected.keys())]
         problems += [
@@ -325,7 +291,7 @@ def import_state(
         expected[name].copy_(tensor)
 
 
-def _converter(layout: str) -> Converter:
+def _layout(layout: str) -> Layout:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     return LAYOUTS[layout]

@@ -81,39 +81,38 @@ def make_gate(name: str, hidden_size: int, num_experts: int, top_k: int, /, **op
 
     Args:
         name: a key of `GATES`.
-        hidden_size: width of a token.
-        top_k: choices of a token.
         options: the gate's own keyword arguments.
 
     Raises:
-        ValueError: The name or an option is unknown (the nearest is named), an option is missing
-            or of a type that it cannot have, or the gate refuses the sizes.
+        ValueError: The name or an option is unknown (the nearest is named), an option is missing or
+            has a wrong type, or the gate refuses the sizes.
     """
     if name not in GATES:
         raise ValueError(f"unknown gate {name!r}: {nearest(name, GATES)}")
-    known = gate_options(name)
+    known, common = gate_options(name), _options_of(Gate)
     for option in options:
         if option not in known:
             raise ValueError(f"gate {name!r} has no option {option!r}: {nearest(option, known)}")
-    for option in _own(name) - options.keys():
-        if signature(GATES[name].__init__).parameters[option].default is Parameter.empty:
+    for option, parameter in _options_of(GATES[name]).items():
+        if option not in options and parameter.default is Parameter.empty:
             raise ValueError(f"gate {name!r} needs the option {option!r}")
     try:
         return GATES[name](hidden_size, num_experts, top_k, **options)
     except (AttributeError, OverflowError, TypeError) as error:
         # What is in a list or a table is known to the gate alone.
-        own = {option: options[option] for option in known if option in _own(name) & options.keys()}
+        own = {option: value for option, value in options.items() if option not in common}
         raise ValueError(f"gate {name!r} cannot be made with the options {own}: {error}") from None
-
-
-def _own(name: str) -> set[str]:
-    """Options of this gate that not every gate has."""
-    return set(gate_options(name)) & set(signature(GATES[name].__init__).parameters)
 
 
 def gate_options(name: str) -> list[str]:
     """Names of the keyword arguments of a gate."""
-    kind = GATES[name]
-    options = [*signature(kind.__init__).parameters, *signature(Gate.__init__).parameters]
+    return list(_options_of(GATES[name]))
+
+
+def _options_of(kind: type[Gate]) -> dict[str, Parameter]:
+    """Keyword arguments of a gate and of what it inherits from, its own first."""
+    found: dict[str, Parameter] = {}
+    for base in kind.__mro__[: kind.__mro__.index(Gate) + 1]:
+        found = found | {**signature(base.__init__).parameters, **found}
     positional = {"self", "hidden_size", "num_experts", "top_k", "options", "num_scores"}
-    return [option for option in dict.fromkeys(options) if option not in positional]
+    return {name: parameter for name, parameter in found.items() if name not in positional}

@@ -1,12 +1,10 @@
 """Gates that do not take each token's own best experts: assignments, tables, masks.
 
-S-BASE (Sinkhorn) and BASE route in training by an assignment that gives every expert its share of a
-group of tokens; evaluation takes each token's best experts. No gradient goes through the
-assignment: the weight of a chosen expert is a function of its raw score.
+S-BASE (Sinkhorn) and BASE give every expert its share of a group of tokens in training; evaluation
+takes each token's best experts. No gradient goes through the assignment.
 
-Gates that decide with a mask over all experts let tokens use different numbers of them. A `Routing`
-has as many columns as the token with the most experts needs; finding that number waits for the
-device once.
+Gates that decide with a mask let tokens use different numbers of experts. A `Routing` has as many
+columns as the widest token needs; finding that number waits for the device once.
 
 Shape suffixes: T tokens, E experts, K choices of a token, G groups, S tokens of a group, C tokens
 that an expert takes.
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
 from moe_runtime.routing.capacity import Capacity
-from moe_runtime.routing.topk import require_top_k
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,11 +53,8 @@ class Sinkhorn(AssignmentGate):
 
     Args:
         max_iterations: Of Sinkhorn's algorithm, in the logarithmic domain.
-        tolerance: On the CPU it ends when the mean change of the experts' scaling falls below
-            this; elsewhere it makes all iterations, because looking would wait for the device.
-
-    Raises:
-        ValueError: `max_iterations` is below 1.
+        tolerance: On the CPU it ends when the mean change of the experts' scaling falls below this;
+            elsewhere it makes all iterations, because looking would wait for the device.
     """
 
     def __init__(
@@ -87,26 +81,12 @@ class Sinkhorn(AssignmentGate):
 class Base(AssignmentGate):
     """BASE (Lewis et al. 2021): the assignment of tokens to experts with the highest total score.
 
-    Every expert gets `ceil(S / E)` tokens of a group or fewer. Solved exactly on the host (SciPy's
-    `linear_sum_assignment`, cubic in the group: some hundred tokens a group are fine, thousands
-    are not; `num_groups` divides a batch, and `Sinkhorn` is the fast approximation).
-
-    Args:
-        top_k: Must be 1.
-
-    Raises:
-        ValueError: `top_k` is not 1.
+    Every expert gets `ceil(S / E)` tokens of a group or fewer. Solved exactly on the host, cubic in
+    the group: some hundred tokens a group are fine, thousands are not. `num_groups` divides a
+    batch; `Sinkhorn` is the fast approximation.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int = 1,
-        **options: Unpack[GateOptions],
-    ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 1)
+    fixed_top_k: ClassVar = 1
 
     def assign(self, logits_SE: Tensor) -> Tensor:
         return best_assignment(logits_SE)[:, None]
@@ -163,22 +143,16 @@ def _(logits_SE: Tensor) -> Tensor:
 class Hash(Gate):
     """A fixed table says which experts a token number goes to; every weight is `1 / k`.
 
-    Hash routing (Roller et al. 2021; HASH in the routed scaling laws).
-
-    With `frequencies` the table is balanced: token numbers, the most frequent first, go to the
-    experts with the least load so far. Without, it is a random one with equally many token numbers
-    for each expert. Losses have nothing to train here, so there are none.
+    Hash routing (Roller et al. 2021; HASH in the routed scaling laws). There are no losses.
 
     Args:
-        vocab_size: Token numbers.
-        frequencies: How often each occurs, `vocab_size` numbers.
+        frequencies: How often each token number occurs: the most frequent go first, to the experts
+            with the least load. Without, a random table with equally many token numbers for each
+            expert.
         seed: Of the random table.
 
     Attributes:
         table: `[vocab_size, k]` int64, a buffer that is saved.
-
-    Raises:
-        ValueError: Sizes that cannot work, or losses were asked for.
     """
 
     default_loss_weights: ClassVar = {}
@@ -210,7 +184,6 @@ class Hash(Gate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The table that the arguments describe."""
         super().reset_parameters()
         if (weights := self._frequencies) is None:
             random = torch.Generator("cpu").manual_seed(self._seed)
@@ -266,19 +239,18 @@ def balanced_table(
 
 
 class ExpertChoice(Gate):
-    """Each expert takes its best tokens (Zhou et al. 2022), so the load is uniform by design.
+    """Each expert takes its best tokens (Zhou et al. 2022), so the load is uniform.
 
-    `p = softmax(logits)` over the experts; expert e takes the `C = ceil(factor * S * k / E)` tokens
-    of a group of S with the highest `p[:, e]`, with those weights. A token may get no expert or
-    all of them. The choice looks at all tokens of the group, later ones included: do not use it
-    for autoregressive generation.
+    With `p = softmax(logits)`, expert e takes the `C = ceil(factor * S * k / E)` tokens of a group
+    of S with the highest `p[:, e]`, with those weights. The choice looks at later tokens too: do
+    not use it for autoregressive generation.
 
     Args:
         top_k: Mean number of experts of a token.
         capacity: Only its factor counts; None means 1.
         max_experts_per_token: A token keeps its best so many experts (the paper's capped variant,
-            without its linear programme: what is freed is not given to others), and the number of
-            columns is this one, without waiting for a device.
+            without its linear programme). The number of columns is this one, without waiting for a
+            device.
     """
 
     default_loss_weights: ClassVar = {}
@@ -312,18 +284,18 @@ class ExpertChoice(Gate):
         )
         return Choice(ids_TK, weights_TK, logits_TE, probs_TE)
 
-    def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
-        slots_TK, _ = super().places(choice, num_experts)
-        return slots_TK, choice.ids_TK < num_experts  # no expert took too many
+    def places(self, choice: Choice, capacity: Capacity) -> tuple[Tensor, Tensor]:
+        slots_TK, _ = super().places(choice, capacity)
+        return slots_TK, choice.ids_TK < self.num_experts  # no expert took too many
 
 
 class DenseToSparse(Gate):
     """Dense-to-sparse (EvoMoE, Nie et al. 2021): all experts at first, fewer as training goes on.
 
-    `p = softmax((logits + gumbel) / tau)`; the experts with `p > threshold` are used with weight
-    `p`, and always the best one. `tau` falls linearly from `tau_start` to `tau_end` in
-    `anneal_steps` calls of `after_step`, which makes `p` ever more one-sided. Gumbel noise is
-    added in training only. The schedule is ours: the paper leaves it open.
+    `p = softmax((logits + gumbel) / tau)`; experts with `p > threshold`, and always the best one,
+    have weight `p`. `tau` falls linearly from `tau_start` to `tau_end` in `anneal_steps` calls of
+    `after_step`. Gumbel noise is added in training only. The schedule is ours: the paper leaves it
+    open.
 
     Args:
         top_k: Experts that a token uses at least (1 in the paper).
@@ -331,9 +303,6 @@ class DenseToSparse(Gate):
 
     Attributes:
         num_steps: Calls of `after_step` so far, a buffer that is saved.
-
-    Raises:
-        ValueError: The schedule or the threshold cannot work.
     """
 
     def __init__(
@@ -402,8 +371,8 @@ def compact(
     """A mask with weights as `ids [T, K]` and `weights [T, K]`, the best of each token first.
 
     Args:
-        num_columns: `K`; None means as many as the token with the most experts has (at least 1),
-            which waits for the device. Of tokens with more, the best are kept.
+        num_columns: `K`, of which the best are kept; None means as many as the token with the most
+            experts has (at least 1), which waits for the device.
     """
     num_experts = is_used_TE.shape[1]
     if num_columns is None:

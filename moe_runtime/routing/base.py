@@ -1,4 +1,4 @@
-"""`Gate`: what all gates share, so that a gate's own file holds its formula and nothing else.
+"""`Gate`: what all gates share.
 
 Shape suffixes: T tokens, D model width, E experts, K choices of a token.
 """
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RoutingContext:
-    """What some gates need beside the hidden states.
+    """What some gates need besides the hidden states.
 
     Attributes:
         token_ids_T: `[T]` int64 token numbers (hash routing).
         previous_logits_TE: Raw scores of the previous layer's gate (MoE++'s gating residual).
         num_sequences: Sequences in the batch, consecutive tokens each (sequence-level loss).
-        sequence_T: `[T]` int64: the sequence of each token, where they are of different lengths;
-            None means equal ones.
-        generator: Source of randomness (random second expert, noise); None means torch's own.
+        sequence_T: `[T]` int64: the sequence of each token; None means equal lengths.
+        generator: Source of randomness; None means torch's own.
     """
 
     token_ids_T: Tensor | None = None
@@ -85,23 +84,19 @@ class Gate(nn.Module, ABC):
     Scores are computed in fp32 (fp64 for fp64 inputs), also under autocast.
 
     Args:
-        hidden_size: Width of the tokens.
-        num_experts: Experts to choose from.
-        top_k: Experts of a token.
         capacity: None is dropless.
         num_groups: Consecutive parts of the batch that are routed on their own (GShard).
-        loss_weights: Coefficients of the losses to compute, by name; None means the gate's own
-            defaults (`default_loss_weights`), an empty mapping none at all.
+        loss_weights: Coefficients of the losses to compute, by name; None means
+            `default_loss_weights`, an empty mapping none.
         name: How errors call this gate.
         num_scores: Columns of the scores where more than the experts can be chosen.
 
     Attributes:
         weight: `[E, D]`, or None for a gate without a linear map.
-        batch_group: Processes that route other tokens of the same batch at the same time, for the
-            loss `global_balance`; None means those of the `DistributedDataParallel` around the
-            gate, and without one that this process routes all of them.
-        step_counts_E: `[E]` int64: choices since the last `after_step`, for that loss; None without
-            it. No buffer: `DistributedDataParallel` would overwrite it, and no checkpoint holds it.
+        batch_group: Processes that route other tokens of the same batch, for the loss
+            `global_balance`; None means those of the surrounding `DistributedDataParallel`, if any.
+        step_counts_E: `[E]` int64: choices since the last `after_step`, for that loss. No buffer:
+            `DistributedDataParallel` would overwrite it, and no checkpoint holds it.
 
     Raises:
         ValueError: Sizes that cannot work, or an unknown loss.
@@ -116,6 +111,7 @@ class Gate(nn.Module, ABC):
     default_loss_weights: ClassVar[Mapping[str, float]] = {"load_balance": 0.01}
     own_loss_names: ClassVar[tuple[str, ...]] = ()
     is_linear: ClassVar[bool] = True
+    fixed_top_k: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -133,6 +129,10 @@ class Gate(nn.Module, ABC):
     ) -> None:
         super().__init__()
         _check_sizes(hidden_size, num_experts, top_k, num_groups)
+        if self.fixed_top_k not in (None, top_k):
+            raise ValueError(
+                f"{type(self).__name__} routes with top_k={self.fixed_top_k}, got {top_k}"
+            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -157,7 +157,7 @@ class Gate(nn.Module, ABC):
         Gate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation `1 / sqrt(hidden_size)`; what steps count begins at 0."""
+        """Normal with standard deviation `1 / sqrt(hidden_size)`; counts begin at 0."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=1 / math.sqrt(self.hidden_size))
         for counts_E in (getattr(self, name, None) for name in _COUNTS):
@@ -195,7 +195,6 @@ class Gate(nn.Module, ABC):
             return self.finish(self.decide(x_TD, context), context)
 
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
-        """Scores the tokens, refuses scores that are not numbers, and chooses."""
         logits_TE = self.logits(x_TD, context)
         self.check_logits(logits_TE)
         return self.choose(logits_TE, context)
@@ -212,8 +211,8 @@ class Gate(nn.Module, ABC):
         Args:
             group: Processes that train copies of this gate; None means those of the
                 `DistributedDataParallel` that the gate was last called in, if it was.
-            skipped: The optimizer changed nothing, since gradients were not finite: the gate
-                changes nothing either, and forgets what it counted.
+            skipped: Gradients were not finite and the optimizer changed nothing: the gate changes
+                nothing either, and forgets what it counted.
         """
         if self.step_counts_E is not None:
             self.step_counts_E.zero_()
@@ -230,7 +229,7 @@ class Gate(nn.Module, ABC):
             return Routing(
                 choice.ids_TK, choice.weights_TK, num_experts, losses, logits_TE=choice.logits_TE
             )
-        slots_TK, is_kept_TK = self.places(choice, num_experts)
+        slots_TK, is_kept_TK = self.places(choice, self.capacity)
         return Routing(
             choice.ids_TK.masked_fill(~is_kept_TK, num_experts),
             choice.weights_TK.masked_fill(~is_kept_TK, 0.0),
@@ -263,9 +262,8 @@ class Gate(nn.Module, ABC):
     def _batch_counts(self, choice: Choice) -> Tensor | None:
         """`[E]` int64: choices in the batch, of other processes and of the step's calls so far.
 
-        None where `global_balance` is not asked for, or nothing is trained. A call that activation
-        checkpointing makes again counts once. It sees all choices of the step so far, so its
-        gradient is exact where each forward pass is followed by its backward pass.
+        None without `global_balance` or training. A call that activation checkpointing makes again
+        counts once. The gradient is exact where each forward pass is followed by its backward pass.
         """
         if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
             return None
@@ -276,25 +274,24 @@ class Gate(nn.Module, ABC):
             self.step_counts_E += counts_E
         return self.step_counts_E.clone()
 
-    def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
+    def places(self, choice: Choice, capacity: Capacity) -> tuple[Tensor, Tensor]:
         """Place of each choice among those of its expert, and whether it is kept."""
-        assert self.capacity is not None, "places are needed with capacity only"
+        ids_TK, num_experts = choice.ids_TK, choice.probs_TE.shape[1]
         slots_TK = expert_slots(
-            choice.ids_TK,
+            ids_TK,
             choice.weights_TK,
             num_experts,
-            policy=self.capacity.policy,
+            policy=capacity.policy,
             num_groups=self.num_groups,
         )
-        limit = self.slot_limit(choice.ids_TK.shape[0] // self.num_groups)
+        limit = self.slot_limit(capacity, len(ids_TK) // self.num_groups)
         if isinstance(limit, Tensor):  # one limit for each expert; sentinels take none
-            limit = F.pad(limit, (0, 1))[choice.ids_TK]
-        return slots_TK, (slots_TK < limit) & (choice.ids_TK < num_experts)
+            limit = F.pad(limit, (0, 1))[ids_TK]
+        return slots_TK, (slots_TK < limit) & (ids_TK < num_experts)
 
-    def slot_limit(self, group_size: int) -> int | Tensor:
+    def slot_limit(self, capacity: Capacity, group_size: int) -> int | Tensor:
         """Choices that an expert takes from a group: one number, or one for each expert."""
-        assert self.capacity is not None, "without capacity there is no limit"
-        return self.capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
+        return capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
 
     def check_batch(self, x_TD: Tensor, context: RoutingContext) -> None:
         if x_TD.ndim != 2 or x_TD.shape[1] != self.hidden_size:
@@ -342,16 +339,13 @@ class Gate(nn.Module, ABC):
             )
 
     def extra_repr(self) -> str:
-        parts = [f"hidden_size={self.hidden_size}", f"num_experts={self.num_experts}"]
-        parts.append(f"top_k={self.top_k}")
-        if self.capacity is not None:
-            parts.append(f"capacity={self.capacity}")
-        return ", ".join(parts)
+        names = ("hidden_size", "num_experts", "top_k", "capacity")
+        return ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
 
 
 _NUMBERS: Mapping[type, type] = MappingProxyType({int: Integral, float: Real})
 _COUNTS = ("step_counts_E", "load_E")
-"""Attributes of gates that hold what was counted since the last step."""
+"""Attributes of gates that count since the last step."""
 
 
 def surrounding_ddp() -> DistributedDataParallel | None:
@@ -370,15 +364,22 @@ def is_made_again() -> bool:
     return node is not None and node.name() != "CheckpointFunctionBackward"
 
 
+def place_of(options: GateOptions) -> dict[str, Any]:
+    """Device and dtype among the options of a gate."""
+    return {"device": options.get("device"), "dtype": options.get("dtype")}
+
+
 def score_dtype(x: Tensor) -> torch.dtype:
     """The precision of scores: fp64 for fp64, fp32 for all else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
-    """Refuses options of a gate whose values have another type than its signature says."""
+    """Refuses options whose values have another type than the gate's signature says."""
+    hints: dict[str, Any] = {}
     try:
-        hints = get_type_hints(kind.__init__)
+        for base in reversed(kind.__mro__[: kind.__mro__.index(Gate)]):
+            hints |= get_type_hints(base.__init__) if "__init__" in vars(base) else {}
     except NameError:  # a gate from outside may name types that exist for checkers alone
         return
     for option, value in options.items():

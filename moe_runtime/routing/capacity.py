@@ -1,4 +1,4 @@
-"""Capacity: at most so many choices of an expert are dispatched, and which ones is deterministic.
+"""Capacity: an expert takes at most so many choices.
 
 Shape suffixes: T tokens, E experts, K choices of a token, N = T * K choices.
 """
@@ -23,29 +23,21 @@ class Capacity:
     """How many choices an expert takes from a group of tokens, and which come first.
 
     An expert takes `ceil(factor * tokens * k / experts)` choices from each group; those beyond it
-    are dropped (the token passes by that expert). Nothing depends on timing or atomics.
-
-    Unused places cost nothing, since rows travel and are computed without padding. So
-    Tutel's three kinds of factor are two here: its 0 (room for the busiest expert) is no capacity
-    at all, and its negative one (that, but at most so much) is the positive one.
+    are dropped. Rows travel and are computed without padding, so Tutel's factor 0 (room for the
+    busiest expert) is no capacity at all, and its negative one is the positive one.
 
     Attributes:
         factor: 1 is just enough for a uniform load.
-        policy: `choice`: all first choices in token order, then all second choices (GShard,
-            Tutel). `token`: token after token (Megatron's "position"). `priority`: as `choice`,
-            but tokens with a higher best weight first (Tutel's batch-prioritised routing).
-            `score`: the choices with the highest weights (Megatron's "probs").
+        policy: `choice`: all first choices in token order, then all second choices (GShard, Tutel).
+            `token`: token after token (Megatron's "position"). `priority`: as `choice`, but tokens
+            with a higher best weight first (Tutel's batch-prioritised routing). `score`: the
+            choices with the highest weights (Megatron's "probs").
     """
 
     factor: float
     policy: DropPolicy = "choice"
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: The factor is not positive and finite, or the policy is unknown.
-        """
         if not (is_number(self.factor) and self.factor > 0):
             raise ValueError(
                 "capacity_factor must be positive and finite (None means dropless), got "
@@ -65,13 +57,12 @@ def expert_slots(
 ) -> Tensor:
     """`[T, K]` int64: the place of each choice among those of its expert within its group.
 
-    Places count from 0 without gaps, in the order that `policy` says. Sentinels get places too,
-    which mean nothing. Memory is O(T K), never O(T E).
+    Places count from 0 without gaps, in the order that `policy` says; those of sentinels mean
+    nothing. Memory is O(T K), never O(T E).
 
     Args:
         ids_TK: int64 [T, K], the chosen experts; `num_experts` is the sentinel of no choice.
         weights_TK: [T, K], by which some policies order.
-        policy: the order of the choices.
         num_groups: equal groups of consecutive tokens, each with places of its own.
     """
     num_tokens, top_k = ids_TK.shape

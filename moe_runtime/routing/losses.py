@@ -1,7 +1,7 @@
-"""Auxiliary losses of routing, as pure functions of what a gate saw and chose.
+"""Auxiliary losses of routing, without coefficients.
 
-None of them carries a coefficient. Every loss that measures balance is 1 (or 0, as said) when the
-load is uniform. Shape suffixes: T tokens, E experts, K choices of a token.
+Losses that measure balance are 1 (or 0, as said) when the load is uniform. Shape suffixes: T
+tokens, E experts, K choices of a token.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ class LossInputs:
         probs_TE: Scores as shares of 1 in each row, differentiable.
         ids_TK: Chosen experts before capacity; `E` where there is none.
         weights_TK: Combine weights before capacity, differentiable.
-        num_groups: Groups that are routed on their own (GShard), consecutive tokens each.
-        num_sequences: Sequences, consecutive tokens each.
         batch_counts_E: Choices of each expert in the batch that these tokens are a part of; None
             means that they are all of it.
-        sequence_T: The sequence of each token, where they are of different lengths.
+        sequence_T: The sequence of each token, where lengths differ.
     """
 
     logits_TE: Tensor
@@ -49,9 +47,9 @@ class LossInputs:
 def load_balance_loss(inputs: LossInputs) -> Tensor:
     """`E * sum_e f_e P_e`: f the share of choices that went to e, P its mean probability.
 
-    1 when both are uniform, `E` when everything goes to one expert. f is not differentiable.
-    Mean over the groups. Switch Transformer (Fedus et al. 2021), generalised to k choices; what
-    transformers calls `load_balancing_loss_func` is k times as large.
+    1 when both are uniform, `E` when everything goes to one expert. Mean over the groups. Switch
+    Transformer (Fedus et al. 2021), generalised to k choices; `load_balancing_loss_func` of
+    transformers is k times as large.
     """
     return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_groups)
 
@@ -62,11 +60,10 @@ def sequence_balance_loss(inputs: LossInputs) -> Tensor:
 
 
 def global_balance_loss(inputs: LossInputs) -> Tensor:
-    """`load_balance_loss` with f over the whole batch, P over these tokens (Megatron-Core).
+    """`load_balance_loss` with f over the whole batch, P over these tokens.
 
-    The mean over the parts of a batch is what one process would compute of all of it, and a part
-    that is of one kind (a file of code, say) may use its experts unevenly as long as the batch does
-    not: Qiu et al. 2025, "Demons in the Detail".
+    Megatron-Core; Qiu et al. 2025, "Demons in the Detail". The mean over the parts of a batch is
+    the loss of the whole, so one part may use its experts unevenly.
     """
     counts_E = inputs.batch_counts_E
     if counts_E is None:
@@ -82,9 +79,10 @@ def first_choice_balance_loss(inputs: LossInputs) -> Tensor:
 
 
 def importance_loss(inputs: LossInputs) -> Tensor:
-    """Squared coefficient of variation of the experts' summed weights (Shazeer et al. 2017).
+    """Squared coefficient of variation (unbiased) of the experts' summed weights (Shazeer et al.
+    2017).
 
-    0 when every expert has the same sum. As in that paper the variance is the unbiased one.
+    0 when every expert has the same sum.
     """
     sums = inputs.weights_TK.new_zeros(inputs.num_experts + 1)
     sums = sums.index_add(0, inputs.ids_TK.reshape(-1), inputs.weights_TK.reshape(-1))
@@ -115,11 +113,7 @@ LOSSES: Mapping[str, Callable[[LossInputs], Tensor]] = {
 
 
 def check_loss_names(names: Mapping[str, float], known: Mapping[str, object]) -> None:
-    """Refuses names of losses that do not exist, and coefficients that are no numbers.
-
-    Raises:
-        ValueError: A name is unknown; the nearest one is named. Or a coefficient is no number.
-    """
+    """Refuses losses that do not exist, and coefficients that are no numbers."""
     for name, weight in names.items():
         if name not in known:
             raise ValueError(f"unknown loss {name!r}: {nearest(name, known)}")

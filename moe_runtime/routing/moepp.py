@@ -1,4 +1,4 @@
-"""MoE++ (Jin et al. 2024): experts without weights among the experts, and gating residuals.
+"""MoE++ (Jin et al. 2024): experts without weights, and gating residuals.
 
 Shape suffixes: T tokens, N all experts (E with weights, then Z without), K choices of a token.
 """
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_runtime.config import nearest
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, place_of
+from moe_runtime.routing.capacity import Capacity
 from moe_runtime.routing.topk import normalize
 from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
 
@@ -35,22 +36,13 @@ class ZeroExpertCounts:
     zero: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the counts.
-
-        Raises:
-            ValueError: One is no whole number, or negative.
-        """
         for count in (self.constant, self.copy, self.zero):
             if type(count) is not int or count < 0:
                 raise ValueError(f"counts of zero experts must be integers from 0 on, got {self}")
 
     @classmethod
     def of_kinds(cls, kinds: Mapping[str, int]) -> ZeroExpertCounts:
-        """Counts by kind; kinds that are not named have none.
-
-        Raises:
-            ValueError: A kind is unknown; the nearest one is named.
-        """
+        """Counts by kind; kinds that are not named have none."""
         counts = {"constant": 0, "copy": 0, "zero": 0}
         for kind in kinds:
             if kind not in counts:
@@ -65,27 +57,21 @@ class ZeroExpertCounts:
 class MoEPlusPlus(Gate):
     """Top-k softmax over E experts with weights and Z without any.
 
-    `logits = x W + previous_logits R` (the gating residual, where previous logits are given);
-    softmax over all N, top-k; the weight of a zero expert becomes 0 and the rest is divided by
-    its sum (with `top_k=1` it is not). A token whose k choices include experts without weights
-    needs fewer fetches.
+    `logits = x W + previous_logits R` (the gating residual); softmax over all N, top-k. The weight
+    of a zero expert becomes 0 and the rest is divided by its sum (not with `top_k=1`).
 
     Loss `heterogeneous_balance`: `sum_i eta_i f_i P_i`, f the share of tokens that choose i, P its
-    mean probability, `eta` 1 for experts with weights and `tau` without. Capacity of an expert
-    with weights is `ceil(factor * k * tau * S / (tau * E + Z))`, without them `1 / tau` times that:
+    mean probability, `eta` 1 for experts with weights and `tau` without. An expert with weights
+    takes `ceil(factor * k * tau * S / (tau * E + Z))` choices, one without `1 / tau` times that:
     the paper's formulas times k, because k choices need k places.
 
     Args:
-        zero_experts: How many of each kind.
-        tau: Below 1 the loss and the capacity favour experts without weights.
+        tau: In (0, 1]; below 1 the loss and the capacity favour experts without weights.
         gating_residual: Whether the gate has the matrix R.
 
     Attributes:
         weight: `[N, D]`.
         residual: `[N, N]`, zero at the start, or None.
-
-    Raises:
-        ValueError: `tau` is not in (0, 1].
     """
 
     default_loss_weights: ClassVar = {"heterogeneous_balance": 0.01}
@@ -110,10 +96,7 @@ class MoEPlusPlus(Gate):
         self.tau = tau
         self.residual: nn.Parameter | None = None
         if gating_residual:
-            device, dtype = options.get("device"), options.get("dtype")
-            self.residual = nn.Parameter(
-                torch.zeros(num_scores, num_scores, device=device, dtype=dtype)
-            )
+            self.residual = nn.Parameter(torch.zeros(num_scores, num_scores, **place_of(options)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -139,7 +122,9 @@ class MoEPlusPlus(Gate):
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         probs_TN = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = probs_TN.topk(self.top_k, dim=-1)
-        weights_TK = weights_TK.masked_fill(self.is_zero(ids_TK), 0.0)
+        # the kind that returns 0 comes last
+        first_zero = probs_TN.shape[1] - self.zero_experts.zero
+        weights_TK = weights_TK.masked_fill(ids_TK >= first_zero, 0.0)
         if self.top_k > 1:  # a single weight divided by itself would always be 1
             weights_TK = normalize(weights_TK)
 
@@ -147,7 +132,9 @@ class MoEPlusPlus(Gate):
             counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)
             num_tokens = max(1, len(ids_TK))
             means_N = probs_TN.sum(dim=0) / num_tokens
-            return (self.eta(probs_TN) * counts_N / num_tokens * means_N).sum()
+            eta_N = torch.full_like(means_N, self.tau)
+            eta_N[: self.num_experts] = 1.0
+            return (eta_N * counts_N / num_tokens * means_N).sum()
 
         own = {"heterogeneous_balance": balance_loss}
         return Choice(ids_TK, weights_TK, logits_TE, probs_TN, own)
@@ -175,20 +162,9 @@ class MoEPlusPlus(Gate):
             zero=zero,
         )
 
-    def is_zero(self, ids_TK: Tensor) -> Tensor:
-        """Which choices are of the kind that returns 0: the last ones."""
-        return ids_TK >= self.num_experts + self.zero_experts.total - self.zero_experts.zero
-
-    def eta(self, like: Tensor) -> Tensor:
-        """`[N]`: 1 for experts with weights, `tau` for those without."""
-        return torch.cat(
-            [like.new_ones(self.num_experts), like.new_full((self.zero_experts.total,), self.tau)]
-        )
-
-    def slot_limit(self, group_size: int) -> int | Tensor:
-        assert self.capacity is not None, "without capacity there is no limit"
+    def slot_limit(self, capacity: Capacity, group_size: int) -> int | Tensor:
         num_zero = self.zero_experts.total
-        share = self.capacity.factor * group_size * self.top_k
+        share = capacity.factor * group_size * self.top_k
         share /= self.tau * self.num_experts + num_zero
         plain, special = (math.ceil(round(share * eta, 9)) for eta in (self.tau, 1.0))
         device = self.weight.device if self.weight is not None else None

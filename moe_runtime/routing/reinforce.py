@@ -1,7 +1,7 @@
 """RL-R (Clark et al., "Unified Scaling Laws for Routed Language Models", 2022).
 
-Routing as a policy: the gate samples an expert, and what comes of it later, the loss of the token,
-rewards the choice (REINFORCE, Williams 1992). Shape suffixes: T tokens, D model width, E experts.
+The gate samples an expert, and the loss of the token later rewards the choice (REINFORCE, Williams
+1992). Shape suffixes: T tokens, D model width, E experts.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
-from moe_runtime.routing.topk import require_top_k
+from moe_runtime.routing.base import (
+    Choice,
+    Gate,
+    GateOptions,
+    RoutingContext,
+    place_of,
+    score_dtype,
+)
 from moe_runtime.routing.value import Policy, Routing
 
 
 class Reinforce(Gate):
     """Samples one expert from `softmax(logits)`, cut to its nucleus; its output is not weighted.
 
-    So the training loss gives the gate no gradient. `policy_loss` does, once the rewards are
-    known; a linear baseline of the token's value lowers its variance. In evaluation the best
-    expert is taken. The losses `load_balance` and `entropy` keep the policy from collapsing.
+    `policy_loss` gives the gate its gradient, once the rewards are known; a linear baseline of the
+    token's value lowers its variance. Evaluation takes the best expert. The losses `load_balance`
+    and `entropy` keep the policy from collapsing.
 
     Args:
-        top_k: Must be 1.
         top_p: Experts are sampled from the fewest that hold this share of the probability.
         policy_weight: Coefficient of `policy_loss` in a model that adds it.
 
     Attributes:
         value_weight: `[D]`, of the baseline.
         value_bias: A scalar.
-
-    Raises:
-        ValueError: `top_k` is not 1, or `top_p` or `policy_weight` is out of range.
     """
 
     default_loss_weights: ClassVar = {"load_balance": 0.01, "entropy": 0.001}
     own_loss_names: ClassVar = ("entropy",)
+    fixed_top_k: ClassVar = 1
 
     def __init__(
         self,
@@ -52,16 +55,14 @@ class Reinforce(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 1)
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
         if not policy_weight >= 0:
             raise ValueError(f"policy_weight must be at least 0, got {policy_weight}")
         self.top_p = top_p
         self.policy_weight = policy_weight
-        place = {"device": options.get("device"), "dtype": options.get("dtype")}
-        self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place))
-        self.value_bias = nn.Parameter(torch.zeros((), **place))
+        self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place_of(options)))
+        self.value_bias = nn.Parameter(torch.zeros((), **place_of(options)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -88,12 +89,13 @@ class Reinforce(Gate):
         losses = {"entropy": lambda: _negative_entropy(probs_TE, log_probs_TE)}
         if not self.training:
             ids_T1 = probs_TE.argmax(dim=-1, keepdim=True)
-            return Choice(ids_T1, _ones(ids_T1, probs_TE), logits_TE, probs_TE, losses)
+            ones_T1 = torch.ones_like(ids_T1, dtype=probs_TE.dtype)
+            return Choice(ids_T1, ones_T1, logits_TE, probs_TE, losses)
         policy_TE = nucleus(log_probs_TE, self.top_p)
         ids_T1 = _sample(policy_TE.detach().exp(), context.generator)
         return _SampledChoice(
             ids_T1,
-            _ones(ids_T1, probs_TE),
+            torch.ones_like(ids_T1, dtype=probs_TE.dtype),
             logits_TE,
             probs_TE,
             losses,
@@ -116,10 +118,7 @@ class Reinforce(Gate):
 
         Args:
             policy: `aux.routing.policy` of the call.
-            rewards_T: `[T]`, the more the better: for a language model minus the token's loss.
-
-        Raises:
-            ValueError: There is not one reward for each token.
+            rewards_T: `[T]`: for a language model minus the token's loss.
         """
         if rewards_T.shape != policy.log_probs_T.shape:
             raise ValueError(
@@ -134,8 +133,6 @@ class Reinforce(Gate):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SampledChoice(Choice):
-    """A choice with the logarithm of its probability, and the baseline of its reward."""
-
     log_probs_T: Tensor | None = None
     values_T: Tensor | None = None
 
@@ -167,7 +164,3 @@ def _sample(probs_TE: Tensor, generator: torch.Generator | None) -> Tensor:
 def _negative_entropy(probs_TE: Tensor, log_probs_TE: Tensor) -> Tensor:
     """Mean of `sum_e p log p` over the tokens: least where the policy is undecided."""
     return (probs_TE * log_probs_TE).sum() / max(1, len(probs_TE))
-
-
-def _ones(ids_T1: Tensor, like: Tensor) -> Tensor:
-    return torch.ones(ids_T1.shape, dtype=like.dtype, device=like.device)

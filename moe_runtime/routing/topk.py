@@ -1,17 +1,16 @@
 """Gates that take the k best experts of each token, by their scores or within groups.
 
 Sources: top-k softmax, Shazeer et al. 2017 and Mixtral (softmax over the chosen scores, which
-equals renormalising), Qwen-MoE and OLMoE (softmax before, with or without renormalising); sigmoid
-scores, selection bias and expert groups, DeepSeek-V3. Shape suffixes: T tokens, E experts, K
-choices of a token, G groups, M experts of a group.
+equals renormalising), Qwen-MoE and OLMoE (softmax before); sigmoid scores, selection bias and
+expert groups, DeepSeek-V3. Shape suffixes: T tokens, E experts, K choices of a token, G groups, M
+experts of a group.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +22,31 @@ from moe_runtime.routing.base import (
     GateOptions,
     RoutingContext,
     is_made_again,
+    place_of,
     score_dtype,
 )
+from moe_runtime.routing.capacity import Capacity
 from moe_runtime.routing.losses import squared_variation
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SoftmaxOrder = Literal["before", "after"]
+Score = Literal["softmax", "sigmoid"]
+
+
+class TopKOptions(GateOptions, total=False):
+    """Keyword arguments that every `TopK` takes."""
+
+    renormalize: bool | None
+    scale: float
+    bias_update_rate: float
 
 
 class TopK(Gate):
-    """The k highest scores, with an optional selection bias; what the scores are a subclass says.
+    """The k highest scores, with an optional selection bias.
+
+    The bias decides which experts are chosen and never enters a weight.
 
     Args:
         renormalize: Weights of a token add up to 1. None means that they do, but for `top_k=1`,
@@ -44,9 +55,11 @@ class TopK(Gate):
         bias_update_rate: Step of the aux-loss-free selection bias (DeepSeek-V3 uses 1e-3); 0
             means no bias. See `after_step`.
 
-    Raises:
-        ValueError: It gives a single choice the weight 1, or as `Gate`.
+    Attributes:
+        score: What experts are chosen by and weighted with: shares of 1, or independent sigmoids.
     """
+
+    score: Score = "softmax"
 
     def __init__(
         self,
@@ -87,10 +100,6 @@ class TopK(Gate):
             self.expert_bias = before.to(moved.device)
         return self
 
-    @abstractmethod
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        """Scores that experts are chosen by and weighted with."""
-
     def weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """`[T, K]`: of the chosen, before `scale`."""
         weights_TK = scores_TE.gather(1, ids_TK)
@@ -106,16 +115,14 @@ class TopK(Gate):
         return self.biased(scores_TE).topk(self.top_k, dim=-1).indices
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
-        scores_TE = self.scores(logits_TE)
+        is_softmax = self.score == "softmax"
+        scores_TE = logits_TE.softmax(dim=-1) if is_softmax else logits_TE.sigmoid()
         ids_TK = self.select(scores_TE)
         weights_TK = self.weights(logits_TE, scores_TE, ids_TK)
         if self.scale != 1.0:
             weights_TK = weights_TK * self.scale
-        return Choice(ids_TK, weights_TK, logits_TE, self.shares(scores_TE))
-
-    def shares(self, scores_TE: Tensor) -> Tensor:
-        """Scores as shares of 1 in each row, for the losses."""
-        return scores_TE
+        shares_TE = scores_TE if is_softmax else normalize(scores_TE)
+        return Choice(ids_TK, weights_TK, logits_TE, shares_TE)
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
         is_training = self.training and torch.is_grad_enabled()
@@ -125,14 +132,11 @@ class TopK(Gate):
 
     @torch.no_grad()
     def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
-        """Moves the selection bias against the load seen since the last call: `bias += rate *
+        """Moves the selection bias against the load since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
-        Activation checkpointing, of some calls or of all, counts a load once.
-
-        Args:
-            group: As of `Gate`; the loads of these processes are added up.
-            skipped: As of `Gate`.
+        The loads of the processes of `group` are added up. Activation checkpointing counts a load
+        once.
         """
         super().after_step(group, skipped=skipped)
         if self.expert_bias is None or self.load_E is None:
@@ -155,9 +159,6 @@ class SoftmaxTopK(TopK):
 
     Args:
         softmax: Before or after the selection; `after` needs `top_k` of 2 or more.
-
-    Raises:
-        ValueError: An unknown `softmax`, one that gives a single choice the weight 1, or as `Gate`.
     """
 
     def __init__(
@@ -166,29 +167,14 @@ class SoftmaxTopK(TopK):
         num_experts: int,
         top_k: int,
         *,
-        softmax: SoftmaxOrder = "before",
-        renormalize: bool | None = None,
-        scale: float = 1.0,
-        bias_update_rate: float = 0.0,
-        **options: Unpack[GateOptions],
+        softmax: Literal["before", "after"] = "before",
+        **options: Unpack[TopKOptions],
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_experts,
-            top_k,
-            renormalize=renormalize,
-            scale=scale,
-            bias_update_rate=bias_update_rate,
-            **options,
-        )
-        if softmax not in get_args(SoftmaxOrder):
-            raise ValueError(f"softmax must be 'before' or 'after', got {softmax!r}")
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        require_choice("softmax", softmax, "before", "after")
         if softmax == "after" and top_k == 1:
             raise ValueError(_CONSTANT_WEIGHT.format('softmax="after"'))
         self.softmax = softmax
-
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.softmax(dim=-1)
 
     def weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         if self.softmax == "after":
@@ -199,15 +185,10 @@ class SoftmaxTopK(TopK):
 class SigmoidTopK(TopK):
     """The k highest scores, which are independent sigmoids (DeepSeek-V3, Llama 4).
 
-    Weights are the sigmoids of the chosen, divided by their sum if `renormalize`. The selection
-    bias decides which are chosen and never enters a weight.
+    Weights are the sigmoids of the chosen, divided by their sum if `renormalize`.
     """
 
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.sigmoid()
-
-    def shares(self, scores_TE: Tensor) -> Tensor:
-        return normalize(scores_TE)
+    score = "sigmoid"
 
 
 class GroupLimitedTopK(TopK):
@@ -223,9 +204,6 @@ class GroupLimitedTopK(TopK):
         group_score_experts: Experts that count for a group's score: 2 in DeepSeek-V3, 1 in V2;
             Megatron takes `top_k / num_limited_groups`.
         score: `sigmoid` (V3) or `softmax` (V2).
-
-    Raises:
-        ValueError: Groups that do not divide, or that hold fewer than `top_k` experts.
     """
 
     default_loss_weights: ClassVar = {"sequence_balance": 1e-4}
@@ -239,23 +217,12 @@ class GroupLimitedTopK(TopK):
         num_expert_groups: int = 1,
         num_limited_groups: int = 1,
         group_score_experts: int = 2,
-        score: Literal["sigmoid", "softmax"] = "sigmoid",
-        renormalize: bool | None = None,
-        scale: float = 1.0,
-        bias_update_rate: float = 1e-3,
-        **options: Unpack[GateOptions],
+        score: Score = "sigmoid",
+        **options: Unpack[TopKOptions],
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_experts,
-            top_k,
-            renormalize=renormalize,
-            scale=scale,
-            bias_update_rate=bias_update_rate,
-            **options,
-        )
-        _check_groups(num_experts, num_expert_groups)
-        group_size = num_experts // num_expert_groups
+        options.setdefault("bias_update_rate", 1e-3)
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        group_size = _group_size(num_experts, num_expert_groups)
         if not 1 <= num_limited_groups <= num_expert_groups:
             raise ValueError(
                 f"num_limited_groups must be in 1..{num_expert_groups}, got {num_limited_groups}"
@@ -265,26 +232,18 @@ class GroupLimitedTopK(TopK):
                 f"{num_limited_groups} groups of {group_size} experts cannot give top_k={top_k}; "
                 f"raise num_limited_groups or lower num_expert_groups"
             )
-        if score not in ("sigmoid", "softmax"):
-            raise ValueError(f"score must be 'sigmoid' or 'softmax', got {score!r}")
+        require_choice("score", score, "sigmoid", "softmax")
         self.num_expert_groups = num_expert_groups
         self.num_limited_groups = num_limited_groups
         self.group_score_experts = min(group_score_experts, group_size)
         self.score = score
 
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(dim=-1)
-
-    def shares(self, scores_TE: Tensor) -> Tensor:
-        return normalize(scores_TE) if self.score == "sigmoid" else scores_TE
-
     def select(self, scores_TE: Tensor) -> Tensor:
         grouped_TGM = self.biased(scores_TE).unflatten(1, (self.num_expert_groups, -1))
         group_scores_TG = grouped_TGM.topk(self.group_score_experts, dim=-1).values.sum(dim=-1)
         best_TL = group_scores_TG.topk(self.num_limited_groups, dim=-1).indices
-        is_open_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, best_TL, True)
-        limited_TGM = grouped_TGM.masked_fill(~is_open_TG[:, :, None], -torch.inf)
-        return limited_TGM.flatten(1).topk(self.top_k, dim=-1).indices
+        ids_TK, _ = _best_within(grouped_TGM, best_TL, self.top_k)
+        return ids_TK
 
 
 class RoundRobinTopK(SoftmaxTopK):
@@ -300,24 +259,20 @@ class RoundRobinTopK(SoftmaxTopK):
         return (choices % self.num_experts).view(-1, self.top_k)
 
 
-class CosineTopK(SoftmaxTopK):
+class CosineTopK(TopK):
     """`logits = cos(P x, m_e) * exp(min(t, log 100))`, then top-k softmax.
 
-    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token. That keeps
-    representations from collapsing onto the experts' directions.
+    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token, which
+    keeps representations from collapsing onto the experts' directions.
 
     Args:
         projection_size: Width that tokens are projected to.
         temperature: The scores start with the factor `1 / temperature`.
-        options: As `Gate`.
 
     Attributes:
         projector: `[P, D]`.
         centers: `[E, P]`, a direction for each expert.
         log_scale: Scalar, `t`.
-
-    Raises:
-        ValueError: `projection_size` or `temperature` is not positive.
     """
 
     is_linear: ClassVar = False
@@ -331,24 +286,19 @@ class CosineTopK(SoftmaxTopK):
         *,
         projection_size: int = 256,
         temperature: float = 0.5,
-        renormalize: bool | None = None,
-        **options: Unpack[GateOptions],
+        **options: Unpack[TopKOptions],
     ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, renormalize=renormalize, **options)
+        super().__init__(hidden_size, num_experts, top_k, **options)
         if projection_size < 1 or not temperature > 0:
             raise ValueError(
                 "projection_size and temperature must be positive, got "
                 f"{projection_size} and {temperature}"
             )
-        device, dtype = options.get("device"), options.get("dtype")
         self.temperature = temperature
-        self.projector = nn.Parameter(
-            torch.empty(projection_size, hidden_size, device=device, dtype=dtype)
-        )
-        self.centers = nn.Parameter(
-            torch.empty(num_experts, projection_size, device=device, dtype=dtype)
-        )
-        self.log_scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        place = place_of(options)
+        self.projector = nn.Parameter(torch.empty(projection_size, hidden_size, **place))
+        self.centers = nn.Parameter(torch.empty(num_experts, projection_size, **place))
+        self.log_scale = nn.Parameter(torch.empty((), **place))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -367,12 +317,9 @@ class CosineTopK(SoftmaxTopK):
 class NoisyTopK(Gate):
     """`H = x W + N(0, 1) * (softplus(x W_noise) + 1e-2)`; weights: softmax over the top-k of H.
 
-    Shazeer et al. 2017. For one choice the weight is its probability among all experts: alone it
-    would always be 1.
-
-    Noise is added in training only. Losses: `importance`, and `load`, the squared coefficient of
-    variation of the expected number of tokens of each expert, which is differentiable in scores
-    and noise: an expert is used if its noisy score exceeds the k-th best of the others.
+    Shazeer et al. 2017. For one choice the weight is its probability among all experts. Noise is
+    added in training only. Losses: `importance`, and `load`, the squared coefficient of variation
+    of the expected number of tokens of each expert, which is differentiable in scores and noise.
 
     Attributes:
         noise_weight: `[E, D]`, zero at the start.
@@ -386,11 +333,7 @@ class NoisyTopK(Gate):
         self, hidden_size: int, num_experts: int, top_k: int, **options: Unpack[GateOptions]
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        self.noise_weight = nn.Parameter(
-            torch.zeros(
-                num_experts, hidden_size, device=options.get("device"), dtype=options.get("dtype")
-            )
-        )
+        self.noise_weight = nn.Parameter(torch.zeros(num_experts, hidden_size, **place_of(options)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -410,7 +353,6 @@ class NoisyTopK(Gate):
         return self._choose(clean_TE, clean_TE + noise_TE * sigma_TE, sigma_TE)
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
-        """Without noise, as in evaluation."""
         return self._choose(logits_TE, logits_TE, None)
 
     def _choose(self, clean_TE: Tensor, noisy_TE: Tensor, sigma_TE: Tensor | None) -> Choice:
@@ -449,15 +391,10 @@ class Switch(Gate):
     """Top-1: `p = softmax(logits)`, `e = argmax p`, weight `p[e]` (not renormalised).
 
     Switch Transformer, Fedus et al. 2021. In training the gate's input is multiplied by noise from
-    `U(1 - jitter, 1 + jitter)`.
-
-    Args:
-        top_k: Must be 1.
-        jitter: 0.01 in the paper.
-
-    Raises:
-        ValueError: `top_k` is not 1, or the jitter is not in [0, 1).
+    `U(1 - jitter, 1 + jitter)`; the paper's jitter is 0.01.
     """
+
+    fixed_top_k: ClassVar = 1
 
     def __init__(
         self,
@@ -469,7 +406,6 @@ class Switch(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 1)
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter must be in [0, 1), got {jitter}")
         self.jitter = jitter
@@ -491,20 +427,13 @@ class Switch(Gate):
 class GShard(Gate):
     """Top-2 of the softmax, normalised; the second expert is used with probability `2 * g2`.
 
-    Lepikhin et al. 2020. A second expert of normalised weight 0.5 is always used, one of 0.1 in a
-    fifth of the cases. That is so in training; in evaluation the second expert is always used. With
-    capacity, second choices take places after all first choices of their group (policy `choice`),
-    and a choice that is not used takes none. The weight of a lost choice is lost.
-
-    Args:
-        top_k: Must be 2.
-        random_second: Whether the second expert is random in training.
-
-    Raises:
-        ValueError: `top_k` is not 2.
+    Lepikhin et al. 2020. In evaluation, or without `random_second`, the second expert is always
+    used. With capacity, second choices take places after all first choices of their group (policy
+    `choice`); a choice that is not used takes none, and its weight is lost.
     """
 
     default_loss_weights: ClassVar = {"first_choice_balance": 0.01}
+    fixed_top_k: ClassVar = 2
 
     def __init__(
         self,
@@ -516,7 +445,6 @@ class GShard(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        require_top_k(self, 2)
         self.random_second = random_second
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
@@ -537,18 +465,14 @@ class GShard(Gate):
 class Prototype(Gate):
     """Experts form `k` equal runs; each run's softmax gives a token its best expert there.
 
-    k-top-1 prototyping (M6-T, Yang et al. 2021): k routers, each over its own experts. The weight
-    is the probability within the run, so a token's weights do not add up to 1.
-    With `top_k=1` this is Switch without jitter. M6-T found that a balance loss does not help, so
-    none is on by default.
+    k-top-1 prototyping (M6-T, Yang et al. 2021). The weight is the probability within the run, so a
+    token's weights do not add up to 1. With `top_k=1` this is Switch without jitter. M6-T found
+    that a balance loss does not help, so none is on by default.
 
     Args:
         top_k: Prototypes, and experts of a token.
-        slots: `k`: an expert's capacity grows with k as usual; `1`: it is that of top-1 routing,
-            so that the work does not grow with k.
-
-    Raises:
-        ValueError: `top_k` does not divide `num_experts`, or `slots` is unknown.
+        slots: `k`: an expert's capacity grows with k as usual; `1`: it is that of top-1 routing, so
+            that the work does not grow with k.
     """
 
     default_loss_weights: ClassVar = {}
@@ -567,8 +491,7 @@ class Prototype(Gate):
             raise ValueError(
                 f"the prototypes (top_k={top_k}) must divide num_experts={num_experts}"
             )
-        if slots not in ("k", "1"):
-            raise ValueError(f"slots must be 'k' or '1', got {slots!r}")
+        require_choice("slots", slots, "k", "1")
         self.slots = slots
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
@@ -577,28 +500,23 @@ class Prototype(Gate):
         first_K = torch.arange(self.top_k, device=logits_TE.device) * probs_TKM.shape[2]
         return Choice(within_TK + first_K, weights_TK, logits_TE, probs_TKM.flatten(1) / self.top_k)
 
-    def slot_limit(self, group_size: int) -> int | Tensor:
-        assert self.capacity is not None, "without capacity there is no limit"
+    def slot_limit(self, capacity: Capacity, group_size: int) -> int | Tensor:
         top_k = self.top_k if self.slots == "k" else 1
-        return self.capacity.slots_per_expert(group_size, top_k, self.num_experts)
+        return capacity.slots_per_expert(group_size, top_k, self.num_experts)
 
 
 class Sam(Gate):
     """All k experts of a token lie in one group (one device), chosen by the group's score.
 
     SAM, switch and mixture (HetuMoE, Nie et al. 2022). `p = softmax(logits)`; a group's score is
-    the sum (or the maximum) of its experts' p; the best group's k best experts are used, with
-    weights p divided by their sum if `renormalize` (by default where k is 2 or more). The loss
-    `alignment` is the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e outside
-    the group, `p_k` being the weakest chosen: what the token loses by staying in its group. (The
-    form of that loss is our reading: the paper gives none.)
+    the sum (or the maximum) of its experts' p. The best group's k best experts have weights p,
+    divided by their sum if `renormalize` (by default where k is 2 or more). The loss `alignment` is
+    the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e outside the group,
+    `p_k` being the weakest chosen. (The form of that loss is our reading: the paper gives none.)
 
     Args:
-        num_expert_groups: Groups of experts, consecutive ones.
+        num_expert_groups: Groups of consecutive experts.
         group_score: `sum` or `max`.
-
-    Raises:
-        ValueError: Groups that do not divide, or that hold fewer than `top_k` experts.
     """
 
     default_loss_weights: ClassVar = {"load_balance": 0.01, "alignment": 0.01}
@@ -616,14 +534,13 @@ class Sam(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        _check_groups(num_experts, num_expert_groups)
-        if num_experts // num_expert_groups < top_k:
+        group_size = _group_size(num_experts, num_expert_groups)
+        if group_size < top_k:
             raise ValueError(
-                f"a group holds {num_experts // num_expert_groups} experts, fewer than "
-                f"top_k={top_k}; lower num_expert_groups"
+                f"a group holds {group_size} experts, fewer than top_k={top_k}; lower "
+                "num_expert_groups"
             )
-        if group_score not in ("sum", "max"):
-            raise ValueError(f"group_score must be 'sum' or 'max', got {group_score!r}")
+        require_choice("group_score", group_score, "sum", "max")
         self.num_expert_groups = num_expert_groups
         self.group_score = group_score
         self.renormalize = renormalizes(renormalize, top_k)
@@ -632,10 +549,8 @@ class Sam(Gate):
         probs_TE = logits_TE.softmax(dim=-1)
         grouped_TGM = probs_TE.detach().unflatten(1, (self.num_expert_groups, -1))
         scores_TG = grouped_TGM.sum(dim=-1) if self.group_score == "sum" else grouped_TGM.amax(-1)
-        groups = torch.arange(self.num_expert_groups, device=logits_TE.device)
-        is_outside_TGM = (scores_TG.argmax(dim=-1)[:, None] != groups)[:, :, None]
-        is_outside_TE = is_outside_TGM.expand_as(grouped_TGM).flatten(1)
-        ids_TK = probs_TE.detach().masked_fill(is_outside_TE, -1.0).topk(self.top_k, dim=-1).indices
+        best_T1 = scores_TG.argmax(dim=-1, keepdim=True)
+        ids_TK, is_outside_TE = _best_within(grouped_TGM, best_T1, self.top_k)
         chosen_TK = probs_TE.gather(1, ids_TK)
         weights_TK = normalize(chosen_TK) if self.renormalize else chosen_TK
 
@@ -653,11 +568,7 @@ _CONSTANT_WEIGHT = (
 
 
 def renormalizes(asked: bool | None, top_k: int) -> bool:
-    """Whether the weights of a token are divided by their sum: they are, unless there is only one.
-
-    Raises:
-        ValueError: It was asked for a single choice, whose weight would always be 1.
-    """
+    """Whether the weights of a token are divided by their sum: by default for k above 1."""
     if asked and top_k == 1:
         raise ValueError(_CONSTANT_WEIGHT.format("renormalize=True"))
     return top_k > 1 if asked is None else asked
@@ -668,18 +579,23 @@ def normalize(weights: Tensor) -> Tensor:
     return F.normalize(weights, p=1, dim=-1, eps=1e-20)
 
 
-def require_top_k(gate: Gate, top_k: int) -> None:
-    """Refuses another number of experts than the one the gate's formula has.
-
-    Raises:
-        ValueError: `gate.top_k` is another.
-    """
-    if gate.top_k != top_k:
-        raise ValueError(f"{type(gate).__name__} routes with top_k={top_k}, got {gate.top_k}")
+def require_choice(name: str, value: object, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-def _check_groups(num_experts: int, num_expert_groups: int) -> None:
+def _best_within(grouped_TGM: Tensor, groups_TL: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """`[T, K]` int64: the best experts of some groups; `[T, E]`: which experts are in others."""
+    is_open_TG = torch.zeros_like(grouped_TGM[:, :, 0], dtype=torch.bool)
+    is_open_TG = is_open_TG.scatter(1, groups_TL, True)
+    is_outside_TE = (~is_open_TG[:, :, None]).expand_as(grouped_TGM).flatten(1)
+    ranked_TE = grouped_TGM.flatten(1).masked_fill(is_outside_TE, -torch.inf)
+    return ranked_TE.topk(top_k, dim=-1).indices, is_outside_TE
+
+
+def _group_size(num_experts: int, num_expert_groups: int) -> int:
     if num_expert_groups < 1 or num_experts % num_expert_groups:
         raise ValueError(
             f"num_expert_groups must divide num_experts={num_experts}, got {num_expert_groups}"
         )
+    return num_experts // num_expert_groups

@@ -46,27 +46,22 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a gate decided for `T` tokens. The order of decisions is always the same: score, bias,
-    top-k, normalise, capacity.
+    """What a gate decided for `T` tokens, in the order score, bias, top-k, normalise, capacity.
 
     Attributes:
-        ids_TK: `[T, K]` int64; an entry equal to `num_experts` is a slot that is not dispatched,
-            because capacity ran out or because the token uses fewer than `K` experts.
+        ids_TK: `[T, K]` int64; `num_experts` where nothing is dispatched, because capacity ran out
+            or because the token uses fewer than `K` experts.
         weights_TK: `[T, K]` in the precision of the gate; 0 where nothing is dispatched.
         num_experts: `E`, the experts that have weights.
         losses: Auxiliary losses by name, scalars, differentiable, without coefficients.
-        demand_E: `[E]` int64: choices of each expert before capacity took any away; None means
-            that there was no capacity.
+        demand_E: `[E]` int64: choices of each expert before capacity; None without capacity.
         slots_TK: `[T, K]` int64: place of each dispatched choice among those of its expert (and
             group), -1 where nothing is dispatched; None without capacity.
-        logits_TE: `[T, E]` raw scores of the gate (with the zero-computation experts' columns
-            last, where there are any), which the next layer's gate may read; None for a gate
-            without parameters.
+        logits_TE: `[T, E]` raw scores of the gate (columns of zero-computation experts last), which
+            the next layer's gate may read; None for a gate without parameters.
         zero: Choices of zero-computation experts; None where there are none.
-        policy: Of choices that were sampled and are to be rewarded; None of others. Of tokens that
-            are no padding only.
-        rows_R: `[R]` int64: numbers of the tokens that are no padding, which chose as if there were
-            no others; None means all.
+        policy: Of choices that were sampled and are to be rewarded, padding left out.
+        rows_R: `[R]` int64: numbers of the tokens that are no padding; None means all.
     """
 
     ids_TK: Tensor
@@ -81,11 +76,6 @@ class Routing:
     rows_R: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without waiting for a device.
-
-        Raises:
-            ValueError: Shapes or dtypes do not fit.
-        """
         if self.ids_TK.ndim != 2 or self.ids_TK.dtype != torch.int64:
             raise ValueError(
                 f"ids must be int64 [T, K], got {self.ids_TK.dtype} {list(self.ids_TK.shape)}"
@@ -97,12 +87,7 @@ class Routing:
             )
 
     def among_padding(self, rows_R: Tensor, num_tokens: int) -> Routing:
-        """The same choices of some tokens of a batch; the others get no expert.
-
-        Args:
-            rows_R: `[R]` int64: which tokens of the batch those are.
-            num_tokens: Of the whole batch.
-        """
+        """The same choices as those of the tokens `rows_R` of a batch; the others get no expert."""
 
         def spread(values_R: Tensor, padding: float) -> Tensor:
             whole_T = values_R.new_full((num_tokens, *values_R.shape[1:]), padding)

@@ -1,9 +1,8 @@
-"""Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
+"""Checkpoints of a run: whole or absent, and complete enough to resume to the same bits.
 
 A file holds parameters, buffers, optimizer states, the position in the data, the random states and
-the configuration. It is written beside its place, flushed and renamed, so a kill at any instant
-leaves the previous one. When it is read, every tensor is compared with its digest, and every value
-with what a run writes (`Kind`).
+the configuration. It is written next to its place, flushed and renamed. When it is read, every
+tensor is compared with its digest, and every value with what a run writes (`Kind`).
 """
 
 import contextlib
@@ -29,17 +28,12 @@ _LONGEST_VALUE = 60
 
 
 class Kind(NamedTuple):
-    """What a value must be.
-
-    Attributes:
-        fits: whether a value is of this kind.
-    """
+    """What a value must be."""
 
     text: str
     fits: Callable[[Any], bool]
 
     def or_none(self) -> "Kind":
-        """This kind, or None."""
         return Kind(f"{self.text}, or None", lambda value: value is None or self.fits(value))
 
     def listed(self) -> "Kind":
@@ -81,15 +75,7 @@ PLAIN = Kind("plain values", _is_plain)
 def require_kinds(
     values: Any, kinds: Mapping[str, Kind], what: str, *, optional: Mapping[str, Kind] | None = None
 ) -> None:
-    """Refuses stored values that are not as they were written.
-
-    Args:
-        kinds: what the value of each name must be.
-        optional: likewise, of names that may be missing.
-
-    Raises:
-        CheckpointError: a name is missing or unknown, or a value is of another kind.
-    """
+    """Refuses stored values that are not as they were written; `optional` names may be missing."""
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{what} must be a mapping, found {shown(values)}")
     known = {**kinds, **(optional or {})}
@@ -102,21 +88,13 @@ def require_kinds(
 
 
 def require_kind(value: Any, kind: Kind, what: str) -> None:
-    """Refuses one stored value of another kind.
-
-    Raises:
-        CheckpointError: it is.
-    """
+    """Refuses one stored value of another kind."""
     if not kind.fits(value):
         raise CheckpointError(f"{what} is {shown(value)}, expected {kind.text}")
 
 
 def require_like(tensors: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
-    """Refuses stored tensors of other names, shapes or types than those they are to replace.
-
-    Raises:
-        CheckpointError: one differs; names it.
-    """
+    """Refuses stored tensors of other names, shapes or types than those they are to replace."""
     require_kinds(tensors, dict.fromkeys(own, TENSOR), what)
     for name, tensor in own.items():
         found, expected = ((*t.shape, t.dtype) for t in (tensors[name], tensor))
@@ -140,12 +118,11 @@ _NAME = re.compile(rf"step-(\d{{8}})(\.pt|{re.escape(SHARDED_SUFFIX)})")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come, its weights apart.
+    """How far a run has come, without its weights.
 
     Attributes:
-        elapsed_s: seconds that the steps took.
         taken: windows taken from each source.
-        settings: what must be the same when the run goes on, by dotted name.
+        settings: what must be the same when the run resumes, by dotted name.
         records: digest of the run's records up to the step; empty where an older version wrote it.
     """
 
@@ -179,17 +156,7 @@ _STATE_KINDS = {"model": TENSOR.named(), "optimizer": MAPPING}
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
-    """Writes a checkpoint and removes the oldest beyond `keep`.
-
-    Args:
-        folder: of the checkpoints; made if missing.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: it cannot be written; earlier checkpoints stay.
-    """
+    """Writes a checkpoint and removes the oldest beyond `keep`."""
     path = folder / f"step-{state.step:08d}.pt"
     content = {name: on_host(getattr(state, name)) for name in state.__dataclass_fields__}
     make_folders(folder)
@@ -199,11 +166,7 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
 
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file that `load_content` reads.
-
-    Raises:
-        OSError: it cannot be written; an older one stays as it was.
-    """
+    """Writes a file that `load_content` reads; raises an `OSError` if it cannot."""
     with write_atomically(path) as file:
         output = _Output(file)
         try:
@@ -231,7 +194,6 @@ class _Output:
 
 
 def remove_oldest(folder: Path, keep: int) -> None:
-    """Removes all checkpoints of a folder but the newest ones."""
     for old in checkpoints_in(folder)[:-keep]:
         remove_or_warn(old, "there are newer checkpoints")
 
@@ -244,12 +206,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Reads a checkpoint of one process into host memory.
-
-    Raises:
-        CheckpointError: the file is damaged, or of another format.
-        OSError: it cannot be read.
-    """
+    """Reads a checkpoint of one process into host memory."""
     return TrainingState(**load_content(path, TrainingState))
 
 
@@ -258,7 +215,6 @@ def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is damaged, or of another format.
-        OSError: it cannot be read.
     """
     damage = "the checkpoint is damaged; remove it to go on from the one before"
     with open_regular(path) as file, blamed_on(f"{path}: {damage}"):
@@ -278,11 +234,7 @@ def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named_checkpoint(path: Path) -> Iterator[None]:
-    """Gives errors over what a checkpoint holds the name of its file.
-
-    Raises:
-        CheckpointError: instead of a ``ValueError`` of the block, or one without the name.
-    """
+    """Gives errors over what a checkpoint holds the name of its file."""
     try:
         yield
     except (ValueError, CheckpointError) as error:
@@ -299,13 +251,10 @@ def check_settings(
     schedule: Collection[str] = (),
     reschedule: bool = False,
 ) -> None:
-    """Refuses to go on with other settings than those a checkpoint was made with.
+    """Refuses other settings than those a checkpoint was made with.
 
     Args:
         schedule: settings that only decide the steps to come.
-
-    Raises:
-        CheckpointError: names the first setting that differs, and both values.
     """
     for name in sorted({*saved, *current}):
         old, new = saved.get(name), current.get(name)
@@ -324,7 +273,7 @@ def on_host(state: Any) -> Any:
 
 
 def host_copy(state: Any) -> Any:
-    """A copy of a state on the host, to be written while what it was made of goes on changing.
+    """A copy of a state on the host, to be written while the original goes on changing.
 
     Every tensor is copied once: a device would have no room for it, nor the host for two. Offloaded
     experts are left out, of which the optimizer's state names versions.
@@ -339,7 +288,7 @@ def host_copy(state: Any) -> Any:
 
 
 def _mapped(state: Any, take: Callable[[Any], Any]) -> Any:
-    """The same nesting, with something in the place of whatever holds no others."""
+    """The same nesting, with `take` of every leaf."""
     if isinstance(state, Mapping):
         here = [n for n, value in state.items() if not isinstance(value, TrainedElsewhere)]
         return {name: _mapped(state[name], take) for name in here}
@@ -361,11 +310,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets the generators to what `random_states` gave; devices that are absent are left out.
-
-    Raises:
-        CheckpointError: they are no states of generators.
-    """
+    """Sets the generators to what `random_states` gave; devices that are absent are left out."""
     what = "the state of random numbers"
     own = {n: state for n, state in random_states().items() if n == "cpu" or n in states}
     require_like({name: states[name] for name in own if name in states}, own, what)

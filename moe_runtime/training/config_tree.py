@@ -1,7 +1,7 @@
 """Frozen dataclasses from TOML tables: every key checked, every complaint with its full name.
 
 By hand, because pydantic saves only a tenth of it: it is strict in JSON alone, which has neither
-dates nor the names of files that are not UTF-8, and msgspec does not refuse unknown keys.
+dates nor file names that are not UTF-8.
 """
 
 import dataclasses
@@ -26,9 +26,8 @@ def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ())
     """Reads a TOML file as a tree of dataclasses.
 
     Args:
-        cls: a dataclass whose fields are numbers, texts, booleans, paths, tuples of these,
-            mappings, or further dataclasses.
-        path: the file.
+        cls: a dataclass of numbers, texts, booleans, paths, tuples of these, mappings, or
+            dataclasses.
         settings: `key.inner=value` each, value in TOML's notation; they override the file.
 
     Raises:
@@ -50,11 +49,7 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     """Builds a dataclass from a mapping; the counterpart of `dataclasses.asdict`.
 
     Args:
-        values: its fields by name, nested mappings for nested dataclasses.
         where: the dotted name of this table, for messages.
-
-    Raises:
-        ValueError: as for `read_tree`.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -91,11 +86,7 @@ def _first_required(hint: Any, name: str) -> str:
 
 
 def split_setting(setting: str) -> tuple[str, str]:
-    """Key and value of `key.inner=value`, the value as it was written.
-
-    Raises:
-        ValueError: there is no key, or no equals sign.
-    """
+    """Key and value of `key.inner=value`, the value as it was written."""
     key, equals, text = setting.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -112,11 +103,7 @@ def toml_value(text: str) -> Any:
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key of nested tables, in place; tables that are missing are made.
-
-    Raises:
-        ValueError: what the key leads through is no table.
-    """
+    """Sets a dotted key of nested tables, in place; tables that are missing are made."""
     *tables, last = key.split(".")
     for table in tables:
         tree = tree.setdefault(table, {})
@@ -126,7 +113,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def lay_over(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree in which the values of another stand in the place of its own, tables key by key."""
+    """A tree with the values of another in the place of its own, tables key by key."""
     merged = dict(tree)
     for key, value in changes.items():
         below = tree.get(key, {})

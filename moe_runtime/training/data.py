@@ -1,8 +1,8 @@
 """From text files to batches: documents, token ids, and the windows that each step sees.
 
 Token ids are kept on disk, so that a resumed run need not encode again. Every source is cut into
-windows; an epoch visits each once, in an order of its own that the seed decides, with the cuts
-moved by a random offset, so that no token is always last. Sources take turns by weight.
+windows. An epoch visits each once, in an order that the seed decides, with the cuts moved by a
+random offset, so that no token is always last. Sources take turns by weight.
 
 Shapes: N windows, C tokens of context.
 """
@@ -48,11 +48,7 @@ _RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The text of one source, divided.
-
-    Attributes:
-        training: documents to train on, in a fixed order.
-    """
+    """The text of one source, divided."""
 
     training: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -73,14 +69,9 @@ class Corpus:
 def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
     """Reads and divides the text of a source.
 
-    Held out are the documents of `held_out_files`, where given. Otherwise, of 20 documents or
-    more, those whose path's digest falls into `held_out_share`, so that more files never move an
-    old one to the other side; of fewer, the end of each.
-
-    Raises:
-        ValueError: a pattern matches nothing or files of records, a file is not UTF-8 text, or
-            there is no text.
-        OSError: a file cannot be read.
+    Held out are the documents of `held_out_files`, where given. Otherwise, of 20 documents or more,
+    those whose path's digest falls into `held_out_share`, so that more files never move an old one
+    to the other side; of fewer, the end of each.
     """
     separator = data.document_separator
     documents = list(_documents(_find(name, source.files, folder), folder, separator))
@@ -101,11 +92,7 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
 
 
 def text_files(data: DataConfig, folder: Path) -> list[Path]:
-    """All files of all sources, `folder` being what relative paths start from.
-
-    Raises:
-        ValueError: a pattern matches nothing, or files of records.
-    """
+    """All files of all sources, `folder` being what relative paths start from."""
     return [
         file
         for name, source in data.sources.items()
@@ -114,11 +101,7 @@ def text_files(data: DataConfig, folder: Path) -> list[Path]:
 
 
 def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
-    """The files of all patterns, each once, in the order of their paths.
-
-    Raises:
-        ValueError: a pattern matches nothing, or files of records.
-    """
+    """The files of all patterns, each once, in the order of their paths."""
     found: set[Path] = set()
     for pattern in patterns:
         matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
@@ -159,7 +142,6 @@ def _documents(
 
 
 def _divide(documents: list[tuple[str, str]], share: float) -> tuple[list[str], list[str]]:
-    """Training and held-out texts."""
     if not share:
         return [text for _, text in documents], []
     if len(documents) < _MIN_DOCUMENTS_TO_DIVIDE:
@@ -194,7 +176,6 @@ class TokenStreams:
     """One source as token ids, every document followed by the end-of-text token.
 
     Attributes:
-        held_out: ids to measure on; may be empty.
         fingerprint: of the text, its division and the tokenizer.
     """
 
@@ -216,10 +197,6 @@ def obtain_tokenizer(
     Args:
         saved: folder in the run's output where a trained one is kept.
         keeps: a new one is saved there; it is trained for this process alone otherwise.
-
-    Raises:
-        CheckpointError: the tokenizer's files are damaged.
-        ValueError: the folder is none of a tokenizer, or the tokenizer has no end-of-text token.
     """
     if config.path is not None:
         return load_tokenizer(folder / config.path)
@@ -239,22 +216,13 @@ def obtain_tokenizer(
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes a tokenizer's files into a folder.
-
-    Raises:
-        CheckpointError: they cannot be written; the library raises a plain ``Exception`` then.
-    """
+    """Writes a tokenizer's files into a folder."""
     with blamed_on(f"{folder}: the tokenizer cannot be written"):
         tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Loads a Hugging Face tokenizer from a folder, or the one in a GGUF file.
-
-    Raises:
-        CheckpointError: its files are damaged.
-        ValueError: as `obtain_tokenizer`.
-    """
+    """Loads a Hugging Face tokenizer from a folder, or the one in a GGUF file."""
     is_gguf = folder.suffix == ".gguf" and folder.is_file()
     if not is_gguf and not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
@@ -264,6 +232,25 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
         )
     return tokenizer
+
+
+def read_corpora(data: DataConfig, folder: Path) -> dict[str, Corpus]:
+    """The text of every source."""
+    return {name: read_corpus(name, source, data, folder) for name, source in data.sources.items()}
+
+
+def encode_corpora(
+    corpora: Mapping[str, Corpus],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    keeps: bool,
+) -> dict[str, TokenStreams]:
+    """`encode_corpus` of every source."""
+    return {
+        name: encode_corpus(corpus, tokenizer, cache=cache, name=name, keeps=keeps)
+        for name, corpus in corpora.items()
+    }
 
 
 def encode_corpus(
@@ -277,11 +264,7 @@ def encode_corpus(
     """The token streams of a corpus, read from the cache where they lie there already.
 
     Args:
-        tokenizer: a fast tokenizer with an end-of-text token.
         keeps: what is encoded is written there; it stays in memory otherwise.
-
-    Raises:
-        OSError: the cache cannot be written.
     """
     identity = hashlib.sha256()
     identity.update(corpus.fingerprint.encode())
@@ -338,8 +321,7 @@ def _kept_ids(path: Path) -> Ids | None:
 def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Ids:
     """All documents as one stream, each followed by the end-of-text token.
 
-    A document has the tokens that the tokenizer puts around a text by itself, such as the one that
-    begins it (BOS).
+    The tokenizer's own tokens around a text, such as BOS, stay.
     """
     encoder: Any = tokenizer
     added = _added_tokens(tokenizer)
@@ -382,10 +364,7 @@ class WindowStream:
 
     Args:
         context: C; a window is C + 1 tokens, inputs and targets overlap.
-        seed: seed of the orders; different for each source.
-
-    Raises:
-        ValueError: the stream is shorter than a window.
+        seed: of the orders; different for each source.
     """
 
     def __init__(self, ids: Ids, *, context: int, seed: Sequence[int]) -> None:
@@ -420,25 +399,15 @@ class WindowStream:
         self._epoch = epoch
 
 
-@dataclass(frozen=True, slots=True)
-class DataPosition:
-    """How far a run has come in its data: windows taken from each source."""
-
-    taken: tuple[int, ...]
-
-
 class Batches:
     """Windows of all sources, mixed by weight.
 
-    The next window is of the source that is furthest behind its share; equal ones in the order
-    given. No randomness decides it, so the mixture is exact after every step.
+    The next window is of the source that is furthest behind its share. No randomness decides it, so
+    the mixture is exact after every step.
 
     Args:
-        weights: share of each source, by name; a source without one (0) counts by its size. Either
-            all sources have a weight or none.
-
-    Raises:
-        ValueError: a source is too short, or only some sources have a weight.
+        weights: share of each source, by name; either all sources have a weight or none (0), which
+            counts them by size.
     """
 
     def __init__(
@@ -467,21 +436,16 @@ class Batches:
         self._taken = [0] * len(self._windows)
 
     @property
-    def position(self) -> DataPosition:
-        """How far the batches have come."""
-        return DataPosition(tuple(self._taken))
+    def taken(self) -> tuple[int, ...]:
+        """Windows taken from each source so far."""
+        return tuple(self._taken)
 
-    def seek(self, position: DataPosition) -> None:
-        """Goes on from a position.
-
-        Raises:
-            ValueError: it counts another number of sources.
-        """
-        if len(position.taken) != len(self._windows):
+    def seek(self, taken: Sequence[int]) -> None:
+        if len(taken) != len(self._windows):
             raise ValueError(
-                f"expected the position of {len(self._windows)} sources, got {len(position.taken)}"
+                f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
-        self._taken = list(position.taken)
+        self._taken = list(taken)
 
     @property
     def windows_per_epoch(self) -> int:
@@ -504,14 +468,7 @@ class Batches:
 
 
 def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
-    """Cuts windows into shorter ones that predict the same tokens.
-
-    Args:
-        windows: `[N, C + 1]`.
-
-    Returns:
-        `[N * C / c, c + 1]`; neighbours share the token at which they were cut.
-    """
+    """Cuts windows `[N, C + 1]` into `[N * C / c, c + 1]` that predict the same tokens."""
     full = windows.shape[1] - 1
     starts = np.arange(0, full, context)
     columns = starts[:, None] + np.arange(context + 1)
@@ -519,10 +476,7 @@ def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int6
 
 
 def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray[np.int64]:
-    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`.
-
-    Fewer than `context + 1` tokens give no window.
-    """
+    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`."""
     num_windows = min(max(0, len(ids) - 1) // context, max(1, most_tokens // context))
     starts = np.arange(num_windows) * context
     columns = starts[:, None] + np.arange(context + 1)
@@ -539,13 +493,12 @@ def windows_of(
         context=config.data.context,
         seed=config.run.seed,
     )
+    context, most_tokens = config.data.context, config.run.evaluate_tokens
     held_out = {
-        name: held_out_windows(
-            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
-        )
+        name: held_out_windows(stream.held_out, context=context, most_tokens=most_tokens)
         for name, stream in streams.items()
     }
-    return batches, held_out
+    return batches, {name: windows for name, windows in held_out.items() if len(windows)}
 
 
 def check_groups(
@@ -553,11 +506,7 @@ def check_groups(
 ) -> None:
     """Refuses groups of tokens (GShard) that would not divide some batch of the run.
 
-    Args:
-        held_out: windows by source, which are measured in batches as large and a smaller last one.
-
-    Raises:
-        ValueError: the number does not divide the tokens of a batch, which is named.
+    Held-out windows are measured in batches as large and a smaller last one.
     """
     rows = data.windows_per_micro_batch
     batches = {"a micro-batch": rows}

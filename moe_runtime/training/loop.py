@@ -1,7 +1,4 @@
-"""The training loop: batches in, steps, records and checkpoints out.
-
-Source of the learning rate's course: Loshchilov and Hutter, "SGDR" (2017), without restarts.
-"""
+"""The training loop: batches in, steps, records and checkpoints out."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from moe_runtime.training.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.data import DataPosition, shorten
+from moe_runtime.training.data import shorten
 from moe_runtime.training.metrics import (
     EvaluationRecord,
     JsonLines,
@@ -39,7 +36,7 @@ from moe_runtime.training.metrics import (
     StepRecord,
     read_records,
 )
-from moe_runtime.training.offload.dense_adamw import StepOptimizer
+from moe_runtime.training.optimizer import StepOptimizer
 from moe_runtime.training.prepared import SUMMARY_FILE, PreparedRun
 from moe_runtime.training.ranks import OneRank, autocast_of
 from moe_runtime.training.run_config import OptimizerConfig
@@ -48,14 +45,11 @@ from moe_runtime.training.tracing import TrainingTrace
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of one step.
+    """The rate of one step (the first is 0).
 
     Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
-    falls along half a cosine, from the peak in the first step after them to `final_share` of it
-    where the run ends, behind its last step: no step is lost to an end of 0.
-
-    Args:
-        step: number of the step, the first is 0; from `num_steps` on the rate stays at its end.
+    falls along half a cosine to `final_share` of the peak, which it reaches behind the last step,
+    so no step has a rate of 0. Loshchilov and Hutter, "SGDR" (2017), without restarts.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
@@ -76,16 +70,12 @@ class SkippedSteps:
     """
 
     def __init__(self) -> None:
-        """None yet."""
         self.total = self.in_a_row = 0
 
     def count(
         self, bad_parameters: tuple[str, ...], *, step: int, first: int, last: int, has_loss: bool
     ) -> None:
-        """Counts one step.
-
-        Args:
-            bad_parameters: those whose gradients were not finite; none where the step was taken.
+        """Counts one step; `bad_parameters` are empty where it was taken.
 
         Raises:
             ValueError: the run cannot go on, or has come to nothing.
@@ -112,17 +102,6 @@ class SkippedSteps:
             )
 
 
-def require_number(loss: float, step: int) -> float:
-    """The mean loss of held-out text.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    if math.isfinite(loss):
-        return loss
-    raise ValueError(f"the loss of held-out text is no number after step {step}; {LOWER}")
-
-
 class TrainableModel(Protocol):
     """What the loop asks of a model; `LanguageModel` is one."""
 
@@ -145,10 +124,6 @@ class Trainer:
     """Takes the steps of a run.
 
     Args:
-        run: text and settings.
-        model: trained in place.
-        optimizer: of the model's parameters.
-        sinks: where records go.
         ranks: the processes that train together; this one alone when omitted.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
@@ -175,11 +150,7 @@ class Trainer:
         self._saved_step = -1
 
     def restore(self, state: TrainingState) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            CheckpointError: it does not fit the model or the optimizer.
-        """
+        """Goes on from a checkpoint, or refuses one that does not fit."""
         model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
@@ -189,8 +160,8 @@ class Trainer:
         self.go_on(state)
 
     def go_on(self, state: Progress) -> None:
-        """Takes up where a checkpoint left off, its weights apart."""
-        self._run.batches.seek(DataPosition(tuple(state.taken)))
+        """Takes up where a checkpoint left off, without its weights."""
+        self._run.batches.seek(state.taken)
         restore_random_states(state.random)
         self._ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
@@ -199,12 +170,8 @@ class Trainer:
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
     ) -> bool:
-        """Takes steps until the run is complete or asked to stop.
-
-        Either way a checkpoint of the last step is left behind.
-
-        Args:
-            on_record: called with every record, after the sinks.
+        """Takes steps until the run is complete or asked to stop, and saves a checkpoint of the
+        last one.
 
         Returns:
             Whether the run is complete.
@@ -230,11 +197,7 @@ class Trainer:
         return self.step >= run.steps
 
     def close(self) -> None:
-        """Ends what runs beside the training; the model is of no use then, if it is offloaded.
-
-        Raises:
-            MoERuntimeError, OSError: a checkpoint, a record or the trace could not be written.
-        """
+        """Ends background work; the model is of no use then, if it is offloaded."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -250,7 +213,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "elapsed_s": self.elapsed_s,
-            "taken": self._run.batches.position.taken,
+            "taken": self._run.batches.taken,
             "random": random_states(),
             "settings": dict(self._run.settings),
             "records": next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
@@ -259,23 +222,18 @@ class Trainer:
         if self._shards is not None:
             self._shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
         else:
-            self._save_file(progress, keep)
+            parts: dict[str, Any] = {
+                "model": self._model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            if self.optimizer.keeps_newest_alone:
+                keep = 1
+            self.optimizer.write(
+                TrainingState(**progress, **parts),
+                lambda copied: copied.optimizer,
+                lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
+            )
         self._saved_step = self.step
-
-    def _save_file(self, progress: dict[str, Any], keep: int) -> None:
-        """A checkpoint of this process alone."""
-        state = TrainingState(
-            **progress,
-            model=self._model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-        )
-        if self.optimizer.keeps_newest_alone:
-            keep = 1
-        self.optimizer.write(
-            state,
-            lambda copied: copied.optimizer,
-            lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
-        )
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
@@ -333,12 +291,12 @@ class Trainer:
             "max_load": [part.max_load for part in losses],
             "dropped_share": [part.dropped_share for part in losses],
         }
-        known: dict[str, list[Tensor]] = {}
+        known: dict[str, Tensor] = {}
         for name, values in named.items():
-            there = [value for value in values if value is not None]
+            there = [value.float() for value in values if value is not None]
             if there:
-                known[name] = there
-        means = self._ranks.mean(torch.stack([_mean(values) for values in known.values()]))
+                known[name] = torch.stack(there).mean().cpu()
+        means = self._ranks.mean(torch.stack(list(known.values())))
         found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
@@ -352,16 +310,15 @@ class Trainer:
         return self._ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
-        """One part's share of the loss; its losses go to those that were found."""
-        with self._recorded(windows), self._autocast():
+        """One part's share of the loss; its losses are appended to `found`."""
+        recorded = contextlib.nullcontext()
+        if self.trace is not None:
+            recorded = self.trace.micro_batch(windows[:, :-1])
+        with recorded, self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
         num_parts = self._config.data.micro_batches // self._ranks.num_data_ranks
         return (losses.cross_entropy + losses.auxiliary) * self._ranks.loss_share / num_parts
-
-    def _recorded(self, windows: Tensor) -> contextlib.AbstractContextManager[None]:
-        trace = self.trace
-        return contextlib.nullcontext() if trace is None else trace.micro_batch(windows[:, :-1])
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)
@@ -372,7 +329,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, on_record: Callable[[Record], None]) -> None:
-        """Measures the held-out text and emits the record; without any text, does nothing."""
+        """Measures the held-out text, if any, and emits the record."""
         if not self._run.held_out:
             return
         self._model.eval()
@@ -383,7 +340,10 @@ class Trainer:
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
         weights = {name: self._run.mixture[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
-        mean = require_number(mean, self.step)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the loss of held-out text is no number after step {self.step}; {LOWER}"
+            )
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)
 
@@ -399,7 +359,6 @@ class Trainer:
         return float(ranks.mean(total)) * ranks.num_data_ranks / sum(map(len, parts))
 
     def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The cross-entropy of each part."""
         pipeline = self._ranks.pipeline
         if pipeline is None:
             yield from (self._losses(part).cross_entropy for part in parts)
@@ -409,14 +368,8 @@ class Trainer:
         yield from (losses.cross_entropy for losses in pipeline.measure(inputs, at_once=at_once))
 
     def write_summary(self, folder: Path | None, *, adapters: Path | None = None) -> dict[str, Any]:
-        """Writes and returns what a run came to.
-
-        Args:
-            adapters: folder of what was exported instead, if adapters were.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes and returns the results of a run; `adapters` is the folder of exported ones, if
+        any."""
         summary = self._summary(folder)
         if adapters is not None:
             summary["adapters"] = str(adapters)
@@ -461,7 +414,3 @@ class Trainer:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.float() for value in values]).mean().cpu()

@@ -1,4 +1,4 @@
-"""What a run reports: one record a step, kept as lines of JSON and, if wanted, for TensorBoard."""
+"""What a run reports: one record a step, as lines of JSON and, if wanted, for TensorBoard."""
 
 import json
 from collections.abc import Sequence
@@ -28,16 +28,13 @@ class StepRecord:
         step: its number, the first is 1.
         loss: mean cross-entropy of its tokens, nats; None if it was not finite.
         aux_loss: what the gates' losses added, their coefficients included; None likewise.
-        rate: learning rate.
         gradient_norm: before clipping; None if it was not finite.
         tokens: tokens trained on so far.
-        step_s: seconds that the step took.
         max_load: demand of the busiest expert over the mean, averaged over the layers; 1 is even.
         dropped_share: share of the choices that capacity took away.
         is_skipped: the gradients were not finite and nothing was changed.
         stall_s: seconds that offloaded experts were waited for; None where all are in memory.
-        memory_bytes: of offloaded experts that were asked for, those whose tier is memory, or that
-            lay in a slot already; None likewise.
+        memory_bytes: of offloaded experts that were asked for and were in memory; None likewise.
         read_bytes: of offloaded experts, from the disk.
         written_bytes: to the disk.
     """
@@ -63,7 +60,6 @@ class EvaluationRecord:
     """Held-out loss after a step.
 
     Attributes:
-        step: steps taken.
         held_out: nats per token, by source.
         held_out_mean: mean of the sources, weighted as training mixes them.
     """
@@ -80,13 +76,11 @@ class JsonLines:
     """Records as lines of JSON in the run's folder.
 
     Args:
-        first_step: steps already taken; lines of later ones, which a killed run wrote after its
-            last checkpoint, are removed.
-        digest_then: of the lines up to that step; they are told by their steps when omitted.
+        first_step: steps already taken; lines of later ones are removed.
+        digest_then: of the lines up to that step; they are found by their steps when omitted.
 
     Raises:
         CheckpointError: the file does not hold the lines up to the step.
-        OSError: the file cannot be read or written.
     """
 
     def __init__(self, folder: Path, *, first_step: int, digest_then: str = "") -> None:
@@ -99,23 +93,17 @@ class JsonLines:
         self._file = path.open("ab")
 
     def write(self, record: Record) -> None:
-        """Appends one line."""
         line = f"{json.dumps(asdict(record))}\n".encode()
         self.digest = digest(line, self.digest)
         self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; a last line that was cut short is left out.
-
-    Raises:
-        CheckpointError: a line is no record.
-    """
+    """All records of a run, in order; a last line that was cut short is left out."""
     path = folder / METRICS_FILE
     return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 
@@ -160,14 +148,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 class TensorBoard:
-    """Records as TensorBoard's scalars.
-
-    Args:
-        first_step: steps already taken; what an earlier run logged after it is hidden.
-
-    Raises:
-        ValueError: the package `tensorboard` is not installed.
-    """
+    """Records as TensorBoard's scalars; what an earlier run logged after `first_step` is hidden."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:
@@ -179,17 +160,14 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, record: Record) -> None:
-        """Adds the record's numbers under its step."""
         for name, value in _scalars(record):
             self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Writes what is buffered."""
         self._writer.close()
 
 
 MetricsSink = JsonLines | TensorBoard
-"""Where records go."""
 
 
 def _scalars(record: Record) -> Sequence[tuple[str, float]]:

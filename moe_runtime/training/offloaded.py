@@ -1,10 +1,9 @@
 """Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
 
-The model is built inside `StreamedInit`: stacks of expert matrices are made without storage, and
-what would be drawn for them is drawn once, a matrix at a time, and dropped. Afterwards each
-expert's matrices are drawn again from the same place in the stream of random numbers: the same bits
-as in a model built in memory (where an expert's matrix has a multiple of 16 elements, the number
-that torch draws at once).
+Inside `StreamedInit`, stacks of expert matrices are made without storage, and what would be drawn
+for them is drawn and dropped. Later each expert's matrices are drawn again from the same place in
+the stream of random numbers: the same bits as in memory (where a matrix has a multiple of 16
+elements, the number that torch draws at once).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.loss import CHUNK_BYTES
+from moe_runtime.models.lm.layers import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
@@ -92,11 +91,7 @@ class StreamedInit(TorchDispatchMode):
         return func(*args, **options)
 
     def tensors_of(self, sites: Sequence[ExpertsModuleSpec], key: ExpertKey) -> list[Tensor]:
-        """One expert's first weights; to be called for a layer's experts in ascending order.
-
-        Args:
-            sites: the modules of experts of the model that was built.
-        """
+        """One expert's first weights; to be called for a layer's experts in ascending order."""
         module = sites[key.layer].module
         names = sites[key.layer].parameter_names
         return [self._draw(module.get_parameter(name), key.expert) for name in names]
@@ -128,18 +123,11 @@ def _place(stack: Tensor) -> int:
 
 
 _SPARE_SHARE = 1 / 8
-"""Set aside over the activations that can be counted: buffers of libraries and of the allocator."""
+"""On top of the activations that can be counted: buffers of libraries and of the allocator."""
 
 
 def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageModel, StreamedInit]:
-    """The model of a run, with first weights; offloaded experts are left out of memory.
-
-    Returns:
-        The model, and where the left out experts' first weights come from.
-
-    Raises:
-        UnsupportedModelError: it has large parts beside its experts that would be left out too.
-    """
+    """The model of a run, and where the first weights of offloaded experts come from."""
     streamed = StreamedInit()
     with streamed if is_offloaded else contextlib.nullcontext():
         model = LanguageModel(config.model, recompute=config.run.recompute)
@@ -170,14 +158,8 @@ def offloaded_optimizer(
     """Sends the experts to their tiers.
 
     Args:
-        model: as `build_model` gave it, spread over the processes.
         initial: an expert's first weights; asked for in ascending order.
         folder: for the experts beyond the budget, and their part of the checkpoints.
-        resumes: a checkpoint follows; nothing is written first.
-
-    Raises:
-        CapacityError: the budget or the disk is too small.
-        CheckpointError: the folder cannot be written.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     return offload_training(
@@ -199,12 +181,7 @@ def export_of_all(
 ) -> None:
     """Gives a checkpoint's whole model to a function, where several processes have its experts.
 
-    They are brought together in files of this process, below the smallest budget that works, and
-    these are removed at the end.
-
-    Raises:
-        CapacityError: the disk is too small.
-        CheckpointError: the files of a process are missing or damaged.
+    They are brought together in files of this process, which are removed at the end.
     """
     model, first = build_model(config, is_offloaded=True)
     sites = find_sites(model)
@@ -231,11 +208,7 @@ def export_of_all(
 
 
 def optimizer_settings(config: LoopConfig) -> AdamW:
-    """The run's optimizer, as offloaded training takes it.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
+    """The run's optimizer, as offloaded training takes it."""
     options, offload = config.optimizer, config.run.offload
     return AdamW(
         lr=options.peak_rate,
@@ -256,9 +229,6 @@ def offload_plan(
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
 
     Of several processes, this one's experts and bytes. `place` is what computes.
-
-    Raises:
-        CapacityError: the budget is too small; names the smallest that works.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     sites, settings = find_sites(model), optimizer_settings(config)
@@ -285,8 +255,8 @@ def plan_of(
     """What a division of memory means for a step in which every expert gets tokens.
 
     Args:
-        device_bytes: the budget of a device that computes: dense parameters and activations are of
-            that one; None where the CPU computes, and they are of the host's.
+        device_bytes: the budget of a device that computes, and has dense parameters and
+            activations; None where the CPU computes.
     """
     resident = set(memory.resident)
     away = [
@@ -309,11 +279,8 @@ def plan_of(
 def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     """What the forward and backward pass of a step takes, counted from the model's shape.
 
-    All micro-batches of a step are in memory at once, because they meet at the experts.
-
-    Args:
-        num_data_ranks: processes that share the micro-batches. A process may get all rows that the
-            others route, beside its own.
+    All micro-batches of a step are in memory at once, because they meet at the experts. Of several
+    data-parallel processes, one may get all rows that the others route.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None, "the tokenizer is known by now"
@@ -355,11 +322,7 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
-    """Bytes of activations of one token in one layer that its backward pass needs.
-
-    Args:
-        keeps: whether experts keep what they could compute again.
-    """
+    """Bytes of activations of one token in one layer that its backward pass needs."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:
@@ -370,15 +333,11 @@ def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
 
 
 def _routing_bytes(model: LanguageModelConfig) -> int:
-    """Of one token in one layer: ids and weights of its choices, its scores and their shares.
-
-    They stay until the step is over, for the gates' losses.
-    """
+    """Of one token in one layer: ids and weights of its choices, its scores and their shares."""
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
 
 
 def offload_status(report: Mapping[str, Any], elapsed_s: float) -> str:
-    """One line for people."""
     share = report["stall_s"] / elapsed_s if elapsed_s else 0.0
     return (
         f"{report['experts_in_memory']} of {report['experts']} experts in memory, "

@@ -1,4 +1,4 @@
-"""What all runs have in common, whatever they train: settings, checkpoints, records, summary."""
+"""What all runs share: settings, checkpoints, records, summary."""
 
 import contextlib
 import dataclasses
@@ -84,7 +84,7 @@ _SCHEDULE = frozenset(
 
 
 COURSE = "half a cosine to behind the last step"
-"""What a run that goes on must have begun with, as its other settings."""
+"""What a resumed run must have begun with, as its other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +111,11 @@ class PreparedRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return self.output / CHECKPOINTS
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same when the run goes on, by dotted name."""
+        """What must be the same when the run resumes, by dotted name."""
         config: Any = self.config
         flat = dict(leaves(dataclasses.asdict(config), ""))
         kept = {name: value for name, value in flat.items() if name not in _FREE}
@@ -137,11 +136,7 @@ class PreparedRun:
     def find_state(
         self, *, resume: bool, reschedule: bool = False
     ) -> tuple[Path | None, Progress | None]:
-        """The newest checkpoint of a run and what it holds; None twice where a run begins.
-
-        Raises:
-            CheckpointError: as `start`.
-        """
+        """The newest checkpoint of a run and what it holds; None twice where a run begins."""
         found = checkpoints_in(self.checkpoints)
         if not found:
             return None, None
@@ -171,15 +166,7 @@ class PreparedRun:
         return last, state
 
     def open_sinks(self, state: Progress | None) -> list[MetricsSink]:
-        """Where a run's records go; those of steps after a checkpoint are forgotten.
-
-        Args:
-            state: of the checkpoint from which it goes on; None where it begins.
-
-        Raises:
-            CheckpointError: the records are not those that the checkpoint knows.
-            OSError: the folder cannot be written.
-        """
+        """Where a run's records go; those of steps after the checkpoint `state` are removed."""
         sinks: list[MetricsSink] = []
         first_step, records = (0, "") if state is None else (state.step, state.records)
         if self.config.run.tensorboard:
@@ -194,13 +181,7 @@ def check_inputs_stay(
     """Refuses outputs that would replace what a run reads, or lie among it.
 
     Args:
-        output: the run's folder; may be missing.
-        trace: the file of its trace, if one is wanted.
-        model: the folder of the checkpoint that is trained further, or its GGUF file, if there is
-            one.
-
-    Raises:
-        ValueError: the trace is a file that is read, or the run's folder one that is read from.
+        model: the folder of the checkpoint that is trained further, or its GGUF file.
     """
     files = list(texts)
     if model is not None and model.is_file():
@@ -218,15 +199,8 @@ def check_inputs_stay(
 
 
 def check_outputs(output: Path, trace: Path | None) -> None:
-    """Refuses places where nothing could be written, and removes what killed runs left half there.
-
-    Args:
-        output: the run's folder; may be missing.
-        trace: the file of its trace, if one is wanted.
-
-    Raises:
-        CheckpointError: a file could not be written.
-    """
+    """Refuses places where nothing could be written, and removes what killed runs left half
+    there."""
     for folder in (output, output / CHECKPOINTS, output / DATA):
         remove_abandoned(folder)
         check_output_folder(folder, "run's output")
@@ -243,7 +217,7 @@ def check_outputs(output: Path, trace: Path | None) -> None:
 
 
 def _end_of(path: Path) -> Path:
-    """What a name leads to; `Path.resolve` would raise for links that lead in a circle."""
+    """Where a name leads to; `Path.resolve` would raise for links that lead in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -258,9 +232,6 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
         output: the run's folder, which is made. An existing one is not removed.
         storage: that of its experts' states, where it is another one.
         is_used: False where nothing is written, or another process of the run uses the folder.
-
-    Raises:
-        CheckpointError: another run uses a folder, or it cannot be written.
     """
     if not is_used:
         yield
@@ -299,7 +270,6 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
 
 
 def _tell_of_last(output: Path) -> None:
-    """Says what stays of a run that could not write something."""
     for last in checkpoints_in(output / CHECKPOINTS)[-1:]:
         warnings.warn(
             f"{last}: is kept; once there is room, the same command with --resume goes on from it",

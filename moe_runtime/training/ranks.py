@@ -3,11 +3,10 @@
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
 to them. With tensor, context or pipeline parallelism some of them compute one micro-batch together,
 as one data-parallel rank. The same configuration trains the same model whatever the number of
-processes: the parts that are routed on their own are the micro-batches, and there are as many.
+processes.
 
-`torch.distributed.pipelining` decides when which micro-batch passes a stage forwards and backwards,
-and moves what travels between the stages. Sources of the schedules: Huang et al., "GPipe" (2019);
-Narayanan et al., "PipeDream" (2019) for one forward, one backward (1F1B).
+`torch.distributed.pipelining` schedules the stages. Huang et al., "GPipe" (2019); Narayanan et al.,
+"PipeDream" (2019) for one forward, one backward (1F1B).
 """
 
 import contextlib
@@ -69,7 +68,6 @@ class Pipeline:
 
     Args:
         group: The processes of all stages, in their order.
-        schedule: When which micro-batch is computed: `1f1b` or `gpipe`.
         loss_scale: Factor of the cross-entropy that is trained on, as the stages have it for the
             losses of gates.
     """
@@ -90,24 +88,14 @@ class Pipeline:
         self._built: dict[bool, tuple[tuple[int, ...], Any]] = {}
 
     def backward(self, parts: Sequence[Tensor]) -> list[Losses]:
-        """Adds the gradients of micro-batches to those of this stage's parameters.
-
-        Args:
-            parts: Windows `[B, C + 1]` of token ids, of equal shapes, the same in every stage.
-
-        Returns:
-            The losses of each.
-        """
+        """Adds the gradients of micro-batches, windows `[B, C + 1]` of equal shapes; the losses of
+        each."""
         return self._pass(parts, is_training=True)
 
     @torch.no_grad()
     def measure(self, parts: Sequence[Tensor], *, at_once: int) -> list[Losses]:
-        """The losses of windows, without gradients.
-
-        Args:
-            parts: As of `backward`, but the shapes may differ.
-            at_once: Most parts that are under way together.
-        """
+        """The losses of windows, without gradients; at most `at_once` parts are under way
+        together."""
         found: list[Losses] = []
         start = 0
         while start < len(parts):
@@ -181,8 +169,7 @@ class OneRank:
         data_rank: which of the micro-batches that are computed side by side is this process's.
         loss_share: what this process adds to its micro-batch's part of the loss, which other
             processes of the same data-parallel rank add to as well.
-        pipeline: what takes micro-batches through stages, once the model was spread over some;
-            None where each process has all layers.
+        pipeline: what takes micro-batches through stages; None where each process has all layers.
     """
 
     rank = 0
@@ -194,7 +181,6 @@ class OneRank:
 
     @property
     def layout_groups(self) -> "LayoutGroups | None":
-        """Groups of the layout; None for one process alone."""
         return None
 
     def spread(self, model: LanguageModel) -> None:
@@ -212,7 +198,6 @@ class OneRank:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether some process says so."""
         return flag
 
     def first_text(self, text: str) -> str:
@@ -220,12 +205,8 @@ class OneRank:
         return text
 
     def require_shared(self, folder: Path) -> None:
-        """Refuses a folder that the processes do not share, as on machines with disks of their own.
-
-        Raises:
-            CheckpointError: it is.
-            OSError: the first process cannot write to it.
-        """
+        """Refuses a folder that the processes do not share, as on machines with disks of their
+        own."""
         with contextlib.ExitStack() as stack:
             probe = ""
             if self.rank == 0:
@@ -255,7 +236,6 @@ class OneRank:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """The processes; None for one alone."""
         return None
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -264,7 +244,6 @@ class OneRank:
         return contextlib.nullcontext()
 
     def barrier(self) -> None:
-        """Returns once all processes have come here."""
         self.any(False)
 
 
@@ -417,11 +396,7 @@ class SeveralRanks(OneRank):
 
 
 def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
-    """Says what several processes cannot do.
-
-    Raises:
-        ValueError: the configuration asks for it.
-    """
+    """Says what several processes cannot do."""
     from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
@@ -447,11 +422,7 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
 
 
 def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
-    """Says what processes cannot do whose experts have tiers off memory.
-
-    Raises:
-        ValueError: the configuration asks for it.
-    """
+    """Says what processes cannot do whose experts have tiers off memory."""
     own = config.parallel
     for name, degree in (("tp", own.tp), ("pp", own.pp), ("etp", own.etp)):
         if degree > 1:

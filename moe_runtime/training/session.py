@@ -30,15 +30,14 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.data import (
     check_groups,
-    encode_corpus,
+    encode_corpora,
     obtain_tokenizer,
-    read_corpus,
+    read_corpora,
     save_tokenizer,
     text_files,
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.dense_adamw import state_order
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
 from moe_runtime.training.offloaded import (
@@ -48,7 +47,7 @@ from moe_runtime.training.offloaded import (
     move_around_experts,
     offloaded_optimizer,
 )
-from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.optimizer import Optimizer, state_order
 from moe_runtime.training.prepared import (
     DATA,
     EXPERTS,
@@ -113,19 +112,13 @@ def prepare(
     check_inputs_stay(output, trace, text_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, folder)
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, folder)
     on_stage("preparing the tokenizer")
     tokenizer = obtain_tokenizer(
         config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER, keeps=keeps_text
     )
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     config = _with_vocabulary(config, tokenizer)
     batches, held_out = windows_of(streams, config)
     on_stage("building the model")
@@ -146,7 +139,7 @@ def prepare(
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         model=model,
         first_experts=first_experts,
         device=device,
@@ -174,9 +167,9 @@ def start(
 
     Args:
         resume: go on from the newest checkpoint; without one, begin.
-        reschedule: the number of steps, the learning rate's course and the short sequences may
-            be others than before; the steps to come follow the new ones as if they had held from
-            the beginning.
+        reschedule: the number of steps, the learning rate's course and the short sequences may be
+            others than before; the steps to come follow the new ones as if they had held from the
+            beginning.
         ranks: the processes that train together; this one alone by default. The model is spread
             over them; their number may be another one than before.
 
@@ -184,8 +177,6 @@ def start(
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
             is damaged, was made with other settings, or has taken more steps than are wanted; or
             the processes do not share the folder.
-        ValueError: a package for the logs is missing.
-        OSError: the folder cannot be written.
     """
     ranks = ranks or OneRank()
     if ranks.size > 1:
@@ -222,7 +213,6 @@ def start(
 def _restore(
     trainer: Trainer, shards: ShardedCheckpoints | None, last: Path, state: Progress, ranks: OneRank
 ) -> None:
-    """Resumes a run from a checkpoint."""
     if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
         return
@@ -240,17 +230,9 @@ def _restore(
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Exports the model and writes `summary.json`; of several processes, the first one does it.
+    """Exports the model into `model/`, if asked, and writes `summary.json`; returns the summary.
 
-    Args:
-        trainer: after its last step.
-        export: also write the Hugging Face checkpoint into `model/`.
-
-    Returns:
-        The summary: versions, steps, tokens, seconds, last losses, folder of the model.
-
-    Raises:
-        OSError: a file cannot be written.
+    Of several processes, the first one does it, after the last step.
     """
     folder = preparation.output / "model" if export else None
     if folder is not None:
@@ -272,10 +254,8 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
 
 
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
-    """Gives the trained model to a function, with the parts that other processes have.
-
-    Those are in the last checkpoint.
-    """
+    """Gives the trained model to a function; parts of other processes are in the last
+    checkpoint."""
     config, model = preparation.config, preparation.model
     if model.is_whole:
         use(model)

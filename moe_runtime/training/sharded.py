@@ -1,9 +1,9 @@
 """Checkpoints that several processes write together, and any number of processes reads.
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
-one process, parts of fused products and experts under names of their own, wherever they or their
-slices were. Beside it lie `progress.pt`, with what is no tensor of the model or the optimizer, and
-each process's digests of what it wrote. The folder gets its name once it is whole.
+one process, parts of fused products and experts under names of their own. Next to it lie
+`progress.pt`, with what is no tensor of the model or the optimizer, and each process's digests. The
+folder gets its name once it is whole.
 """
 
 import contextlib
@@ -47,9 +47,7 @@ class ShardedCheckpoints:
     """Saves and finds the parts of a model and its optimizer that this process has.
 
     Args:
-        model: the model, spread over the processes or whole.
-        names: of all parameters of the whole model, in the order of the optimizer's state in one
-            process (`state_order`).
+        names: of all parameters of the whole model, in the order of `state_order`.
     """
 
     def __init__(
@@ -61,12 +59,7 @@ class ShardedCheckpoints:
         self._names = names
 
     def save(self, folder: Path, progress: Progress, *, keep: int) -> Path:
-        """Writes a checkpoint and removes the oldest beyond `keep`; a collective call.
-
-        Raises:
-            OSError: it cannot be written; earlier checkpoints stay.
-            RankFailureError: another process died or stalled.
-        """
+        """Writes a checkpoint and removes the oldest beyond `keep`; a collective call."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -119,24 +112,15 @@ class ShardedCheckpoints:
         write_content(path, {"optimizer_steps": max(steps), **content})
 
     def load(self, path: Path) -> None:
-        """Reads this process's part of a checkpoint that any number of processes wrote.
-
-        A collective call.
-
-        Raises:
-            CheckpointError: the folder is damaged, or does not fit the model.
-        """
+        """Reads this process's part of a checkpoint of any number of processes; a collective
+        call."""
         steps = load_content(path / _PROGRESS_FILE, Progress).get("optimizer_steps", 0.0)
         read_tensors(path, self.tensors(), self._ranks)
         for state in self._optimizer.moments().values():
             state["step"].fill_(steps)
 
     def take(self, state: TrainingState) -> None:
-        """Copies this process's part out of the state of a run in one process.
-
-        Raises:
-            ValueError: it does not fit the model.
-        """
+        """Copies this process's part out of the state of a run in one process."""
         saved = state.optimizer["state"]
         moments = {name: saved[i] for i, name in enumerate(self._names) if i in saved}
         paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
@@ -174,11 +158,7 @@ class ShardedCheckpoints:
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run had come that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: the folder is damaged.
-    """
+    """How far the run had come that wrote a checkpoint."""
     content = load_content(path / _PROGRESS_FILE, Progress)
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
@@ -186,11 +166,7 @@ def read_progress(path: Path) -> Progress:
 def logical_tensors(
     model: LanguageModel, moments: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Parameters, buffers and moments by the names that checkpoints have, in place.
-
-    Args:
-        moments: states of AdamW by parameter; may be empty.
-    """
+    """Parameters, buffers and AdamW's moments by the names that checkpoints have, in place."""
     tensors: dict[str, Tensor] = {}
     experts = _experts_in(model)
     for kind, named in _by_kind(model.state_dict(), moments).items():
@@ -211,12 +187,7 @@ def logical_tensors(
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None:
-    """Reads tensors of a checkpoint in place; a collective call.
-
-    Raises:
-        CheckpointError: the folder is damaged, or does not hold them.
-        RankFailureError: another process died or stalled.
-    """
+    """Reads tensors of a checkpoint in place; a collective call."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -247,11 +218,7 @@ def _reason(error: BaseException) -> str:
 
 
 def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
-    """The model of a checkpoint that several processes wrote, in this process alone.
-
-    Raises:
-        CheckpointError: the folder is damaged.
-    """
+    """The model of a checkpoint that several processes wrote, in this process alone."""
     model = LanguageModel(config)
     read_tensors(path, logical_tensors(model, {}), OneRank())
     return model

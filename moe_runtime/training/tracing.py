@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lab.traces.recorder import TraceRecorder
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.hugging_face import hugging_face_family
+from moe_runtime.models.lm.export import hugging_face_family
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.types import ModelSignature
 
@@ -39,17 +39,12 @@ class TrainingTrace:
     """Listens at a model's experts while micro-batches are computed.
 
     Micro-batches may be computed side by side, each in a context of its own; the trace has them one
-    after another. Passes outside of `micro_batch` are not recorded: measurements on held-out text,
-    and activations that the backward pass computes again.
+    after another. Passes outside of `micro_batch` are not recorded.
 
     Args:
         experts: its modules of routed experts in order, called with rows, ids and weights.
-        last_step: the optimizer step after which the file is written and nothing recorded any more.
+        last_step: the optimizer step after which the file is written and recording ends.
         expert_bytes: of the largest expert in the checkpoint, if there is one.
-
-    Raises:
-        CheckpointError: the file could not be written there.
-        ValueError: the model has too many experts for a trace.
     """
 
     def __init__(
@@ -81,11 +76,8 @@ class TrainingTrace:
             self._current.reset(token)
 
     def finish_step(self, step: int) -> None:
-        """The passes since the last call belong to an optimizer step, which was taken or skipped.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """The passes since the last call belong to an optimizer step, which was taken or
+        skipped."""
         passes, self._passes = self._passes, []
         for recorded in passes if self._hooks else []:
             self._record(recorded, step)
@@ -93,11 +85,7 @@ class TrainingTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes the file. Later calls do nothing.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Writes the file. Later calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -130,11 +118,7 @@ class TrainingTrace:
 
 
 def signature_of_config(config: LanguageModelConfig) -> ModelSignature:
-    """What traces of a language model agree on: those of the checkpoint that it leaves as, too.
-
-    Raises:
-        UnsupportedModelError: it has no routed experts.
-    """
+    """What traces of a language model agree on, those of its exported checkpoint included."""
     if config.moe is None:
         raise UnsupportedModelError("a model without routed experts has nothing to trace")
     try:
@@ -154,17 +138,7 @@ def open_trace(
     path: Path, signature: ModelSignature, model: nn.Module, names: Sequence[str], *,
     first_step: int, num_steps: int, expert_bytes: int | None = None,
 ) -> TrainingTrace:  # fmt: skip
-    """The trace of a run that begins at a step; one that goes on writes a file of its own.
-
-    Args:
-        path: as configured; `NAME-from-STEP.npz` where the run goes on after a step.
-        num_steps: steps to record; 0 records all.
-        expert_bytes: of the largest expert in the checkpoint, if there is one.
-
-    Raises:
-        CheckpointError: the file could not be written there.
-        UnsupportedModelError: layers have different numbers of experts.
-    """
+    """The trace of a run that begins at a step; a resumed one writes `NAME-from-STEP.npz`."""
     modules = [model.get_submodule(name) for name in names]
     widths = {getattr(module, "num_experts", signature.num_experts) for module in modules}
     if widths != {signature.num_experts}:

@@ -80,16 +80,13 @@ def make_policy(
     """Builds the named policy with a share of the slots for every layer.
 
     Args:
-        name: one of ``POLICIES``.
         num_slots: slots of all layers together.
-        setting: what the policy may be told.
         adaptive: let the shares, even at first, move to where misses could be saved.
         reserve: slots through which experts may pass that are not kept. A policy that may decline
             gets as many fewer, one for each expert of a token at most.
 
     Raises:
-        ValueError: no policy has this name (the message suggests the nearest one), or the setting
-            lacks what the policy needs.
+        ValueError: no policy has this name, or the setting lacks what the policy needs.
     """
     make = _maker(name, setting)
     if make().may_decline:
@@ -102,11 +99,7 @@ def make_policy(
 
 
 def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:
-    """Builds the named policy over all layers together.
-
-    Raises:
-        ValueError: as for ``make_policy``.
-    """
+    """Builds the named policy over all layers together; raises as ``make_policy``."""
     return _maker(name, setting)()
 
 

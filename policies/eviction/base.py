@@ -135,11 +135,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """Chooses the key to evict for ``incoming``; changes no order.
-
-        Returns:
-            The chosen key, or None when no held key is evictable.
-        """
+        """Chooses an evictable key to evict for ``incoming``, or None; changes no order."""
 
     def check(self) -> None:
         """Proves the policy's own invariants, where its state could contradict itself."""
@@ -152,8 +148,6 @@ class EvictionPolicy(ABC, Generic[K]):
 
     def access(self, keys: Sequence[K], num_slots: int) -> int:
         """Serves one event of a demand-filled cache, as a store does with leases.
-
-        All keys are looked up, then the missing ones are kept.
 
         Args:
             keys: distinct keys that are used together, those wanted most last.

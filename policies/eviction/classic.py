@@ -11,54 +11,64 @@ from typing import Any, Self, cast
 import numpy as np
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule, Setting
-from moe_runtime.policies.prediction.base import Event, LayerRouted, Routes
+from moe_runtime.policies.prediction.base import Event, LayerRouted
 from moe_runtime.types import ExpertKey
 
 
-class LRU(EvictionPolicy[K]):
-    """Least recently used: evicts the key whose last use lies furthest back.
+class Holding(EvictionPolicy[K]):
+    """Holds keys in the order of their arrival, each with what its last use made of it."""
 
-    ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key
-    at the old end that is not evictable.
-    """
+    def __init__(self) -> None:
+        self._held: dict[K, Any] = {}
+
+    @abstractmethod
+    def use(self, key: K) -> Any:
+        """Notes a use of a key, and gives what is held of it from now on."""
+
+    def touch(self, key: K) -> None:
+        if key not in self._held:
+            raise KeyError(key)
+        self._held[key] = self.use(key)
+
+    def insert(self, key: K) -> None:
+        if key in self._held:
+            raise ValueError(f"{key} is held already")
+        self._held[key] = self.use(key)
+
+    def remove(self, key: K) -> None:
+        del self._held[key]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+
+class LRU(Holding[K]):
+    """Least recently used: evicts the key whose last use lies furthest back."""
 
     rule = ReplayRule("lru")
 
     def __init__(self) -> None:
-        self._order: OrderedDict[K, None] = OrderedDict()
+        self._held: Any = OrderedDict()  # by recency
+
+    def use(self, key: K) -> None:
+        """The order says it all."""
 
     def touch(self, key: K) -> None:
-        """Makes a held key the most recent one."""
-        self._order.move_to_end(key)
-
-    def insert(self, key: K) -> None:
-        """Starts to hold a key as the most recent one."""
-        if key in self._order:
-            raise ValueError(f"{key} is held already")
-        self._order[key] = None
-
-    def remove(self, key: K) -> None:
-        del self._order[key]
+        self._held.move_to_end(key)
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The least recently used key that may be evicted."""
-        return next((key for key in self._order if evictable(key)), None)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._order
+        return next((key for key in self._held if evictable(key)), None)
 
 
 class SLRU(EvictionPolicy[K]):
     """Segmented LRU: a key must be used twice before it can push out one that was used twice.
 
-    Two orders by recency: newcomers on probation, and a protected segment. Karedla, Love and
-    Wherry, "Caching Strategies to Improve Disk System Performance", Computer 1994.
-
-    Args:
-        protected_share: largest share of the held keys that is protected.
+    Two orders by recency: newcomers on probation, and a protected segment, at most
+    ``protected_share`` of the held keys. Karedla, Love and Wherry, "Caching Strategies to Improve
+    Disk System Performance", Computer 1994.
     """
 
     rule: ReplayRule | None = None
@@ -79,7 +89,6 @@ class SLRU(EvictionPolicy[K]):
         self._balance()
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key on probation."""
         if key in self:
             raise ValueError(f"{key} is held already")
         self._probation[key] = None
@@ -109,37 +118,32 @@ class SLRU(EvictionPolicy[K]):
             self._probation[oldest] = None
 
 
-class SIEVE(EvictionPolicy[K]):
+class SIEVE(Holding[K]):
     """A queue in order of arrival, and a hand that spares what was used since it last came by.
 
     A use only sets a mark, and the hand takes marks away. ``victim`` moves the hand, so that asking
-    again gives the same key until it is removed. ``remove`` closes a gap in the queue, which takes
-    a time proportional to its length. Zhang et al., "SIEVE is Simpler than LRU: an Efficient
-    Turn-Key Eviction Algorithm for Web Caches", NSDI 2024.
+    again gives the same key until it is removed. ``remove`` closes a gap in the queue, in a time
+    proportional to its length. Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key
+    Eviction Algorithm for Web Caches", NSDI 2024.
     """
 
     rule = ReplayRule("sieve")
 
     def __init__(self) -> None:
+        super().__init__()  # of each key whether it is marked
         self._queue: list[K] = []  # the oldest first
-        self._used: dict[K, bool] = {}
         self._hand = 0
 
-    def touch(self, key: K) -> None:
-        if key not in self._used:
-            raise KeyError(key)
-        self._used[key] = True
+    def use(self, key: K) -> bool:
+        return key in self._held
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key at the young end of the queue, without a mark."""
-        if key in self._used:
-            raise ValueError(f"{key} is held already")
-        self._used[key] = False
+        super().insert(key)
         self._queue.append(key)
 
     def remove(self, key: K) -> None:
         """Stops holding a key; a hand that points at it moves on."""
-        del self._used[key]
+        super().remove(key)
         place = self._queue.index(key)
         del self._queue[place]
         self._hand -= place < self._hand
@@ -152,57 +156,47 @@ class SIEVE(EvictionPolicy[K]):
         for _ in range(2 * len(self._queue)):  # after one round every mark is gone
             key = self._queue[place]
             if evictable(key):
-                if not self._used[key]:
+                if not self._held[key]:
                     self._hand = place
                     return key
-                self._used[key] = False
+                self._held[key] = False
             place = (place + 1) % len(self._queue)
         return None
 
     def check(self) -> None:
-        assert len(self._queue) == len(self._used)
-        assert set(self._queue) == self._used.keys()
+        assert len(self._queue) == len(self._held)
+        assert set(self._queue) == self._held.keys()
         assert 0 <= self._hand < max(1, len(self._queue))
 
-    def __len__(self) -> int:
-        return len(self._used)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._used
-
-
-class RandomChoice(EvictionPolicy[K]):
+class RandomChoice(Holding[K]):
     """Evicts any evictable key with equal probability: below this line a policy does harm.
 
-    Equal calls give equal victims. The numbers are those of Knuth's linear congruential generator
-    (MMIX), so that the compiled replay draws the same.
+    The numbers are those of Knuth's linear congruential generator (MMIX), as in the compiled
+    replay.
     """
 
     rule = ReplayRule("random")
 
     def __init__(self) -> None:
+        super().__init__()  # of each key its place
         self._state = 0
         self._keys: list[K] = []
-        self._place: dict[K, int] = {}
 
-    def touch(self, key: K) -> None:
-        """A use changes nothing."""
-        if key not in self._place:
-            raise KeyError(key)
+    def use(self, key: K) -> int:
+        return self._held.get(key, len(self._keys))
 
     def insert(self, key: K) -> None:
-        if key in self._place:
-            raise ValueError(f"{key} is held already")
-        self._place[key] = len(self._keys)
+        super().insert(key)
         self._keys.append(key)
 
     def remove(self, key: K) -> None:
         """Stops holding a key; the last one takes its place."""
-        place = self._place.pop(key)
+        place = self._held.pop(key)
         last = self._keys.pop()
         if last != key:
             self._keys[place] = last
-            self._place[last] = place
+            self._held[last] = place
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         for _ in range(4):
@@ -212,13 +206,7 @@ class RandomChoice(EvictionPolicy[K]):
         return self._any_of(candidates) if candidates else None
 
     def check(self) -> None:
-        assert self._place == {key: place for place, key in enumerate(self._keys)}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._place
+        assert self._held == {key: place for place, key in enumerate(self._keys)}
 
     def _any_of(self, keys: list[K]) -> K:
         self._state = (self._state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
@@ -226,53 +214,29 @@ class RandomChoice(EvictionPolicy[K]):
         return keys[(self._state >> 33) * len(keys) >> 31]
 
 
-class Stamped(EvictionPolicy[K]):
-    """Evicts the key that is worth least now, the least recently used one among equals.
-
-    Worths may change at any time, so ``victim`` looks at every held key.
-    """
+class Stamped(Holding[K]):
+    """Evicts the key that is worth least now, the least recently used one among equals."""
 
     def __init__(self) -> None:
-        self._last_use: dict[K, int] = {}
+        super().__init__()  # of each key the time of its last use
         self._clock = 0
 
     @abstractmethod
     def worths(self, keys: Sequence[K]) -> Sequence[float]:
         """What keys are worth at this moment."""
 
-    def touch(self, key: K) -> None:
-        """Renews the place of a held key among equals."""
-        if key not in self._last_use:
-            raise KeyError(key)
-        self._stamp(key)
-
-    def insert(self, key: K) -> None:
-        if key in self._last_use:
-            raise ValueError(f"{key} is held already")
-        self._stamp(key)
-
-    def remove(self, key: K) -> None:
-        del self._last_use[key]
+    def use(self, key: K) -> int:
+        self._clock += 1
+        return self._clock
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The evictable key of lowest worth."""
-        candidates = [key for key in self._last_use if evictable(key)]
-        stamps = map(self._last_use.__getitem__, candidates)
+        candidates = [key for key in self._held if evictable(key)]
+        stamps = map(self._held.__getitem__, candidates)
         ranked = zip(self.worths(candidates), stamps, candidates, strict=True)
         return min(ranked, default=(0, 0, None))[2]
 
     def check(self) -> None:
-        assert all(stamp <= self._clock for stamp in self._last_use.values())
-
-    def __len__(self) -> int:
-        return len(self._last_use)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._last_use
-
-    def _stamp(self, key: K) -> None:
-        self._clock += 1
-        self._last_use[key] = self._clock
+        assert all(stamp <= self._clock for stamp in self._held.values())
 
 
 class LFRU(Stamped[K]):
@@ -282,15 +246,11 @@ class LFRU(Stamped[K]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_uses: dict[K, int] = {}
+        self._num_uses: Counter[K] = Counter()
 
-    def touch(self, key: K) -> None:
-        super().touch(key)
+    def use(self, key: K) -> int:
         self._num_uses[key] += 1
-
-    def insert(self, key: K) -> None:
-        super().insert(key)
-        self._num_uses[key] = 1
+        return super().use(key)
 
     def remove(self, key: K) -> None:
         super().remove(key)
@@ -298,10 +258,10 @@ class LFRU(Stamped[K]):
 
     def worths(self, keys: Sequence[K]) -> list[float]:
         now = self._clock + 1
-        return [self._num_uses[key] / (now - self._last_use[key]) for key in keys]
+        return [self._num_uses[key] / (now - self._held[key]) for key in keys]
 
 
-class Ranked(EvictionPolicy[K]):
+class Ranked(Holding[K]):
     """Evicts the key of lowest rank, which changes only when the key is used.
 
     A rank that rises costs one assignment: its place in the heap is corrected when it comes up. A
@@ -309,47 +269,38 @@ class Ranked(EvictionPolicy[K]):
     """
 
     def __init__(self) -> None:
-        self._ranks: dict[K, Any] = {}
+        super().__init__()  # of each key its rank
         self._queued: dict[K, Any] = {}  # the smallest rank under which a key lies in the heap
         self._heap: list[tuple[Any, int, K]] = []
         self._num_pushes = 0
 
-    @abstractmethod
-    def rank(self, key: K) -> Any:
-        """Notes a use of a key, and gives the rank that follows from it."""
-
     def touch(self, key: K) -> None:
-        if key not in self._ranks:
-            raise KeyError(key)
-        rank = self._ranks[key] = self.rank(key)
-        if rank < self._queued[key]:
-            self._push(key, rank)
+        super().touch(key)
+        if self._held[key] < self._queued[key]:
+            self._push(key)
 
     def insert(self, key: K) -> None:
-        if key in self._ranks:
-            raise ValueError(f"{key} is held already")
-        rank = self._ranks[key] = self.rank(key)
-        self._push(key, rank)
+        super().insert(key)
+        self._push(key)
 
     def remove(self, key: K) -> None:
-        del self._ranks[key], self._queued[key]
-        if len(self._heap) > 64 + 4 * len(self._ranks):
-            self._heap = [(rank, number, k) for number, (k, rank) in enumerate(self._ranks.items())]
+        del self._held[key], self._queued[key]
+        if len(self._heap) > 64 + 4 * len(self._held):
+            self._heap = [(rank, number, k) for number, (k, rank) in enumerate(self._held.items())]
             self._num_pushes = len(self._heap)
-            self._queued = dict(self._ranks)
+            self._queued = dict(self._held)
             heapq.heapify(self._heap)
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The evictable key of lowest rank."""
         passed_over: list[tuple[Any, int, K]] = []
         found = None
         while self._heap and found is None:
             rank, number, key = self._heap[0]
-            if key not in self._ranks or self._queued[key] != rank:
+            if key not in self._held or self._queued[key] != rank:
                 heapq.heappop(self._heap)
-            elif self._ranks[key] != rank:
-                self._queued[key] = self._ranks[key]
-                heapq.heapreplace(self._heap, (self._ranks[key], number, key))
+            elif self._held[key] != rank:
+                self._queued[key] = self._held[key]
+                heapq.heapreplace(self._heap, (self._held[key], number, key))
             elif evictable(key):
                 found = key
             else:
@@ -361,27 +312,18 @@ class Ranked(EvictionPolicy[K]):
     def check(self) -> None:
         """Proves that every key can come up at its rank or before."""
         queued = {(key, rank) for rank, _, key in self._heap}
-        assert self._ranks.keys() == self._queued.keys()
+        assert self._held.keys() == self._queued.keys()
         assert all((key, rank) in queued for key, rank in self._queued.items())
-        assert all(self._queued[key] <= rank for key, rank in self._ranks.items())
+        assert all(self._queued[key] <= rank for key, rank in self._held.items())
 
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._ranks
-
-    def _push(self, key: K, rank: Any) -> None:
-        self._queued[key] = rank
+    def _push(self, key: K) -> None:
+        rank = self._queued[key] = self._held[key]
         self._num_pushes += 1
         heapq.heappush(self._heap, (rank, self._num_pushes, key))
 
 
 class LFU(Ranked[K]):
-    """Least frequently used, by all uses so far, also those before an eviction.
-
-    Among equals the least recently used key goes.
-    """
+    """Least frequently used, by all uses so far; among equals the least recently used key goes."""
 
     rule = ReplayRule("lfu")
 
@@ -390,7 +332,7 @@ class LFU(Ranked[K]):
         self._num_uses: Counter[K] = Counter()
         self._clock = 0
 
-    def rank(self, key: K) -> int:
+    def use(self, key: K) -> int:
         """Uses, then the time of the last one, as one number."""
         self._clock += 1
         self._num_uses[key] += 1
@@ -400,13 +342,10 @@ class LFU(Ranked[K]):
 class AgingLFU(Ranked[K]):
     """LFU with ageing: every use counts, and counts less the longer ago it was (as LRFU does).
 
-    Instead of shrinking every count, a new use weighs more than the ones before; logarithms keep
-    the numbers small. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the LRU and LFU
+    A new use weighs more than the ones before, and ranks are logarithms, so that no count shrinks.
+    A use loses half its weight in ``half_life`` turns of the cache: one turn is as many uses as
+    keys are held. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the LRU and LFU
     Policies", IEEE TC 2001.
-
-    Args:
-        half_life: time in which a use loses half its weight, in turns of the cache: one turn has
-            passed after as many uses as keys are held.
     """
 
     rule: ReplayRule | None = None
@@ -418,27 +357,20 @@ class AgingLFU(Ranked[K]):
         self._log2_uses: dict[K, float] = {}
         self._now = 0.0  # in half-lives
 
-    def rank(self, key: K) -> float:
+    def use(self, key: K) -> float:
         """The weight of all uses of the key, as a logarithm."""
-        num_held = len(self._ranks)
-        self._now += 1 / (self._half_life * max(1, num_held))
+        self._now += 1 / (self._half_life * max(1, len(self._held)))
         before = self._log2_uses.get(key, -math.inf)
         self._log2_uses[key] = self._now + math.log2(1 + math.exp2(min(before - self._now, 1000.0)))
         return self._log2_uses[key]
 
 
-class GDSF(Ranked[K]):
-    """Greedy-Dual-Size-Frequency: rank = clock + uses * cost; the clock is the last victim's rank.
-
-    The paper divides by the size; here every key takes one slot, however small it is. With equal
-    costs this is LFU with dynamic ageing. Cherkasova, "Improving WWW Proxies Performance with
-    Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories 1998.
-
-    Args:
-        cost: what a miss of a key costs; only ratios matter. All keys cost the same when omitted.
+class Costed(Ranked[K]):
+    """Ranks by uses and by ``cost``, what a miss of a key costs: 1 when omitted, only ratios
+    matter.
     """
 
-    rule: ReplayRule | None = None
+    name: str
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
@@ -446,23 +378,37 @@ class GDSF(Ranked[K]):
 
     def __init__(self, cost: Callable[[K], float] | None = None) -> None:
         super().__init__()
-        self.rule = ReplayRule("gdsf") if cost is None else None
+        self.rule = ReplayRule(self.name) if cost is None else None
         self._cost = cost or _one
-        self._num_uses: Counter[K] = Counter()  # since the key came in
-        self._clock = 0.0
+        self._num_uses: Counter[K] = Counter()
         self._num_stamps = 0
-        self._candidate: K | None = None
+        self._clock = 0.0
 
-    def rank(self, key: K) -> tuple[float, int]:
-        """One more use of the key, on the present clock."""
+    def use(self, key: K) -> tuple[float, int]:
         self._num_uses[key] += 1
         self._num_stamps += 1
         return self._clock + self._num_uses[key] * self._cost(key), self._num_stamps
 
+
+class GDSF(Costed[K]):
+    """Greedy-Dual-Size-Frequency: rank = clock + uses * cost; the clock is the last victim's rank.
+
+    Uses count since the key came in. The paper divides by the size; here every key takes one slot,
+    however small it is. With equal costs this is LFU with dynamic ageing. Cherkasova, "Improving
+    WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories 1998.
+    """
+
+    name = "gdsf"
+    rule: ReplayRule | None = None
+
+    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
+        super().__init__(cost)
+        self._candidate: K | None = None
+
     def remove(self, key: K) -> None:
         """Stops holding a key; the clock advances to its rank if it was chosen as a victim."""
         if key == self._candidate:
-            self._clock = max(self._clock, self._ranks[key][0])
+            self._clock = max(self._clock, self._held[key][0])
             self._candidate = None
         super().remove(key)
         del self._num_uses[key]
@@ -472,34 +418,15 @@ class GDSF(Ranked[K]):
         return self._candidate
 
 
-class LeastExpectedCost(Ranked[K]):
+class LeastExpectedCost(Costed[K]):
     """Ranks by uses so far times cost; a newcomer is kept only if it is worth more than a victim.
 
     Zhu et al., "On Optimal Caching and Model Multiplexing for Large Model Inference", NeurIPS 2023.
-
-    Args:
-        cost: what a miss of a key costs; only ratios matter. All keys cost the same when omitted.
     """
 
+    name = "lec"
     may_decline: bool = True
     rule: ReplayRule | None = None
-
-    @classmethod
-    def maker(cls, setting: Setting) -> Callable[[], Self]:
-        return partial(cls, setting.cost_of)
-
-    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
-        super().__init__()
-        self.rule = ReplayRule("lec") if cost is None else None
-        self._cost = cost or _one
-        self._num_uses: Counter[K] = Counter()
-        self._num_stamps = 0
-
-    def rank(self, key: K) -> tuple[float, int]:
-        """Uses times cost, one more use included."""
-        self._num_uses[key] += 1
-        self._num_stamps += 1
-        return self._num_uses[key] * self._cost(key), self._num_stamps
 
     def decline(self, key: K) -> None:
         self._num_uses[key] += 1
@@ -507,17 +434,15 @@ class LeastExpectedCost(Ranked[K]):
     def declines(self, incoming: K, victim: K) -> bool:
         """Whether the newcomer is not worth more, its present use included."""
         expected_cost = (self._num_uses[incoming] + 1) * self._cost(incoming)
-        return expected_cost <= self._ranks[victim][0]
+        return expected_cost <= self._held[victim][0]
 
 
 class StaticPopularity(Ranked[K]):
-    """Static pinning: keeps the keys of largest weight, whatever happens now.
+    """Static pinning: keeps the keys of largest weight, their uses in a trace, whatever happens
+    now.
 
     A key below all that are held is not kept. Among equal weights the lowest slot goes first: slots
     fill in order, and a newcomer takes the slot of its victim.
-
-    Args:
-        weights: uses of each key in a trace; a key that is absent has none.
     """
 
     may_decline: bool = True
@@ -527,7 +452,9 @@ class StaticPopularity(Ranked[K]):
     def maker(cls, setting: Setting) -> Callable[[], Self]:
         if setting.training is None:
             raise ValueError("policy 'static' needs a recorded trace to count uses in")
-        return partial(cls, cast(Mapping[Any, float], popularity(setting.training)))
+        counts = np.ndenumerate(setting.training.counts())
+        popularity = {ExpertKey(*place): int(count) for place, count in counts}
+        return partial(cls, cast(Mapping[Any, float], popularity))
 
     def __init__(self, weights: Mapping[K, float]) -> None:
         super().__init__()
@@ -537,33 +464,31 @@ class StaticPopularity(Ranked[K]):
 
     def touch(self, key: K) -> None:
         """A use changes nothing."""
-        if key not in self._ranks:
+        if key not in self._held:
             raise KeyError(key)
 
-    def rank(self, key: K) -> tuple[float, int]:
+    def use(self, key: K) -> tuple[float, int]:
         """The weight, then the lowest free slot."""
-        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._ranks)
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._held)
         return self._weights.get(key, 0), slot
 
     def remove(self, key: K) -> None:
-        _, slot = self._ranks[key]
+        _, slot = self._held[key]
         super().remove(key)
         heapq.heappush(self._free_slots, slot)
 
     def declines(self, incoming: K, victim: K) -> bool:
-        return self._weights.get(incoming, 0) < self._ranks[victim][0]
+        return self._weights.get(incoming, 0) < self._held[victim][0]
 
     def check(self) -> None:
         super().check()
-        slots = [slot for _, slot in self._ranks.values()] + self._free_slots
+        slots = [slot for _, slot in self._held.values()] + self._free_slots
         assert sorted(slots) == list(range(len(slots)))
 
 
 class Future:
-    """When every key is used, told by a clock that advances with the routing events.
-
-    Args:
-        events: the keys of every layer of every step, in the order in which they will be routed.
+    """When every key is used, by a clock that advances with the events in the order of their
+    routing.
     """
 
     def __init__(self, events: Sequence[Sequence[Hashable]]) -> None:
@@ -587,7 +512,9 @@ class Future:
         pass
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key, and as a fraction its place there."""
+        """The number of the next event that uses the key, its place there as a fraction; else
+        infinite.
+        """
         uses = self._uses.get(key, [])
         while uses and uses[-1] < self._now + 1:
             uses.pop()
@@ -597,11 +524,8 @@ class Future:
 class Belady(Ranked[K]):
     """The fewest misses that a cache can have which keeps everything that it loads.
 
-    Evicts the key whose next use lies furthest ahead (Belady, IBM Systems Journal 1966). No running
-    system can know the future; this bounds what any policy can reach on a trace.
-
-    Args:
-        future: the uses to come; its clock must advance before the keys of an event are used.
+    Evicts the key whose next use lies furthest ahead (Belady, IBM Systems Journal 1966). The clock
+    of ``future`` must advance before the keys of an event are used.
     """
 
     rule = ReplayRule("belady")
@@ -616,7 +540,7 @@ class Belady(Ranked[K]):
         super().__init__()
         self.watcher = self._future = future
 
-    def rank(self, key: K) -> float:
+    def use(self, key: K) -> float:
         """The sooner the next use, the higher."""
         return -self._future.next_use(key)
 
@@ -629,21 +553,7 @@ class BeladyBypass(Belady[K]):
 
     def declines(self, incoming: K, victim: K) -> bool:
         """Whether the newcomer is used after all that is held."""
-        return self.rank(incoming) < self._ranks[victim]
-
-
-def popularity(routes: Routes) -> dict[ExpertKey, int]:
-    """Counts the tokens that visited each expert."""
-    shape = routes.shape
-    counts = [
-        np.bincount(routes.expert_ids[:, layer].ravel(), minlength=shape.num_experts + 1)
-        for layer in range(shape.num_layers)
-    ]
-    return {
-        ExpertKey(layer, expert): int(counts[layer][expert])
-        for layer in range(shape.num_layers)
-        for expert in range(shape.num_experts)
-    }
+        return self.use(incoming) < self._held[victim]
 
 
 def _one(_: Hashable) -> float:

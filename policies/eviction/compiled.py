@@ -1,7 +1,7 @@
 """The compiled replay of policies that a rule describes: the hits of their objects, much sooner.
 
-``replay_loop.c`` beside this file is built as an optional part of installing. Without it everything
-works, and a replay asks the policies' objects. The two are held against each other by tests.
+``replay_loop.c`` is an optional part of installing; without it a replay asks the objects. Tests
+hold both equal.
 """
 
 import ctypes
@@ -52,12 +52,12 @@ def count_hits(
         keys: ``[U]`` int32 numbers of the keys used, distinct within an event; cache ``g``
             holds the keys from ``g * num_keys`` on, and all keys of an event are of one cache.
         starts: ``[N + 1]`` int64, where each event begins in ``keys``.
+        runs: the events at which runs begin, and the number of events as the last.
         weights: ``[caches * num_keys]``, the rule's weights by key number, if it has any.
         gates: ``[U]`` float64, mean gate weight of each use, for rules that ask for it.
 
     Returns:
-        ``[N]`` int64, keys of each event that were held; None where the rule has no compiled form
-        or there is no compiled loop, or it asks for gate weights that are not given.
+        ``[N]`` int64, keys of each event that were held; None where nothing compiled can say.
     """
     library = _library()
     if library is None or rule.name not in RULES or (rule.name in NEED_GATES and gates is None):

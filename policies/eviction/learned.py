@@ -1,7 +1,6 @@
 """Eviction rules that watch the routing: what they learned of it says which expert goes first.
 
-Legend: M remembered tokens, L layers, E experts of a layer, K experts that a token visits, F
-features.
+Legend in ``prediction.base``; M remembered tokens, F features.
 """
 
 from collections import deque
@@ -68,11 +67,8 @@ class ActiveExperts:
 class ExpertBuffering(LRU[ExpertKey]):
     """Last in, first out, after the experts that the present batch does not use.
 
-    Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). Where a layer runs its experts one
-    after another in the order of their numbers, the one loaded last is the one needed last again.
-
-    Args:
-        active: what the layers' policies know about the present batch.
+    Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). Where a layer runs its experts in the
+    order of their numbers, the one loaded last is the one needed last again.
     """
 
     rule = ReplayRule("expert-buffering")
@@ -87,12 +83,12 @@ class ExpertBuffering(LRU[ExpertKey]):
 
     def touch(self, key: ExpertKey) -> None:
         """A use changes nothing."""
-        if key not in self._order:
+        if key not in self._held:
             raise KeyError(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """The last evictable key in that is not active, or else the last one in."""
-        candidates = [key for key in reversed(self._order) if evictable(key)]
+        candidates = [key for key in reversed(self._held) if evictable(key)]
         idle = (key for key in candidates if key not in self._active)
         return next(idle, candidates[0] if candidates else None)
 
@@ -106,10 +102,9 @@ class Scorer(Watcher, Protocol):
 
 
 class Scored(Stamped[ExpertKey]):
-    """Evicts the expert of lowest score; the scores come from what watched the routing.
+    """Evicts the expert of lowest score, by a scorer that the policies of all layers share.
 
     Args:
-        scorer: shared by the policies of all layers.
         may_decline: a newcomer of lower score than all that is held is not kept.
         rule: says how the scores come about, where a replay has a quicker way to them.
     """
@@ -140,13 +135,7 @@ class RecentScores:
     """``S = alpha * top(s) + (1 - alpha) * S`` for every layer and expert.
 
     Minus-recent-score, the cache of HybriMoE (arXiv 2504.05897): a moving average of the router's
-    scores, of which only the highest of each step count.
-
-    The routing tells the scores of the chosen experts only, so those are the highest that count;
-    for several tokens their mean is taken.
-
-    Args:
-        alpha: weight of the present step, in (0, 1].
+    highest scores. Routing has those of the chosen experts; of several tokens their mean counts.
     """
 
     @classmethod
@@ -180,11 +169,7 @@ class PredictedUse:
     """Belady's rule on predictions: scores experts by minus the layers until their next use.
 
     An expert visited with probability p in each of its layer's turns is next used ``1 / p`` turns
-    ahead on average. A layer is asked about only when one of its experts must go: with a share of
-    the slots for every layer that is one estimate for each layer of a step.
-
-    Args:
-        predictor: guesses the coming visits from routing alone; it is told of every event here.
+    ahead on average. A layer is asked about only when one of its experts must go.
     """
 
     @classmethod
@@ -237,10 +222,9 @@ class ActivationMatrices:
     request sent to each expert; the finished matrix most like the running one predicts the rest.
 
     Args:
-        capacity: finished matrices that are kept; a full collection replaces the one most like the
-            newcomer, so that what is kept stays diverse.
-        own_share: weight of the running request's own counts beside those of its twin. The paper
-            uses the twin alone, which loses where a request's own past tells more.
+        capacity: finished matrices that are kept.
+        own_share: weight of the running request's own counts next to those of its twin. The paper
+            uses the twin alone, which loses where a request's own past says more.
     """
 
     name = "activation-aware"
@@ -337,14 +321,10 @@ class _Example:
 class ReuseEstimator:
     """Scores experts by their expected discounted uses, as log odds: what comes back soonest stays.
 
-    Ours. Belady's optimum orders experts by their next use; this estimates it from what was used,
-    how often and how heavily, and from what followed similar moments. The estimate is a logistic
-    regression whose weights are fitted to the very uses that it tried to predict, some tokens
-    later. Nothing is trained beforehand, and no constant is fitted to a model.
-
-    Args:
-        memory: tokens that similar moments are looked for in.
-        learn_every: every so many estimates one is learned from.
+    Ours. It estimates Belady's order from what was used, how often and how heavily, and from what
+    followed similar moments: a logistic regression, fitted while it runs to the uses that it tried
+    to predict. ``memory`` tokens are searched for similar moments; one of ``learn_every`` estimates
+    is learned from.
     """
 
     name = "reuse"
@@ -507,11 +487,7 @@ class Episodes:
     """A ring of the latest tokens of all requests, with their paths and what followed.
 
     Two moments are alike when their tokens, the tokens before, and the experts visited so far
-    agree. What followed alike moments, weighted by likeness, predicts what follows now. Nothing is
-    trained: a memory fills as requests are served.
-
-    Args:
-        capacity: tokens to remember; M.
+    agree. What followed alike moments, weighted by likeness, predicts what follows now.
     """
 
     def __init__(self, shape: Shape, *, capacity: int = REMEMBERED_TOKENS) -> None:

@@ -1,8 +1,6 @@
 """A share of the slots for every layer, each ordered by a policy of its own.
 
-A model visits its layers in a fixed cycle. A single order over all layers would let the layers just
-computed push out those that come next, although every layer is equally far away; a share for each
-layer keeps what is useful in all of them.
+A model visits its layers in a cycle: one order over all layers would evict those that come next.
 """
 
 import contextlib
@@ -32,15 +30,8 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     """An eviction policy for expert keys that lets a layer grow to its share and no further.
 
     A layer that has used up its share evicts one of its own experts. A layer below its share takes
-    a slot from the layer that is furthest above its share.
-
-    Args:
-        shares: how many experts each layer may hold.
-
-    Attributes:
-        layers: the policy of each layer; ``restore`` may replace them.
-        watchers: those of the layers' policies, each once.
-        counts_uses: whether it must hear of every use itself, not only the layer's policy.
+    a slot from the layer that is furthest above its share. ``counts_uses``: it must see every use
+    itself, not only the layer's policy.
     """
 
     counts_uses = False
@@ -149,13 +140,12 @@ class LayerShares(EvictionPolicy[ExpertKey]):
 
 class AdaptiveShares(LayerShares):
     """Moves slots from the layer whose lately evicted experts are missed least to the one that
-    misses them most.
+    misses them most; the sum stays.
 
     A use of an expert that was evicted lately is a miss that a slightly larger share would have
     saved. A slot moves only when the counts differ by more than chance explains.
 
     Args:
-        shares: how many experts each layer may hold at first; their sum stays.
         smallest: no layer's share falls below; a token's experts must fit.
         worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.
     """

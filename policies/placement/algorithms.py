@@ -1,8 +1,5 @@
 """Placement policies by name: round robin, balanced ones, EPLB, and what a caller adds to them.
 
-``research.placement_solvers`` adds ExFlow and MoETuner, which need a solver; the commands take
-those.
-
 Legend: L layers, E experts, N rows that are packed on their own ((layer, node) pairs), I items of a
 row, P packs, M = I / P items a pack, G devices, S slots, B windows of history.
 """
@@ -42,10 +39,7 @@ class RoundRobin:
 
 
 class Greedy:
-    """Heaviest expert first, each to the lightest device that has a free slot.
-
-    "Towards MoE Deployment" (arXiv 2303.06182), as the next.
-    """
+    """Heaviest expert first, each to the lightest device with a free slot (arXiv 2303.06182)."""
 
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
@@ -57,15 +51,12 @@ class Greedy:
 
 
 class AntiCorrelation:
-    """Greedy that keeps experts apart whose loads rise and fall together.
+    """Greedy that keeps experts apart whose loads rise and fall together (arXiv 2303.06182).
 
     The load of a device, seen by the expert to be placed, is the sum over its experts of their mean
-    load plus ``weight`` times their correlation with the newcomer over the windows of history.
-    Loads are in multiples of a layer's mean load, so that ``weight`` means the same for 8 experts
-    and for 512 (the paper's text does not say in which unit it adds the two).
-
-    Args:
-        weight: how much a correlation of 1 weighs beside a mean load; the paper's is 0.5.
+    load plus ``weight`` (the paper's is 0.5) times their correlation with the newcomer over the
+    windows of history. Loads are in multiples of a layer's mean load; the paper does not name the
+    unit.
     """
 
     def __init__(self, *, weight: float = 0.5) -> None:
@@ -99,8 +90,7 @@ class AntiCorrelation:
 class EPLB:
     """Copies of hot experts, then packs of equal load: DeepSeek's expert-parallel load balancer.
 
-    (The evolved variant of the ADRS study is faster still than the plain loop but may leave a cold
-    expert without any slot; here every expert has one before the first replica is given away.)
+    Unlike in the evolved variant of the ADRS study, every expert has a slot before any replica.
 
     Args:
         num_groups: groups of experts that a router limits tokens to (DeepSeek-V3 has 8). Where the
@@ -158,12 +148,8 @@ def place_experts(
     options: PlacementOptions | None = None,
     algorithms: Algorithms = ALGORITHMS,
 ) -> Placement:
-    """Places experts by the named algorithm.
-
-    Args:
-        algorithm: a key of ``algorithms``.
-        profile: what was seen of the routing.
-        num_replicas: slots of a layer beyond one for each expert.
+    """Places experts by the named algorithm, with ``num_replicas`` slots beyond one for each
+    expert.
 
     Raises:
         ValueError: no algorithm has this name (the message suggests the nearest), or sizes that do
@@ -193,19 +179,13 @@ def rebalance(
 ) -> Placement:
     """Gives hot experts replicas and spreads all slots over the devices by load.
 
-    Every layer goes through the same steps at once, so the result is that of the plain loop over
-    layers and items, in a fraction of the time.
+    Every layer goes through the same steps at once. On each device heavy slots come first.
 
     Args:
         loads_LE: ``[L, E]`` load of each expert, for example a moving average of token counts.
-        devices: nodes and devices. Where the nodes do not divide the groups, the hierarchy is given
-            up and all devices count as one node.
+        devices: where the nodes do not divide the groups, all devices count as one node.
         num_slots: S, a multiple of the devices, at least E.
         num_groups: groups of neighbouring experts, a divisor of E.
-        packing: how items are spread; ``"greedy"`` is EPLB's.
-
-    Returns:
-        The placement; on each device heavy slots come first.
 
     Raises:
         ValueError: sizes that do not divide, or fewer slots than experts.
@@ -280,13 +260,9 @@ def pack(weights_NI: np.ndarray, num_packs: int, *, packing: str = "greedy") -> 
     Args:
         weights_NI: ``[N, I]`` weight of each item.
         num_packs: P, which divides I.
-        packing: one of ``PACKINGS``.
 
     Returns:
         ``[N, P, M]`` int64 items of each pack, heaviest first (refined: in no particular order).
-
-    Raises:
-        ValueError: the packing is not known, or the items do not divide among the packs.
     """
     weights = np.asarray(weights_NI, dtype=np.float64)
     num_rows, num_items = weights.shape

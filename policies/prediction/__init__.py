@@ -1,7 +1,4 @@
-"""Predictors by name: which experts the coming layers will visit.
-
-Each is imported when it is asked for; most processes ask for one, or none.
-"""
+"""Predictors by name: which experts the coming layers will visit; imported when asked for."""
 
 from collections.abc import Mapping
 from pathlib import Path

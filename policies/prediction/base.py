@@ -69,9 +69,8 @@ Event = StepBegins | LayerRouted
 class Predictor(Protocol):
     """Guesses which experts the coming layers visit.
 
-    The same object runs in a live store and in a replayed trace: it has no clock and no random
-    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess is
-    worth.
+    It has no clock and no random source, so equal events give equal guesses, live and replayed. It
+    moves nothing; its caller decides what a guess is worth.
     """
 
     needs_history: bool  # whether it must be told of all events, also while no guess is wanted
@@ -101,11 +100,7 @@ class Predictor(Protocol):
 
 @runtime_checkable
 class Learner(Protocol):
-    """Learns from the requests that it watches, and may go on in another process.
-
-    Attributes:
-        name: under which what it learned is kept
-    """
+    """Learns from the requests that it watches, and may go on in another process under its name."""
 
     @property
     def name(self) -> str: ...
@@ -146,6 +141,12 @@ class Routes:
     def tokens_of(self, sequence: int) -> slice:
         """The rows of one sequence."""
         return slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
+
+    def counts(self, tokens: slice = slice(None)) -> np.ndarray:
+        """``[L, E]`` int64: how many of some tokens visited each expert."""
+        width = self.shape.num_experts + 1
+        layers = self.expert_ids[tokens].transpose(1, 0, 2)
+        return np.stack([np.bincount(ids.ravel(), minlength=width)[:-1] for ids in layers])
 
     def select(self, sequences: Sequence[int]) -> "Routes":
         """The same columns for some sequences, in the given order."""

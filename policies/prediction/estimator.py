@@ -17,8 +17,7 @@ RECENT_RATES = (0.3, 0.05)
 class Contexts:
     """The state of B sequences, each in the middle of one token.
 
-    An estimator that predicts from layer ``now`` must not look at ``path`` beyond ``now``; in
-    training and evaluation the rest is there.
+    An estimator that predicts from layer ``now`` must not look at ``path`` beyond ``now``.
     """
 
     shape: Shape
@@ -54,10 +53,7 @@ _COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden"
 
 
 class SequenceState:
-    """The memory of one sequence: updated with every finished token, read as one row of contexts.
-
-    A token costs ``L * K`` numbers of memory for ``recalled`` and time for ``R * L * E`` numbers.
-    """
+    """The memory of one sequence: updated with every token, read as one row of contexts."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -99,11 +95,7 @@ class SequenceState:
 
 
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
-    """The contexts of all tokens, in order, each with its whole path.
-
-    Yields:
-        Contexts of consecutive tokens.
-    """
+    """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
     chunk, size = _empty(routes.shape, max_rows), 0
     for sequence in range(routes.num_sequences):
         state = SequenceState(routes.shape)
@@ -180,10 +172,9 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Probability that each row's token visits each expert of a layer.
+        """``[B, E]`` float32: chances that tokens visit a layer's experts, by layers up to ``now``.
 
-        Returns:
-            ``[B, E]`` float32 in [0, 1]; a row sums to about K.
+        A row sums to about K.
         """
 
     def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
@@ -218,10 +209,7 @@ class Estimator(ABC):
 
 
 class Popularity(Estimator):
-    """The share of all recorded tokens that visited an expert, whatever the token is.
-
-    The floor that every other predictor has to beat, and what they fall back to.
-    """
+    """The share of all recorded tokens that visited an expert: what others fall back to."""
 
     name = "popularity"
     kept: ClassVar = {"share": Kept("share_LE", is_chance=True)}  # [L, E]
@@ -266,12 +254,12 @@ def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
 def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
     """Share of tokens that visit each expert: ``[L, E]`` float32, smoothed towards ``K / E``."""
     shape = routes.shape
-    counts = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float64)
-    for layer in range(shape.num_layers):
-        counts[layer] = visits(routes.expert_ids[:, layer], shape.num_experts).sum(axis=0)
+    layers = routes.expert_ids.transpose(1, 0, 2)
+    # an expert that is chosen twice by a token counts once
+    counts = np.stack([visits(ids, shape.num_experts).sum(axis=0) for ids in layers])
     known = (routes.expert_ids < shape.num_experts).any(axis=2).sum(axis=0)[:, None]
     even = shape.top_k / shape.num_experts
-    return ((counts + prior * even) / (known + prior)).astype(np.float32)
+    return ((counts.astype(np.float64) + prior * even) / (known + prior)).astype(np.float32)
 
 
 def log_odds(probability: np.ndarray) -> np.ndarray:

@@ -50,14 +50,11 @@ class NextGate(Popularity):
     """Applies the gate of layer ``now + d`` to what the gate of layer ``now`` was given.
 
     A layer adds little to the residual stream, so the next gate's input resembles this one's (the
-    speculative loading of Mixtral-offloading, HybriMoE's and Fate's look-ahead). Needs no training:
-    only the model's own gates.
+    speculative loading of Mixtral-offloading, HybriMoE's and Fate's look-ahead). Needs no training.
 
     Attributes:
         scorer: applies the gates; None while there are none.
-        ranker: names the likeliest ``num_ranks`` experts, if there is a faster way than to sort
-            what the scorer says.
-        num_ranks: experts of a layer that are worth naming for a token.
+        ranker: names the likeliest ``num_ranks`` experts faster than by sorting scores, if given.
         max_distance: layers ahead that the scorer serves.
     """
 
@@ -113,8 +110,8 @@ class NextGate(Popularity):
 class HiddenLookahead(NextGate):
     """Logistic regression on the hidden state and on what the later layer's gate says to it.
 
-    One set of weights for each layer and distance up to ``MAX_GATE_DISTANCE``. It starts from the
-    next gate (whose logit is one feature) and learns what the layers between change on average.
+    One set of weights for each layer and distance. It starts from the next gate, whose logit is one
+    feature, and learns what the layers between change on average.
     """
 
     name = "hidden-lookahead"
@@ -186,13 +183,9 @@ class HiddenLookahead(NextGate):
 class RankRecord:
     """Turns an order of experts into probabilities, by how right such orders were.
 
-    A score that is not a probability still orders experts. How often the expert of each rank was
-    visited is counted while the model runs, for each layer and distance; layers that have said
-    little yet borrow from the others.
-
-    Args:
-        num_ranks: length of the lists.
-        top_k: experts that a token visits: where nothing is known, so many are believed.
+    How often the expert of each rank was visited is counted while the model runs, for each layer
+    and distance; layers with short records borrow from the others. At first ``top_k`` ranks are
+    believed.
     """
 
     def __init__(self, num_layers: int, num_ranks: int, top_k: int) -> None:
@@ -224,11 +217,9 @@ def believed_at_first(num_ranks: int, top_k: int) -> list[float]:
 
 
 class LookaheadPredictor:
-    """A ``Predictor`` made of an estimator that reads hidden states.
+    """A ``Predictor`` made of an estimator that reads hidden states; silent before the first layer.
 
-    What the estimator says orders the experts of a layer; how probable the first, the second and so
-    on are is counted while it runs, because the softmax of a later gate is no probability. Before
-    the first layer there is no hidden state, and it is silent.
+    The softmax of a later gate is no probability: ranks are judged while it runs (`RankRecord`).
     """
 
     needs_history = False

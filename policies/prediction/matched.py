@@ -32,12 +32,6 @@ class MatrixCollection:
     An activation matrix counts, for one request, how many tokens visited each expert of each layer.
     A new matrix takes the place of the most similar one where the collection is full, so that what
     is kept stays diverse (the paper's variant).
-
-    Args:
-        capacity: matrices that are kept; C at most.
-
-    Attributes:
-        norms: ``[capacity]`` float32, of the matrices.
     """
 
     def __init__(self, shape: Shape, *, capacity: int = COLLECTED_MATRICES) -> None:
@@ -69,7 +63,7 @@ class MatrixCollection:
     def fit(self, routes: Routes) -> None:
         """Collects the matrices of recorded requests in order."""
         for sequence in range(routes.num_sequences):
-            self.add(activation_counts(routes, sequence))
+            self.add(_counts_of(routes, sequence))
 
     def likeness(self, counts_LE: np.ndarray) -> np.ndarray:
         """``[C]`` cosine with every collected matrix, times the matrix's own norm."""
@@ -95,9 +89,7 @@ class EamCollection(Popularity):
 
     The iEAM is the matrix of the running step, filled layer by layer; the rEAM is the sum over the
     request's steps. Finished rEAMs are collected; a running request is compared with them, and the
-    most similar one says what comes. Nearer layers are read first, as in the paper, by the
-    admission that orders all predictors' guesses. Before anything of a request is known, and while
-    the collection is empty, popularity serves.
+    most similar one says what comes. While nothing is known, popularity serves.
     """
 
     name = "eam"
@@ -115,10 +107,10 @@ class EamCollection(Popularity):
         self.collection.add(counts_LE)
 
     def match(self, contexts: Contexts, now: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compares running requests (rEAM plus iEAM up to ``now``) with the collection.
+        """``[B]`` indices of the matrices most like running requests (rEAM plus iEAM up to
+        ``now``).
 
-        Returns:
-            ``[B]`` index of the most similar matrix and its cosine; 0 where nothing is known.
+        Also their cosines, 0 where nothing is known.
         """
         matrices = self.collection.matrices
         if not len(matrices):
@@ -159,7 +151,7 @@ class EamCollection(Popularity):
             return 0.0
         covered = 0
         for sequence in range(routes.num_sequences):
-            counts = activation_counts(routes, sequence)
+            counts = _counts_of(routes, sequence)
             cosine = self.collection.likeness(counts).max() / np.linalg.norm(counts)
             covered += bool(cosine >= COVERED)
         return covered / routes.num_sequences
@@ -180,11 +172,9 @@ class EamCollection(Popularity):
 class ExpertMapSearch(Popularity):
     """The maps whose gate weights along the known layers are nearest by cosine, averaged.
 
-    FineMoE (Yu et al., arXiv 2502.05370): where MoE-Infinity stores one matrix of counts for a
-    request, this stores one map of gate weights for a token, and finds with finer grain.
-
-    Before a layer of the token is known, maps of tokens with the same id stand in for the search by
-    meaning, for which the paper uses an embedding of the prompt.
+    FineMoE (Yu et al., arXiv 2502.05370) stores a map of gate weights for each token, where
+    MoE-Infinity stores counts for each request. Before a layer of the token is known, maps of
+    tokens with the same id serve in the place of the paper's search by an embedding of the prompt.
     """
 
     name = "expert-map"
@@ -257,11 +247,5 @@ class ExpertMapSearch(Popularity):
         self._prepare()
 
 
-def activation_counts(routes: Routes, sequence: int) -> np.ndarray:
-    """``[L, E]`` float32: tokens of a recorded request that visited each expert."""
-    shape = routes.shape
-    layers = np.arange(shape.num_layers)[:, None]
-    ids = routes.expert_ids[routes.tokens_of(sequence)]
-    counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.float32)
-    np.add.at(counts, (np.broadcast_to(layers, ids.shape[1:]), ids), 1.0)
-    return counts[:, :-1]
+def _counts_of(routes: Routes, sequence: int) -> np.ndarray:
+    return routes.counts(routes.tokens_of(sequence)).astype(np.float32)

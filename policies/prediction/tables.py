@@ -23,10 +23,10 @@ PRIOR_TOKENS = 8.0  # how many tokens of the sequence weigh as much as everythin
 
 
 class RunningCounts(Popularity):
-    """Running counts: the share of the sequence's own tokens that visited an expert.
+    """Running counts: the share of the sequence's own tokens that visited an expert, from
+    popularity on.
 
-    It starts from popularity. The request-level activation matrix of MoE-Infinity (arXiv
-    2401.14361) used as it is, without looking for a similar one.
+    The request-level activation matrix of MoE-Infinity (arXiv 2401.14361) as it is.
     """
 
     name = "running-counts"
@@ -94,8 +94,7 @@ class LayerAffinity(Popularity):
     """``P(e in this layer | e' in an earlier layer of the same token)``, averaged over e'.
 
     The transition matrix of ExFlow (arXiv 2401.08383), made there for placing experts, used as a
-    predictor for up to ``MAX_DISTANCE`` layers ahead. A fraction of its layers' worth of tables is
-    read at a time: from layer ``now`` directly to the predicted one.
+    predictor for up to ``MAX_DISTANCE`` layers ahead.
     """
 
     name = "layer-affinity"
@@ -128,8 +127,7 @@ class NaiveBayes(Popularity):
     """Every expert of layers ``now`` and ``now - 1`` as independent evidence for each expert.
 
     The log-odds of an expert are those of its popularity plus, for each visited earlier expert,
-    ``log P(e' | e visited) - log P(e' | e not visited)``. Evidence is not independent, so the sum
-    is scaled to fit the training sequences: one factor for each distance.
+    ``log P(e' | e visited) - log P(e' | e not visited)``, scaled to fit the training sequences.
     """
 
     name = "naive-bayes"

@@ -25,9 +25,8 @@ GUESSES_PER_CHOICE = 2
 
 
 class TrackedPredictor:
-    """A ``Predictor`` made of an estimator and the memory of every running sequence.
-
-    Not thread-safe. Equal events give equal guesses.
+    """A ``Predictor`` made of an estimator and the memory of every running sequence; not
+    thread-safe.
     """
 
     needs_history = True
@@ -68,10 +67,8 @@ class TrackedPredictor:
         return guesses
 
     def chances(self, now: int, layer: int) -> np.ndarray:
-        """How probable each expert of one layer is at that layer's next turn: ``[E]``.
-
-        Returns:
-            float; all 0 during a prompt, as ``predict`` is silent there.
+        """``[E]``: chances that a layer's experts are visited in its next turn; all 0 during a
+        prompt.
         """
         contexts = self._contexts
         if contexts is None:

@@ -32,10 +32,8 @@ _MEMO_SIZE = 1 << 20  # most numbers for each feature that are kept for a step's
 
 
 class TokenIdentity(Popularity):
-    """``P(e | token id)``, smoothed towards popularity for rare tokens.
-
-    Strongest in the first layers, which look at little but the token, and therefore the complement
-    of everything that predicts from earlier layers.
+    """``P(e | token id)``, smoothed towards popularity for rare tokens. Strongest in the first
+    layers.
     """
 
     name = "token-identity"
@@ -163,12 +161,7 @@ class TokenTable:
 
 
 class TokenEvidence(Popularity):
-    """Tables over token ids, and features made of them and of the running sequence.
-
-    The features of an expert are: its log-odds in the sequence so far, in tokens with this id, and
-    in tokens that follow the previous id; whether the previous token and the last token with this
-    id visited it; and its running means over few and many tokens.
-    """
+    """Tables over token ids, and features made of them and of the running sequence."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -186,7 +179,12 @@ class TokenEvidence(Popularity):
         layers: slice,
         shares: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """What is known of each expert before the token's path: ``[B, F, layers, E]``."""
+        """What is known of each expert before the token's path: ``[B, F, layers, E]``.
+
+        Log-odds in the sequence so far, in tokens with this id, and in tokens that follow the
+        previous id; visits by the previous token and the last one with this id; running means over
+        few and many tokens.
+        """
         num_experts = self.shape.num_experts
         if shares is None:
             shares = (
@@ -303,13 +301,9 @@ _PARAMETERS = ("token", "before", "history", "inner", "inner_bias", "outer", "ou
 class Combination(TokenEvidence):
     """Logistic regression for every layer and distance over what the other predictors know.
 
-    The logit of an expert is a weighted sum of: its log-odds in the sequence so far, in tokens with
-    this id, and in tokens that follow the previous id; whether the previous token and the last
-    token with this id visited it; its running means over few and many tokens; and, learned from
-    pairs of experts, of the last ``SOURCES`` known layers of the token and their gate weights.
-
-    What depends on the tokens alone is computed once a step for all layers; a call for the next
-    layer then costs a gather and a sum.
+    The logit of an expert is a weighted sum of `TokenEvidence.features` and, learned from pairs of
+    experts, of the last ``SOURCES`` known layers of the token and their gate weights. What depends
+    on the tokens alone is computed once a step for all layers.
     """
 
     name = "combined"
@@ -420,15 +414,11 @@ def _links_of(samples: Samples, layer: int, variant: int, num_sources: int) -> n
 class PathNetwork(TokenEvidence):
     """A hidden layer over the tokens and the recent past that answers for all layers at once.
 
-    This is the role of ExpertFlow's routing-path predictor (He et al., arXiv 2410.17954), which
-    gives a transformer the tokens and asks it for the whole path before the first layer has run.
-    Ours is one hidden layer over embeddings of the token and of the one before and over what the
-    sequence visited lately, beside the evidence that tables of tokens hold. It is small enough to
-    be asked with every token on a CPU.
-
-    The layers that were routed meanwhile change nothing: what is known of a token's own path is for
-    others to use. A step costs two products of ``H`` with ``2 * L * E`` and ``L * E`` numbers; its
-    later layers only look the answer up.
+    The role of ExpertFlow's routing-path predictor (He et al., arXiv 2410.17954), which gives a
+    transformer the tokens and asks it for the whole path before the first layer has run. Ours has
+    one hidden layer over embeddings of the token, of the one before and over what the sequence
+    visited lately, added to the evidence of tables. Layers that were routed meanwhile change
+    nothing.
     """
 
     name = "path-network"

@@ -1,7 +1,4 @@
-"""When a guess is worth reading: one set of rules for the live store and for replay.
-
-Time comes in as numbers: nothing here has a clock.
-"""
+"""When a guess is worth reading: rules without a clock, for the live store and for replay."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,21 +28,15 @@ class PrefetchRules:
 class Admission:
     """Turns idle time of the link into experts that may be prefetched, the most useful first.
 
-    Two budgets limit what is moved. Time: what the link can move while it is idle. Bytes: of all
-    that is loaded a share may be loaded and never used.
+    Two budgets limit what is moved. Idle time of the link, divided by the time of a transfer, is
+    credit: a guess costs one, and some can be saved up. Every expert that a layer waited for, and
+    every guess that came true, earns a share of an expert that may be wrong; a guess costs its
+    probability to be wrong, corrected when its layer has come. The less is left, the surer a guess
+    must be.
 
-    While no layer waits for an expert the link is idle: that time, divided by the time of a
-    transfer, is credit. A guess costs one. Some credit can be saved up, so that an expert which
-    takes longer than a layer can be begun early.
-
-    Every expert that a layer waited for, and every guess that came true, earns a share of an expert
-    that may be wrong. A guess costs its probability to be wrong, corrected when its layer has come.
-    The less of the allowance is left, the surer a guess must be; so a predictor that is often wrong
-    reads little, one that is right uses the link, and neither moves much more than was asked for.
-
-    Guesses are ordered by impact (HybriMoE, arXiv 2504.05897, orders by the makespan that a
-    prefetch saves): what a missing expert of the layer has lately cost, times the probability, over
-    the number of layers until the expert is used.
+    The order is by impact (HybriMoE, arXiv 2504.05897, orders by the makespan that a prefetch
+    saves): what a missing expert of the layer has lately cost, times the probability, over the
+    layers ahead.
     """
 
     def __init__(self, rules: PrefetchRules, num_layers: int) -> None:
@@ -167,10 +158,8 @@ class StepCost:
 class Controller:
     """Turns prefetching on while decode steps are faster with it.
 
-    While it is off a step costs nothing but a look at how long it waited, and waiting bounds what
-    prefetching can gain: as long as little is waited nothing is tried. Otherwise blocks of steps
-    run off, on, on, off, and the medians of their times decide. A trial ends early when its steps
-    are clearly slower. While prefetching is on it goes off as soon as the guesses of the last steps
+    While little is waited, nothing is tried. Otherwise blocks of steps run off, on, on, off, and
+    the medians of their times decide. It goes off again as soon as the guesses of the last steps
     cannot have saved what predicting took, and is compared anew now and then.
     """
 

@@ -9,8 +9,13 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import ExpertLayer, layer_of_model
-from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, in_float64, measure_experts
+from moe_runtime.benchmarks.cases.expert_layers import (
+    ExpertLayer,
+    ExpertsPlan,
+    in_float64,
+    layer_of_model,
+    measure_experts,
+)
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
@@ -77,8 +82,7 @@ def test_who_computes_something_else_has_no_numbers(
     implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ExpertsInterface.register("tested", implementation)
-    for module in ("expert_layers", "expert_systems"):
-        monkeypatch.setattr(f"moe_runtime.benchmarks.cases.{module}.PEERS", ("tested",))
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.expert_layers.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)

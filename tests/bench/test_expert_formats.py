@@ -9,8 +9,7 @@ from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases import formats as format_layers
-from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
-from moe_runtime.benchmarks.cases.expert_systems import in_float64
+from moe_runtime.benchmarks.cases.expert_layers import in_float64
 from moe_runtime.benchmarks.cases.formats import (
     FORMATS,
     FormatLayer,
@@ -18,6 +17,7 @@ from moe_runtime.benchmarks.cases.formats import (
     make_format_layer,
     measure_formats,
 )
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules, middle
 from moe_runtime.cli.main import main

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
-from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product
@@ -76,14 +76,16 @@ def combined(y: Tensor, dout: Tensor) -> Sequence[Tensor | None]:
 def few_tokens(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
     ids = torch.tensor([[0, 2], [2, 1], [1, 1]], device=DEVICE)
     weights = torch.full((3, 2), 0.5, device=DEVICE)
-    return [decode_expert_mlp(x, ids, weights, gate_up, down, SILU, GateLayout())]
+    return [decode_expert_mlp(x, ids, weights, StackedExperts(gate_up=gate_up, down=down), SILU)]
 
 
 def one_token(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
     """Weights whose rows are whole, wherever these and the slots lie."""
     ids, weights = torch.tensor([[2, 0, 2]], device=DEVICE), torch.full((1, 3), 0.5, device=DEVICE)
-    matrices = [one if one.stride(2) == 1 else one.contiguous() for one in (gate_up, down)]
-    return [decode_expert_mlp(x[:1], ids, weights, *matrices, SILU, GateLayout())]
+    gate_up, down = (one if one.stride(2) == 1 else one.contiguous() for one in (gate_up, down))
+    return [
+        decode_expert_mlp(x[:1], ids, weights, StackedExperts(gate_up=gate_up, down=down), SILU)
+    ]
 
 
 SHAPES: dict[Callable[..., Sequence[Tensor | None]], list[tuple[int, ...]]] = {

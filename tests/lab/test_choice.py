@@ -14,12 +14,7 @@ from moe_runtime.lab.traces import Trace, recent
 from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
-from moe_runtime.policies.prediction import (
-    Routes,
-    Shape,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
 from moe_runtime.types import ModelSignature
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)

@@ -23,11 +23,7 @@ from moe_runtime.policies.eviction import (
 )
 from moe_runtime.policies.eviction.classic import LRU
 from moe_runtime.policies.eviction.compiled import RULES, is_available
-from moe_runtime.policies.prediction import (
-    Shape,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import Shape, TrackedPredictor, make_estimator
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)

@@ -13,10 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.attention import Attention, RotaryTable
-from moe_runtime.models.lm.export import export_hugging_face
-from moe_runtime.models.lm.hugging_face import hugging_face_family
-from moe_runtime.models.lm.layers import rms_norm
-from moe_runtime.models.lm.loss import linear_cross_entropies
+from moe_runtime.models.lm.export import export_hugging_face, hugging_face_family
+from moe_runtime.models.lm.layers import linear_cross_entropies, rms_norm
 from moe_runtime.models.lm.model import LanguageModel
 
 
@@ -81,7 +79,7 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunk_bytes", [32 << 20, 8 * VOCAB * 4])
 def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_runtime.models.lm import loss as module
+    from moe_runtime.models.lm import layers as module
 
     # The small chunks: four tokens each in float64, an odd rest at the end.
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)

@@ -20,7 +20,6 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
 )
 from moe_runtime.policies.prediction.base import Learner, Routes, most_learned_bytes
-from moe_runtime.policies.prediction.matched import activation_counts
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=3, length=40)
@@ -107,7 +106,7 @@ def test_requests_that_decode_in_turn_are_learned_whole(name: str) -> None:
         learner.finish(number)
         found = learner.learned()["matrices"]
         assert len(found) == number + 1
-        np.testing.assert_array_equal(found[number], activation_counts(ROUTES, number))
+        np.testing.assert_array_equal(found[number], ROUTES.counts(ROUTES.tokens_of(number)))
     learner.observe(StepBegins(sequences=np.array([7]), token_ids=np.array([1])))
     learner.finish(7)  # nothing is known of it
     assert len(learner.learned()["matrices"]) == 2

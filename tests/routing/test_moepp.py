@@ -43,7 +43,7 @@ def test_tokens_of_zero_experts_only_are_exact_and_reach_no_expert() -> None:
 
 def test_heterogeneous_capacity_and_loss() -> None:
     gate = make_gate("moepp", D, 16, 1, capacity=Capacity(1.1), tau=0.75)
-    limits = gate.slot_limit(1000)
+    limits = gate.slot_limit(gate.capacity, 1000)
     assert limits.tolist() == [math.ceil(51.5625)] * 16 + [math.ceil(68.75)] * 4
     gate = make_gate("moepp", D, 3, 2, tau=0.5)
     routing = gate(rows(30))

@@ -205,7 +205,7 @@ def test_prototype_capacity_of_top_1() -> None:
     for slots, limit in (("k", 20), ("1", 10)):
         gate = make_gate("prototype", D, 6, 2, capacity=Capacity(1.0), slots=slots)
         assert gate(x).counts_E.max() <= limit
-        assert gate.slot_limit(60) == limit
+        assert gate.slot_limit(gate.capacity, 60) == limit
 
 
 # --- noisy top-k ---------------------------------------------------------------------------------

@@ -22,31 +22,23 @@ _LIMIT_S = 60.0
 
 @dataclass
 class LocalHub:
-    """What is served, and what was asked.
+    """What is served, and what was asked."""
 
-    Attributes:
-        address: of the server.
-        sent: bytes of each file that were sent, by its name.
-        ranges: the ranges of files that were asked for.
-        refusal: status and error code that files are answered with; None where they are sent.
-        most_bytes: of a file that are sent at once before the connection is closed.
-        at_limit: whether such a connection stands still instead, until ``released`` is set.
-        stalled: set when one does.
-        wrong_bytes: whether files are sent with other bytes than announced.
-        ignores_ranges: whether whole files are sent.
-    """
-
-    address: str = ""
+    address: str = ""  # of the server
     repositories: dict[tuple[str, str], tuple[str, Path]] = field(default_factory=dict)
+    # bytes of each file that were sent, by its name
     sent: dict[str, int] = field(default_factory=dict)
+    # the ranges of files that were asked for
     ranges: list[tuple[str, str]] = field(default_factory=list)
+    # status and error code that files are answered with; None where they are sent
     refusal: tuple[int, str] | None = None
-    most_bytes: int | None = None
+    most_bytes: int | None = None  # of a file that are sent at once before the connection is closed
+    # whether such a connection stands still instead, until ``released`` is set
     at_limit: bool = False
-    stalled: threading.Event = field(default_factory=threading.Event)
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when one does
     released: threading.Event = field(default_factory=threading.Event)
-    wrong_bytes: bool = False
-    ignores_ranges: bool = False
+    wrong_bytes: bool = False  # whether files are sent with other bytes than announced
+    ignores_ranges: bool = False  # whether whole files are sent
 
     def add(self, name: str, folder: Path, revision: str = "main") -> str:
         """Serves a folder as a revision of a repository, and returns its commit."""

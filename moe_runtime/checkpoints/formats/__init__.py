@@ -1,15 +1,11 @@
-"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model.
-
-A format is one function, which knows its names, types and shapes, and one row of `FORMATS`.
-"""
+"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
-from moe_runtime.checkpoints.formats.settings import CONFIG, Settings
+from moe_runtime.checkpoints.formats.packed_weight import CONFIG, PackedWeight, Packing, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

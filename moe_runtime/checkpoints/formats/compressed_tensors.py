@@ -1,7 +1,6 @@
-"""The formats of compressed-tensors: integers, FP8, MXFP4, MXFP8 and NVFP4, chosen by module.
+"""The formats of compressed-tensors, chosen by module in the `config_groups`.
 
-`config_groups` say for the modules that they name how weights are written; a format of the table
-below says where. https://github.com/vllm-project/compressed-tensors
+https://github.com/vllm-project/compressed-tensors
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moe_runtime.checkpoints.formats.packed_weight import (
+    Contents,
     PackedWeight,
     PartOrder,
+    Settings,
     codes_shape,
+    matches,
     one_number,
     part_of,
     require_beside,
     with_scales,
 )
-from moe_runtime.checkpoints.formats.settings import Contents, Settings, matches
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import CodeName, ScaleName, WeightFormat
@@ -244,10 +245,8 @@ FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
 
 
 def _zero_points(module: _Module) -> TensorEntry | None:
-    """The zero points of codes, which are a row's or those of its groups, in order.
-
-    Returns:
-        None where the codes are symmetric.
+    """The zero points of codes, a row's or those of its groups, in order; None where they are
+    symmetric.
     """
     groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
     if groups in module.entries:

@@ -1,7 +1,6 @@
 """GGUF files as checkpoints: `load` takes one by its name, experts are read from it as they lie.
 
-Tensors get the names that a checkpoint of `transformers` has for them, a stack of experts becomes
-one tensor an expert: from there on a file is like any other checkpoint.
+Tensors get the names of a checkpoint of `transformers`; a stack of experts is one tensor an expert.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_model(file: Path) -> Checkpoint:
-    """Reads the headers of a model.
-
-    Returns:
-        The checkpoint, to be computed in the type of most weights, bf16 where these are quantised.
-    """
+    """Reads the headers of a model; it computes in the type of most weights, bf16 if quantised."""
     header = _read_parts(file)
     architecture = architecture_of(header)
     values = settings_of(header, architecture)

@@ -214,9 +214,8 @@ def named_weights(
 ) -> Iterator[tuple[str, GgufTensor, int]]:
     """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
-    Yields:
-        Name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
-        ups in one tensor are a stack of both, one after the other.
+    Yields name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
+    ups in one tensor are a stack of both, one after the other.
     """
     num_layers = num_layers_of(header)
     for tensor in header.tensors:
@@ -760,9 +759,8 @@ def _logarithm(decay: Tensor) -> Tensor:
 
 
 class SplitProjection(nn.Module):
-    """`in_proj_qkvz` as two projections: of queries, keys and values of all heads, and of gates.
-
-    What it gives is in the order of transformers, one key head after the other.
+    """`in_proj_qkvz` as projections of queries, keys and values, and of gates; in transformers'
+    order.
     """
 
     def __init__(self, attention: Any) -> None:

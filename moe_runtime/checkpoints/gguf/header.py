@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where its tensors lie.
 
-No part of it is trusted: a length is compared with what is left of the file before it is used, and
-every tensor must lie within the file, apart from the others.
+No part of it is trusted: lengths are compared with what is left of the file, tensors do not
+overlap.
 """
 
 from __future__ import annotations

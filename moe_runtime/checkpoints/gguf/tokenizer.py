@@ -1,8 +1,4 @@
-"""The tokenizer that a GGUF file describes, made of its metadata; its tokens are llama.cpp's.
-
-Text is split at tokens that a text may name (control tokens and those that users added), what is
-between them into words, and characters or bytes of words are merged into tokens.
-"""
+"""The tokenizer that a GGUF file describes, made of its metadata; its tokens are llama.cpp's."""
 
 from __future__ import annotations
 
@@ -259,11 +255,7 @@ def _with_ends(
 
 
 def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
-    """Makes the tokenizer of a file; arguments are those of `read_vocabulary`.
-
-    Returns:
-        A `PreTrainedTokenizerFast`; every id that it gives is one of the file's tokens.
-    """
+    """The `PreTrainedTokenizerFast` of a file; every id of it is one of the file's tokens."""
     vocabulary = read_vocabulary(metadata, num_rows, file)
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("llama", "gpt2", "gemma4"):

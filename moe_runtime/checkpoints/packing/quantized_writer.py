@@ -1,7 +1,7 @@
 """Quantised checkpoints: experts in fewer bits, everything else as it is, and the error made.
 
-Experts are written apart in a format of compressed-tensors, those of gpt-oss in MXFP4 as gpt-oss
-has them, so that others read them too. https://github.com/vllm-project/compressed-tensors
+Formats are those of compressed-tensors (https://github.com/vllm-project/compressed-tensors), and
+MXFP4 of gpt-oss for gpt-oss.
 """
 
 from __future__ import annotations
@@ -104,11 +104,7 @@ class _Target(NamedTuple):
 
 
 class QuantizedWriter(CheckpointWriter):
-    """Writes experts quantised.
-
-    Attributes:
-        errors: of all matrices, once they are written
-    """
+    """Writes experts quantised; ``errors`` has those of all matrices, once they are written."""
 
     stage = "quantising experts"
     report_name = REPORT_NAME

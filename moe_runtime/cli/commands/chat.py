@@ -44,21 +44,10 @@ def chat(
     ctx: typer.Context,
     *,
     model: options.Model,
-    system: Annotated[
-        str | None, typer.Option(help="System message at the beginning of the conversation.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens of an answer.")
-    ] = 1024,
+    system: str | None = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 1024,
     sampling: options.Sampling,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=16,
-            help="Memory for the whole conversation, in tokens; the model's maximum when omitted, "
-            "at most 4096.",
-        ),
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=16)] = None,
     loading: options.Loading,
     config: options.Config = None,
 ) -> None:
@@ -66,18 +55,24 @@ def chat(
 
     The chat keeps its cache between turns. Ctrl-C stops an answer, a second one leaves. Lines can
     also come from a pipe.
+
+    Args:
+        system: System message at the beginning of the conversation.
+        max_new_tokens: Most tokens of an answer.
+        max_tokens: Memory for the whole conversation, in tokens; the model's maximum when omitted,
+            at most 4096.
     """
     quiet_transformers(ctx.obj)
     fetch_model(model, weights=False)
     import moe_runtime
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+    from moe_runtime.inference.budget import known_positions
     from moe_runtime.inference.generation import (
         encode_messages,
         end_token_ids,
         sampling_words,
         stop_strings_of,
     )
-    from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
     chosen = find_sampling(ctx, model, sampling, is_engine=True)

@@ -43,15 +43,17 @@ class Finding:
 
 
 def doctor(
-    path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="File or folder whose disk is measured.")
-    ] = Path("."),
-    read_size: Annotated[str, typer.Option(help="Size of one read: that of an expert.")] = "12MiB",
+    path: Annotated[Path, typer.Argument(metavar="[PATH]")] = Path("."),
+    read_size: str = "12MiB",
     as_json: options.Json = False,
 ) -> None:
     """Look at processor, kernels, GPU, memory and disk, and say what to do where they fall short.
 
     Takes a few seconds. Exit code 2 when something does not work at all.
+
+    Args:
+        path: File or folder whose disk is measured.
+        read_size: Size of one read: that of an expert.
     """
     read_bytes = options.bytes_of(read_size, "--read-size")
     if not 4096 <= read_bytes <= 1 << 30:

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.train import (
-    budget_rows,
-    offload_row,
-    outcome_rows,
-    speed_row,
-    take_steps,
-    timed_plan,
-)
+from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
 from moe_runtime.cli.console import (
     loading_bar,
     print_json,
@@ -23,99 +16,38 @@ from moe_runtime.cli.console import (
     quiet_transformers,
     say_line,
 )
-from moe_runtime.cli.strict import FOLDER, refuse_given
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
-    from moe_runtime.training.finetune.settings import FinetuneConfig
 
 
 def finetune(
     ctx: typer.Context,
     model: options.Model,
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DATA...",
-            help="Text files, folders of .txt files, or patterns such as 'a/*.md'.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar=FOLDER, help="Folder of the run.")
-    ] = Path("finetuned"),
-    lora: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="RANK", help="Train adapters of this rank only."),
-    ] = None,
-    lora_on: Annotated[
-        str, typer.Option(help="Modules with adapters: attention, experts, or both with a comma.")
-    ] = "attention,experts",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
-    ] = None,
-    zeroth_order: Annotated[
-        bool,
-        typer.Option(
-            "--zeroth-order",
-            help="Train by forward passes alone: no gradients, no optimizer states.",
-        ),
-    ] = False,
-    eps: Annotated[
-        float | None,
-        typer.Option(help="With --zeroth-order: the distance of its two measurements."),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with "
-            "--zeroth-order."
-        ),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")] = 512,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
-    micro_batches: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Split each step into N parts (gradient accumulation). More parts use less "
-            "memory.",
-        ),
-    ] = 1,
+    data: Annotated[list[str], typer.Argument(metavar="DATA...")],
+    output: options.OutputFolder = Path("finetuned"),
+    lora: Annotated[int | None, typer.Option(min=1, metavar="RANK")] = None,
+    lora_on: str = "attention,experts",
+    steps: options.Count | None = None,
+    zeroth_order: bool = False,
+    eps: float | None = None,
+    rate: float | None = None,
+    warmup: options.Natural = 0,
+    context: options.Count = 512,
+    sequences: options.Count = 8,
+    micro_batches: options.Count = 1,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
     device: options.Device = "cpu",
-    storage_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder on a fast disk for the experts' states; the run's own if omitted."
-        ),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Of products: float32 or bfloat16; trained weights stay float32.")
-    ] = "float32",
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Use gradient checkpointing: less memory, slower.")
-    ] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 100,
-    export_dtype: Annotated[
-        str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
-    ] = "auto",
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Seed of the text's order, initial adapters and random directions."
-        ),
-    ] = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE.npz",
-            help="Record which experts the gates choose, for `report`.",
-        ),
-    ] = None,
+    storage_dir: Path | None = None,
+    precision: str = "float32",
+    recompute: bool = False,
+    checkpoint_every: options.Natural = 100,
+    export_dtype: str = "auto",
+    seed: options.Natural = 0,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE.npz")] = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
     dry_run: options.DryRun = False,
@@ -131,6 +63,29 @@ def finetune(
     continues. At the end the folder's model/ has a checkpoint with the names and layout of MODEL.
     Quantised and packed checkpoints can be trained with --lora only: adapters/ then has the
     adapters in PEFT's format, and `serve` takes those of --lora-on attention.
+
+    Args:
+        data: Text files, folders of .txt files, or patterns such as 'a/*.md'.
+        output: Folder of the run.
+        lora: Train adapters of this rank only.
+        lora_on: Modules with adapters: attention, experts, or both with a comma.
+        steps: Optimizer steps; once over the text when omitted.
+        zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
+        eps: With --zeroth-order: the distance of its two measurements.
+        rate: Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with
+            --zeroth-order.
+        warmup: Steps of linear warm-up.
+        context: Tokens of a sequence.
+        sequences: Sequences of a step.
+        micro_batches: Split each step into N parts (gradient accumulation). More parts use less
+            memory.
+        storage_dir: Folder on a fast disk for the experts' states; the run's own if omitted.
+        precision: Of products: float32 or bfloat16; trained weights stay float32.
+        recompute: Use gradient checkpointing: less memory, slower.
+        checkpoint_every: Steps between checkpoints.
+        export_dtype: Of the result: auto (as it was), float32, bfloat16 or float16.
+        seed: Seed of the text's order, initial adapters and random directions.
+        trace: Record which experts the gates choose, for `report`.
     """
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -187,8 +142,23 @@ def finetune(
     from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
-        preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
-        _warn_of_adapters(preparation)
+        with loading_bar() as progress:
+            from moe_runtime.training.finetune.finetuning import prepare
+
+            preparation = prepare(
+                settings,
+                epochs=1 if steps is None else None,
+                on_stage=lambda stage: progress(stage, 0, 0),
+                progress=progress,
+                keeps_text=not dry_run,
+            )
+        adapted = settings.lora and settings.lora.places
+        if preparation.exporter is None and adapted and "experts" in adapted:
+            say_line(
+                f"warning: {model} is quantised or packed, so adapters of its experts are for "
+                "PEFT alone: `moe-runtime serve` refuses them, and they cannot be merged; "
+                "--lora-on attention trains adapters that serve takes"
+            )
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
@@ -199,32 +169,6 @@ def finetune(
         print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
-
-
-def _prepare(
-    config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
-) -> "FinetunePreparation":
-    with loading_bar() as progress:
-        from moe_runtime.training.finetune.finetuning import prepare
-
-        return prepare(
-            config,
-            epochs=None if has_steps else 1,
-            on_stage=lambda stage: progress(stage, 0, 0),
-            progress=progress,
-            keeps_text=keeps_text,
-        )
-
-
-def _warn_of_adapters(preparation: "FinetunePreparation") -> None:
-    """Says on stderr, before anything is trained, who can use adapters of frozen experts."""
-    lora = preparation.config.lora
-    if preparation.exporter is None and lora is not None and "experts" in lora.places:
-        say_line(
-            f"warning: {preparation.config.model} is quantised or packed, so adapters of its "
-            "experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot be "
-            "merged; --lora-on attention trains adapters that serve takes"
-        )
 
 
 def _finetune(
@@ -247,8 +191,7 @@ def _finetune(
 
 def _pattern(name: str) -> str:
     """A folder stands for the text files in it."""
-    is_folder = os.path.isdir(at_home(name))
-    return os.path.join(name, "**", "*.txt") if is_folder else name
+    return os.path.join(name, "**", "*.txt") if os.path.isdir(at_home(name)) else name
 
 
 def _timed(
@@ -294,9 +237,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
-        *budget_rows(found),
-        ("experts", offload_row(found)),
-        ("speed", speed_row(found, config.data.tokens_per_step)),
+        *offload_rows(found, config.data.tokens_per_step),
         ("folder", str(preparation.output)),
     ]
     print_rows("what would be trained", rows, to_stderr=False)

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -42,37 +42,14 @@ def generate(
     ctx: typer.Context,
     *,
     model: options.Model,
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help="File with a request in each line: a JSON string, an object with a prompt or "
-            "messages, or a line of OpenAI's batch format. - reads standard input."
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", help="Answers, one line of JSON each; existing answers are kept."
-        ),
-    ],
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Put prompts that are text into the model's chat template."),
-    ] = False,
+    prompts: Path,
+    output: options.Output,
+    chat: bool = False,
     max_new_tokens: options.MaxNewTokens = 128,
     sampling: options.Sampling,
-    max_running: Annotated[
-        int, typer.Option(min=1, help="Most requests at a time; fewer where memory has no room.")
-    ] = _MOST_TOGETHER,
+    max_running: options.Count = _MOST_TOGETHER,
     exact: options.Exact = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Room for prompts and answers of all requests at a time; when omitted, what they "
-            "need, up to a quarter of the memory that experts lack.",
-        ),
-    ] = None,
+    max_tokens: options.Count | None = None,
     loading: options.Loading,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
@@ -84,6 +61,15 @@ def generate(
     come and put in the order of the prompts at the end. After an interruption the same command
     continues with the requests that have no answer yet. Options in a request line override these
     options.
+
+    Args:
+        prompts: File with a request in each line: a JSON string, an object with a prompt or
+            messages, or a line of OpenAI's batch format. - reads standard input.
+        output: Answers, one line of JSON each; existing answers are kept.
+        chat: Put prompts that are text into the model's chat template.
+        max_running: Most requests at a time; fewer where memory has no room.
+        max_tokens: Room for prompts and answers of all requests at a time; when omitted, what they
+            need, up to a quarter of the memory that experts lack.
     """
     text = read_text(prompts)
     quiet_transformers(ctx.obj)

@@ -21,38 +21,14 @@ from moe_runtime.config import format_bytes
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.packing import MatrixError
 
-Out = Annotated[
-    Path,
-    typer.Argument(
-        metavar="OUT", help="Folder of the packed checkpoint; made, with those above it."
-    ),
-]
-CodeName = Annotated[
-    Literal["planes", "none"] | None,
-    typer.Option(
-        "--code",
-        help="planes: lossless compression of bf16 matrices to about 70 % of their bytes; none: "
-        "unchanged, each expert stored contiguously.  [default: planes]",
-    ),
-]
-SchemeName = Annotated[
-    Literal["mxfp4", "int4", "int8", "fp8"] | None,
-    typer.Option(
-        "--quantize",
-        help="Quantise experts to 4 or 8 bits in the format of compressed-tensors or gpt-oss, "
-        "which transformers and others also load. Lossy; reports the error.",
-    ),
-]
-IoThreads = Annotated[int, typer.Option(min=1, help="Reads in flight at once.")]
-
 
 def pack(
     ctx: typer.Context,
     model: options.Model,
-    out: Out,
-    code: CodeName = None,
-    quantize: SchemeName = None,
-    io_threads: IoThreads = 4,
+    out: Annotated[Path, typer.Argument(metavar="OUT")],
+    code: Literal["planes", "none"] | None = None,
+    quantize: Literal["mxfp4", "int4", "int8", "fp8"] | None = None,
+    io_threads: options.Count = 4,
     as_json: options.Json = False,
 ) -> None:
     """Write a checkpoint again so that its experts are read faster and take less memory.
@@ -60,6 +36,14 @@ def pack(
     Lossless unless `--quantize` is given: `run`, `inspect` and `load` take the packed folder like
     any other and compute the same bits. Experts stay packed in memory too, so that a budget holds
     more of them. After an interruption the same command continues.
+
+    Args:
+        out: Folder of the packed checkpoint; made, with those above it.
+        code: planes: lossless compression of bf16 matrices to about 70 % of their bytes; none:
+            unchanged, each expert stored contiguously.  [default: planes]
+        quantize: Quantise experts to 4 or 8 bits in the format of compressed-tensors or gpt-oss,
+            which transformers and others also load. Lossy; reports the error.
+        io_threads: Reads in flight at once.
     """
     quiet_transformers(ctx.obj)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of

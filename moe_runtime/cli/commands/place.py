@@ -8,57 +8,33 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import option, refuse_given
 
 if TYPE_CHECKING:
     from moe_runtime.policies.placement import Devices
 
-TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="Recorded by `run --trace`, of the same model.")
-]
-Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) on all nodes together.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines with these devices.")]
-Replicas = Annotated[
-    int, typer.Option(min=0, help="Slots of a layer for second copies of hot experts.")
-]
-Algorithm = Annotated[
-    str,
-    typer.Option(
-        help="eplb balances load with replicas; greedy and anti-correlation without; exflow saves "
-        "hops between devices; moetuner does both; round-robin is the default without a map."
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Map to write; only scores are shown without it."),
-]
-FromMap = Annotated[
-    Path | None,
-    typer.Option("--from", help="The map in use: the new one needs the fewest transfers from it."),
-]
-Groups = Annotated[int, typer.Option(min=1, help="Groups of experts that stay on one node (eplb).")]
+Gpus = Annotated[int, option("Devices (ranks) on all nodes together.", min=1)]
+Nodes = Annotated[int, option("Machines with these devices.", min=1)]
+Replicas = Annotated[int, option("Slots of a layer for second copies of hot experts.", min=0)]
+Groups = Annotated[int, option("Groups of experts that stay on one node (eplb).", min=1)]
 Fit = Annotated[
-    float,
-    typer.Option(
-        help="Share of the trace that the placement is made from; the rest is for scores."
-    ),
+    float, option("Share of the trace that the placement is made from; the rest is for scores.")
 ]
 Slack = Annotated[
-    float,
-    typer.Option(min=0.0, help="Load beyond the best balance that may buy fewer hops (moetuner)."),
+    float, option("Load beyond the best balance that may buy fewer hops (moetuner).", min=0.0)
 ]
 TimeLimit = Annotated[
     float,
-    typer.Option(
+    option(
+        "Seconds for the search (exflow, moetuner), which returns the best placement found.",
         min=0.1,
-        help="Seconds for the search (exflow, moetuner), which returns the best placement found.",
     ),
 ]
 Align = Annotated[
     bool,
-    typer.Option(
-        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). Balance "
-        "does not change."
+    option(
+        "Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). "
+        "Balance does not change."
     ),
 ]
 
@@ -81,13 +57,13 @@ _COLUMNS = {
 
 def place(
     ctx: typer.Context,
-    trace: TraceFile,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE")],
     gpus: Gpus,
     nodes: Nodes = 1,
     replicas: Replicas = 0,
-    algorithm: Algorithm = "eplb",
-    output: Output = None,
-    from_map: FromMap = None,
+    algorithm: str = "eplb",
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
+    from_map: Annotated[Path | None, typer.Option("--from")] = None,
     groups: Groups = 1,
     fit: Fit = 0.5,
     load_slack: Slack = 0.1,
@@ -99,6 +75,14 @@ def place(
 
     Balance is the mean load of the devices divided by the largest (1 is perfect). A hop is a token
     that changes device between two layers. Scores use tokens that the placement was not made from.
+
+    Args:
+        trace: Recorded by `run --trace`, of the same model.
+        algorithm: eplb balances load with replicas; greedy and anti-correlation without; exflow
+            saves hops between devices; moetuner does both; round-robin is the default without a
+            map.
+        output: Map to write; only scores are shown without it.
+        from_map: The map in use: the new one needs the fewest transfers from it.
     """
     refuse_given(
         ctx,
@@ -145,13 +129,12 @@ def place(
         if signature.num_experts % gpus == 0 and algorithm != "round-robin":
             plain = RoundRobin()(profile, devices, num_replicas=0)
             scores["round-robin"] = score_placement(plain, future, devices)
+        drawn = f"on {len(future)} tokens"
         scores["random"] = random_score(
             future,
             signature.num_experts,
             devices,
-            on_draw=lambda number: say(
-                f"scoring random placement {number} on {len(future)} tokens"
-            ),
+            on_draw=lambda number: say(f"scoring random placement {number} {drawn}"),
         )
     if output is not None:
         new.save(output)
@@ -172,16 +155,15 @@ def place(
             }
         )
         return
-    columns = [("placement", "left"), *((title, "right") for title in _COLUMNS.values())]
-    rows = [
-        (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
-        for name, score in scores.items()
-    ]
-    title = (
+    print_table(
         f"{new.devices.num_gpus} devices, {new.placement.slots_per_gpu} slots each; placed by "
-        f"{len(past)} tokens, scored on the next {len(future)}"
+        f"{len(past)} tokens, scored on the next {len(future)}",
+        [("placement", "left"), *((title, "right") for title in _COLUMNS.values())],
+        [
+            (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
+            for name, score in scores.items()
+        ],
     )
-    print_table(title, columns, rows)
     if update is not None:
         print(f"from the map in use: {update.num_transfers} experts move between devices")
     if output is not None:

@@ -8,7 +8,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import argument, option, refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
@@ -23,96 +23,69 @@ if TYPE_CHECKING:
 
 TraceFile = Annotated[
     Path,
-    typer.Argument(
+    argument(
+        "A trace of `run --trace`, a plain .npz of ids, or Megatron's router trace (.jsonl).",
         metavar="TRACE",
-        help="A trace of `run --trace`, a plain .npz of ids, or Megatron's router trace (.jsonl).",
     ),
-]
-Policies = Annotated[
-    str,
-    typer.Option("--policy", help="Eviction policies or FILE.py, separated by commas; or all."),
-]
-PredictorName = Annotated[
-    str | None,
-    typer.Option(
-        "--predictor",
-        help="Also prefetch with this predictor: a name or FILE.py (--train), or an .npz file.",
-    ),
-]
-Train = Annotated[
-    Path | None,
-    typer.Option(help="Trace to train predictors, static and activation-aware on."),
 ]
 Capacity = Annotated[
     str | None,
-    typer.Option(
-        help="Shares of the experts that fit in memory; when omitted, those of 12.5%,25%,50% that "
-        "hold a token's experts."
+    option(
+        "Shares of the experts that fit in memory; when omitted, those of 12.5%,25%,50% "
+        "that hold a token's experts."
     ),
 ]
-Scope = Annotated[
-    str, typer.Option(help="per-layer: a share for each layer; global: one pool for all.")
-]
-Shares = Annotated[
-    str, typer.Option(help="even, or adaptive: layers whose misses cost more get more slots.")
-]
-Reset = Annotated[
-    bool, typer.Option("--reset", help="Empty the cache at the beginning of each request.")
-]
+Scope = Annotated[str, option("per-layer: a share for each layer; global: one pool for all.")]
+Reset = Annotated[bool, option("Empty the cache at the beginning of each request.", "--reset")]
 SideBySide = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Replay this many requests of the trace at a time, a token of each in a step, "
+        "instead of the recorded steps.",
         min=1,
         max=4096,
-        help="Replay this many requests of the trace at a time, a token of each in a step, "
-        "instead of the recorded steps.",
     ),
 ]
 NumExperts = Annotated[
-    int | None, typer.Option(min=1, help="Experts of a layer, for files that lack the number.")
+    int | None, option("Experts of a layer, for files that lack the number.", min=1)
 ]
 Bandwidth = Annotated[
-    str | None,
-    typer.Option(help="Bytes per second of the link, such as 3GB. With it, time is modelled."),
+    str | None, option("Bytes per second of the link, such as 3GB. With it, time is modelled.")
 ]
-Latency = Annotated[
-    float, typer.Option(min=0.0, help="Seconds of a transfer in addition to its bytes.")
-]
+Latency = Annotated[float, option("Seconds of a transfer in addition to its bytes.", min=0.0)]
 ASSUMED_EXPERT = "16MiB"
 """Of traces that do not say how large an expert is."""
 ExpertSize = Annotated[
     str | None,
-    typer.Option(
-        help="Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them. "
-        "Without --bandwidth also sizes separated by commas, one for each layer or each expert: "
-        "reads are weighed by them, and lec and gdsf use them."
+    option(
+        "Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them."
+        " Without --bandwidth also sizes separated by commas, one for each layer or each "
+        "expert: reads are weighed by them, and lec and gdsf use them."
     ),
 ]
-LayerTime = Annotated[
-    float, typer.Option(min=0.0, help="Seconds that a layer computes without experts.")
-]
+LayerTime = Annotated[float, option("Seconds that a layer computes without experts.", min=0.0)]
 KnownAhead = Annotated[
     float,
-    typer.Option(
+    option(
+        "Part of --layer-time that comes after the choice of experts and needs none of "
+        "them, as with ScMoE's shortcut.",
         min=0.0,
-        help="Part of --layer-time that comes after the choice of experts and needs none of them, "
-        "as with ScMoE's shortcut.",
     ),
 ]
 LEARNERS = frozenset({"static", "activation-aware"})
 """Policies that learn from `--train`."""
-ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
+ExpertTime = Annotated[float, option("Seconds that one expert computes.", min=0.0)]
 
 
 def replay(
     ctx: typer.Context,
     trace: TraceFile,
-    policy: Policies = "reuse",
-    predictor: PredictorName = None,
-    train: Train = None,
+    policy: str = "reuse",
+    predictor: str | None = None,
+    train: Path | None = None,
     capacity: Capacity = None,
     scope: Scope = "per-layer",
-    shares: Shares = "even",
+    shares: str = "even",
     reset: Reset = False,
     side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
@@ -129,6 +102,13 @@ def replay(
 
     The table always includes LRU, random eviction and Belady's optimum (with and without bypass).
     With --bandwidth the link and the computation are modelled too.
+
+    Args:
+        policy: Eviction policies or your FILE.py, separated by commas; or all.
+        predictor: Also prefetch with this predictor: a name or your FILE.py (these need --train),
+            or an .npz file.
+        train: Trace to train predictors, static and activation-aware on.
+        shares: even, or adaptive: layers whose misses cost more get more slots.
     """
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
@@ -186,11 +166,42 @@ def replay(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
         )
     if machine is not None and not (expert_size or own_bytes):
-        warn_of_assumed_size(trace)
-    if as_json:
-        print_json(_as_json(trace, recorded, experiment, rows))
-    else:
+        say_line(
+            f"warning: {trace} does not say how large an expert is, so {ASSUMED_EXPERT} are "
+            "assumed; give --expert-size"
+        )
+    if not as_json:
         _print(trace, recorded, experiment, rows)
+        return
+    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
+
+    def timing(row: "Row") -> dict[str, Any]:
+        return {
+            name: {
+                "tokens_per_s": timed.tokens_per_s,
+                "seconds": timed.seconds,
+                **timed.total.summary(expert_bytes),
+                "by_layer": [layer.summary(expert_bytes) for layer in timed.layers],
+            }
+            for name, timed in row.timed.items()
+        }
+
+    signature = recorded.signature
+    print_json(
+        {
+            "trace": str(trace),
+            "tokens": recorded.num_tokens,
+            "layers": signature.num_layers,
+            "experts": signature.num_experts,
+            "top_k": signature.top_k,
+            "scope": experiment.scope,
+            "reset_per_sequence": experiment.reset_per_sequence,
+            "rows": [
+                {**row.__dict__, "uniform_random_hit_rate": row.capacity, "timed": timing(row)}
+                for row in rows
+            ],
+        }
+    )
 
 
 def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None) -> "Trace":
@@ -263,14 +274,6 @@ def machine_of(
     )
 
 
-def warn_of_assumed_size(path: Path) -> None:
-    """Says that a trace lacks what was modelled with."""
-    say_line(
-        f"warning: {path} does not say how large an expert is, so {ASSUMED_EXPERT} are assumed; "
-        "give --expert-size"
-    )
-
-
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     """Bytes of each expert, from one size, one for each layer, or one for each expert of all."""
     from moe_runtime.types import ExpertKey
@@ -289,46 +292,9 @@ def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     return {ExpertKey(*divmod(place, experts)): size for place, size in enumerate(sizes)}
 
 
-def _as_json(
-    path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]"
-) -> dict[str, Any]:
-    signature = trace.signature
-    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
-
-    def timing(row: "Row") -> dict[str, Any]:
-        return {
-            name: {
-                "tokens_per_s": replay.tokens_per_s,
-                "seconds": replay.seconds,
-                **replay.total.summary(expert_bytes),
-                "by_layer": [layer.summary(expert_bytes) for layer in replay.layers],
-            }
-            for name, replay in row.timed.items()
-        }
-
-    return {
-        "trace": str(path),
-        "tokens": trace.num_tokens,
-        "layers": signature.num_layers,
-        "experts": signature.num_experts,
-        "top_k": signature.top_k,
-        "scope": experiment.scope,
-        "reset_per_sequence": experiment.reset_per_sequence,
-        "rows": [
-            {**row.__dict__, "uniform_random_hit_rate": row.capacity, "timed": timing(row)}
-            for row in rows
-        ],
-    }
-
-
 def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]") -> None:
-    signature = trace.signature
-    columns = [("policy", "left")] + [
-        (header, "right")
-        for header in ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
-    ]
-    weighed = experiment.sizes is not None
-    columns += [("read", "right")] * weighed
+    signature, weighed = trace.signature, experiment.sizes is not None
+    headers = ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
     cells = [
         [
             row.policy + "*" * (row.policy == "static" and experiment.training is None),
@@ -345,22 +311,15 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
         f"{path.name}: {trace.num_tokens} tokens, {signature.num_layers} layers of "
         f"{signature.num_experts} experts, {signature.top_k} for each token; {experiment.scope}"
     )
-    print_table(title, columns, cells)
+    print_table(title, _columns("policy", *headers, *["read"] * weighed), cells)
     if any("*" in row[0] for row in cells):
         print("* trained on the replayed trace itself; --train gives it another one to learn from")
-    if experiment.machine is not None:
-        _print_timing(experiment.machine.expert_bytes, rows)
-
-
-def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
-    columns = [("policy", "left"), ("prefetch", "left")] + [
-        (header, "right")
-        for header in ("capacity", "tokens/s", "stall", "loads/layer", "late", "demand", "wasted")
-    ]
+    if experiment.machine is None:
+        return
     cells = []
     for row in rows:
         for name, replay in row.timed.items():
-            total = replay.total.summary(expert_bytes)
+            total = replay.total.summary(experiment.machine.expert_bytes)
             cells.append(
                 [
                     row.policy,
@@ -374,4 +333,9 @@ def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
                     format_bytes(total["wasted_bytes"]),
                 ]
             )
-    print_table("modelled time", columns, cells)
+    headers = ("capacity", "tokens/s", "stall", "loads/layer", "late", "demand", "wasted")
+    print_table("modelled time", [("policy", "left"), *_columns("prefetch", *headers)], cells)
+
+
+def _columns(first: str, *others: str) -> list[tuple[str, str]]:
+    return [(first, "left"), *((header, "right") for header in others)]

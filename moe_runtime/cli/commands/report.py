@@ -21,51 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfTraces:
-    """Options that the page of a run has no use for."""
+    """Options that the page of a run has no use for.
 
-    policy: Annotated[
-        str, typer.Option("--policy", help="Policies to compare, separated by commas.")
-    ] = "lfu-aging,reuse"
-    predictor: Annotated[
-        str,
-        typer.Option(
-            "--predictor",
-            help="Predictors to compare, separated by commas; the last one prefetches. none omits "
-            "them.",
-        ),
-    ] = "popularity,previous-token,layer-affinity,naive-bayes"
-    capacity: Annotated[
-        str, typer.Option(help="Share of the experts that fit in memory, for bytes and time.")
-    ] = "25%"
-    bandwidth: Annotated[str, typer.Option(help="Bytes per second of the modelled link.")] = "25GB"
-    expert_size: Annotated[
-        str | None,
-        typer.Option(help="Bytes of one expert; the trace's own, or 16MiB where it lacks them."),
-    ] = None
-    max_accesses: Annotated[
-        int, typer.Option(min=1, help="Replay only this many of the last requests for experts.")
-    ] = 60_000
+    Args:
+        policy: Policies to compare, separated by commas.
+        predictor: Predictors to compare, separated by commas; the last one prefetches. none omits
+            them.
+        capacity: Share of the experts that fit in memory, for bytes and time.
+        bandwidth: Bytes per second of the modelled link.
+        expert_size: Bytes of one expert; the trace's own, or 16MiB where it lacks them.
+        max_accesses: Replay only this many of the last requests for experts.
+    """
+
+    policy: str = "lfu-aging,reuse"
+    predictor: str = "popularity,previous-token,layer-affinity,naive-bayes"
+    capacity: str = "25%"
+    bandwidth: str = "25GB"
+    expert_size: str | None = None
+    max_accesses: options.Count = 60_000
     num_experts: NumExperts = None
 
 
 def report(
     ctx: typer.Context,
     *,
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE|STATS",
-            help="A trace of `run --trace` (or another file that `replay` reads), or what "
-            "`run --json` printed.",
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")] = Path(
-        "report.html"
-    ),
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder."),
-    ] = None,
+    source: Annotated[Path, typer.Argument(metavar="TRACE|STATS")],
+    output: options.Output = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(metavar=FOLDER)] = None,
     asked: OfTraces,
     as_json: options.Json = False,
     config: options.Config = None,
@@ -75,6 +57,12 @@ def report(
     For a trace: which experts the tokens visit, when they visit them again, hit rates of caches of
     each size, how well the next experts can be predicted, and what prefetching would read and save.
     For a run: where its experts were, what was read and why, and where the time went.
+
+    Args:
+        source: A trace of `run --trace` (or another file that `replay` reads), or what `run --json`
+            printed.
+        output: Page to write (.html).
+        png: Also write every plot into a folder.
     """
     if png is not None:
         check_output_folder(png, "plots")

@@ -44,142 +44,31 @@ _STOPPING = (
 def serve(
     ctx: typer.Context,
     *,
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL...",
-            help="Folders of safetensors checkpoints, GGUF files, or names on the hub; requests "
-            "that name no model get the first.",
-        ),
-    ],
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name by which requests ask for the model, its folder's name when omitted; repeat "
-            "it for several models, in their order."
-        ),
-    ] = None,
-    adapters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            metavar="NAME=FOLDER",
-            help="LoRA adapter, in PEFT's format, that requests ask for by this name; repeatable. "
-            "MODEL:NAME=FOLDER names its model where there are several.",
-        ),
-    ] = None,
-    adapter_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for the adapters of a model, part of --host-memory: adapters are read "
-            "when requested, and the least recently used are evicted. Enough for all when omitted.",
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(help="File with a key in each line; requests must have one of them."),
-    ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Pages of this origin may read answers in a browser, * for all; repeatable.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Memory for all requests at a time, in tokens of prompts and answers; the model's "
-            "maximum when omitted, at most 4096.",
-        ),
-    ] = None,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...")],
+    name: list[str] | None = None,
+    adapters: Annotated[list[str] | None, typer.Option("--adapter", metavar="NAME=FOLDER")] = None,
+    adapter_memory: options.Size | None = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    api_keys: Path | None = None,
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN")] = None,
+    max_tokens: options.Count | None = None,
     loading: options.Loading,
-    max_running: Annotated[
-        int, typer.Option(min=1, help="Requests that are answered at a time.")
-    ] = 32,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; more get 429.")
-    ] = 256,
-    step_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Maximum prompt tokens per step. A higher value gives more throughput; a lower "
-            "value keeps running answers smooth.",
-        ),
-    ] = 256,
-    max_slowdown: Annotated[
-        float,
-        typer.Option(
-            help="How many times as long a step may take with prompt tokens as without. A step "
-            "takes fewer prompt tokens to keep to it, unless each then costs three times as much. "
-            "inf always allows --step-tokens.",
-        ),
-    ] = 3.0,
+    max_running: options.Count = 32,
+    max_waiting: options.Count = 256,
+    step_tokens: options.Count = 256,
+    max_slowdown: float = 3.0,
     exact: options.Exact = False,
-    decode_rows: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=16,
-            help="On a GPU, answers at a time whose steps are CUDA graphs. Their KV cache takes "
-            "half of --max-tokens, divided into rows. An answer that outgrows its row, or has "
-            "none, continues without graphs. 0 uses no graphs.",
-        ),
-    ] = 4,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Keep the KV cache of prompts for later prompts that begin alike.")
-    ] = True,
-    share_prefixes: Annotated[
-        bool,
-        typer.Option(
-            "--share-prefixes",
-            help="With --api-keys, requests of one key use the prefix cache of other keys. Their "
-            "users can tell by cached_tokens and by time what others sent.",
-        ),
-    ] = False,
-    prefix_disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Also keep the prefix cache on disk, up to this size, for later servers too: in "
-            "$XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...",
-        ),
-    ] = None,
-    max_body: Annotated[
-        str, typer.Option(help="Longest body of a request; 1MiB is a text of 200,000 tokens.")
-    ] = "1MiB",
-    max_seconds: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
-    ] = 3600.0,
-    drain_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="How long running answers may take after SIGTERM or Ctrl-C. No limit by default.",
-        ),
-    ] = None,
-    warm_up: Annotated[
-        bool,
-        typer.Option(
-            "--warm-up",
-            help="Fill memory with experts and compile kernels before accepting requests.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Load the models, show how they would be served, and stop."),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Log in JSON lines; print the server's address as JSON."),
-    ] = False,
+    decode_rows: Annotated[int, typer.Option(min=0, max=16)] = 4,
+    prefix_cache: bool = True,
+    share_prefixes: bool = False,
+    prefix_disk: options.Size | None = None,
+    max_body: str = "1MiB",
+    max_seconds: Annotated[float, typer.Option(min=0.001)] = 3600.0,
+    drain_seconds: options.NotNegative | None = None,
+    warm_up: bool = False,
+    dry_run: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
     config: options.Config = None,
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does; experts that do not fit stream from disk.
@@ -191,6 +80,44 @@ def serve(
 
     After the first Ctrl-C or SIGTERM the server accepts no requests and finishes running answers; a
     second one cuts them off with an error. docs/serving.md has units, containers and dashboards.
+
+    Args:
+        models: Folders of safetensors checkpoints, GGUF files, or names on the hub; requests that
+            name no model get the first.
+        name: Name by which requests ask for the model, its folder's name when omitted; repeat it
+            for several models, in their order.
+        adapters: LoRA adapter, in PEFT's format, that requests ask for by this name; repeatable.
+            MODEL:NAME=FOLDER names its model where there are several.
+        adapter_memory: Memory for the adapters of a model, part of --host-memory: adapters are read
+            when requested, and the least recently used are evicted. Enough for all when omitted.
+        host: Address to listen at; 0.0.0.0 for all, and then give --api-keys.
+        port: 0 takes any free port.
+        api_keys: File with a key in each line; requests must have one of them.
+        cors: Pages of this origin may read answers in a browser, * for all; repeatable.
+        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; the model's
+            maximum when omitted, at most 4096.
+        max_running: Requests that are answered at a time.
+        max_waiting: Requests that may wait; more get 429.
+        step_tokens: Maximum prompt tokens per step. A higher value gives more throughput; a lower
+            value keeps running answers smooth.
+        max_slowdown: How many times as long a step may take with prompt tokens as without. A step
+            takes fewer prompt tokens to keep to it, unless each then costs three times as much. inf
+            always allows --step-tokens.
+        decode_rows: On a GPU, answers at a time whose steps are CUDA graphs. Their KV cache takes
+            half of --max-tokens, divided into rows. An answer that outgrows its row, or has none,
+            continues without graphs. 0 uses no graphs.
+        prefix_cache: Keep the KV cache of prompts for later prompts that begin alike.
+        share_prefixes: With --api-keys, requests of one key use the prefix cache of other keys.
+            Their users can tell by cached_tokens and by time what others sent.
+        prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too: in
+            $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
+        max_body: Longest body of a request; 1MiB is a text of 200,000 tokens.
+        max_seconds: Seconds that a request may take, waiting included.
+        drain_seconds: How long running answers may take after SIGTERM or Ctrl-C. No limit by
+            default.
+        warm_up: Fill memory with experts and compile kernels before accepting requests.
+        dry_run: Load the models, show how they would be served, and stop.
+        as_json: Log in JSON lines; print the server's address as JSON.
     """
     _require_packages()
     keys = read_keys(api_keys)

@@ -18,12 +18,7 @@ from moe_runtime.policies.eviction import (
     make_policy,
 )
 from moe_runtime.policies.eviction.base import Events
-from moe_runtime.policies.prediction import (
-    PREDICTORS,
-    Estimator,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import PREDICTORS, Estimator, TrackedPredictor, make_estimator
 from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 

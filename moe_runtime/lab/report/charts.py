@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
-from moe_runtime.lab.report.page import INK, MUTED, SERIES, drawing
+from moe_runtime.lab.report.page import INK, MUTED, SERIES, WIDTH, chart, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE = (9.2, 3.7)
 BYTE_COLOURS = (SERIES[0], SERIES[2], SERIES[4])
 """Of what was demanded, read ahead and used, and read and never used."""
 _REFERENCES = {"belady-bypass": "Belady's optimum", "random": "random eviction", "lru": "LRU"}
@@ -24,9 +23,7 @@ def heat_map(found: TraceFindings) -> "Figure":
     num_layers, num_experts = found.loads.shape
     relative = found.loads * num_experts / found.trace.signature.top_k
     height = min(9.0, max(3.0, 1.4 + 0.17 * num_layers))
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(WIDE[0], height))
-        axes = figure.add_subplot()
+    with chart(height) as (figure, axes):
         ceiling = max(2.0, float(np.quantile(relative, 0.995)))
         image = axes.imshow(
             relative, aspect="auto", cmap="viridis", vmin=0, vmax=ceiling, interpolation="nearest"
@@ -45,18 +42,10 @@ def popularity(found: TraceFindings) -> "Figure":
     """How much of the work the most visited experts do."""
     curves = found.popularity
     share = 100 * np.arange(curves.shape[1]) / (curves.shape[1] - 1)
-    with drawing() as new_figure:
-        figure = new_figure(figsize=WIDE)
-        axes = figure.add_subplot()
-        axes.fill_between(
-            share,
-            100 * curves.min(axis=0),
-            100 * curves.max(axis=0),
-            color=SERIES[0],
-            alpha=0.22,
-            linewidth=0,
-            label="least to most skewed layer",
-        )
+    with chart() as (figure, axes):
+        look: dict[str, Any] = {"color": SERIES[0], "alpha": 0.22, "linewidth": 0}
+        low, high = 100 * curves.min(axis=0), 100 * curves.max(axis=0)
+        axes.fill_between(share, low, high, label="least to most skewed layer", **look)
         axes.plot(share, 100 * np.median(curves, axis=0), color=SERIES[0], label="median layer")
         axes.plot([0, 100], [0, 100], color=MUTED, linestyle="--", linewidth=1.2, label="even load")
         _percent(axes, "most visited experts of a layer (% of its experts)", "visits (%)")
@@ -71,19 +60,11 @@ def reuse(found: TraceFindings) -> "Figure":
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     reached = 100 * np.cumsum(counts[:, :-1] / totals, axis=1)
     slots = np.arange(1, num_experts + 1)
-    with drawing() as new_figure:
-        figure = new_figure(figsize=WIDE)
-        axes = figure.add_subplot()
-        axes.fill_between(
-            slots,
-            reached.min(axis=0),
-            reached.max(axis=0),
-            color=SERIES[2],
-            alpha=0.2,
-            linewidth=0,
-            label="all layers",
-        )
-        for layer, colour in zip(_some_layers(len(counts)), SERIES, strict=False):
+    with chart() as (figure, axes):
+        look: dict[str, Any] = {"color": SERIES[2], "alpha": 0.2, "linewidth": 0}
+        axes.fill_between(slots, reached.min(0), reached.max(0), label="all layers", **look)
+        some_layers = sorted({0, len(counts) // 2, len(counts) - 1})
+        for layer, colour in zip(some_layers, SERIES, strict=False):
             axes.plot(slots, reached[layer], color=colour, label=f"layer {layer}")
         _axis_from_zero(axes, "experts of the layer used since, itself included (count)")
         axes.set_xlim(1, num_experts)
@@ -98,21 +79,20 @@ def hit_rates(found: TraceFindings) -> "Figure":
     for row in found.rows:
         by_policy.setdefault(row.policy, []).append((100 * row.capacity, 100 * row.hit_rate))
     shown = [name for name in by_policy if name != "belady"]
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(WIDE[0], 4.2))
-        axes = figure.add_subplot()
+    with chart(4.2) as (figure, axes):
         axes.plot(
             [0, 100], [0, 100], color=MUTED, linewidth=0.9, label="uniform random routing", zorder=1
         )
         colours = iter(SERIES)
         for name in sorted(shown, key=lambda name: -by_policy[name][0][1]):
             capacity, rate = zip(*by_policy[name], strict=True)
-            look: dict[str, Any] = {"color": next(colours), "marker": "o", "markersize": 4}
+            look: dict[str, Any] = {"color": next(colours)}
             if name == "belady-bypass":
-                look = {"color": INK, "linestyle": "--", "marker": "o", "markersize": 4}
+                look = {"color": INK, "linestyle": "--"}
             elif name == "random":
-                look = {"color": MUTED, "linestyle": ":", "marker": "o", "markersize": 4}
-            axes.plot(capacity, rate, label=_REFERENCES.get(name, name), **look)
+                look = {"color": MUTED, "linestyle": ":"}
+            label = _REFERENCES.get(name, name)
+            axes.plot(capacity, rate, marker="o", markersize=4, label=label, **look)
         _percent(axes, "capacity (% of the experts that fit)", "experts found in the cache (%)")
         axes.legend(loc="lower right")
     return figure
@@ -122,23 +102,14 @@ def recall(found: TraceFindings) -> "Figure":
     """Recall of each predictor by layer, one panel for each look-ahead distance."""
     distances = [one.distance for one in found.evaluations[0].recalls]
     with drawing() as new_figure:
-        figure = new_figure(figsize=(WIDE[0], 4.0))
+        figure = new_figure(figsize=(WIDTH, 4.0))
         panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
         for axes, distance in zip(panels, distances, strict=True):
             for result, colour in zip(found.evaluations[1:], SERIES, strict=False):
-                values = result.at(distance).at_2k
-                axes.plot(
-                    np.arange(len(values)),
-                    100 * values,
-                    color=colour,
-                    marker="o",
-                    markersize=2.5,
-                    label=result.name,
-                )
+                look = {"color": colour, "marker": "o", "markersize": 2.5}
+                axes.plot(100 * result.at(distance).at_2k, label=result.name, **look)
             control = found.evaluations[0].at(distance).at_2k
-            axes.plot(
-                np.arange(len(control)), 100 * control, color=INK, linestyle=":", label="control"
-            )
+            axes.plot(100 * control, color=INK, linestyle=":", label="control")
             axes.set_title(f"{distance} layer{'s' if distance > 1 else ''} ahead")
             axes.set_xlabel("layer (number)")
             axes.set_ylim(0, 104)
@@ -177,9 +148,7 @@ def stacked_bars(
     colours: Sequence[str] = SERIES,
 ) -> "Figure":
     """Horizontal bars, each made of the same kinds of things."""
-    with drawing() as new_figure:
-        figure = new_figure(figsize=(WIDE[0], 1.5 + 0.55 * len(bars)))
-        axes = figure.add_subplot()
+    with chart(1.5 + 0.55 * len(bars)) as (figure, axes):
         left = np.zeros(len(bars))
         for number, kind in enumerate(kinds):
             width = scale * np.array([values[number] for values in bars.values()])
@@ -199,19 +168,13 @@ def timeline(found: TraceFindings) -> "Figure":
     steps = np.arange(len(compute_ms))
     top = max(float((compute_ms + stall).max()) for stall in waits.values()) * 1.05
     with drawing() as new_figure:
-        figure = new_figure(figsize=(WIDE[0], 1.2 + 1.7 * len(waits)))
+        figure = new_figure(figsize=(WIDTH, 1.2 + 1.7 * len(waits)))
         panels = figure.subplots(len(waits), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, stall_ms) in zip(panels, waits.items(), strict=True):
             look: dict[str, Any] = {"step": "mid", "linewidth": 0}
             axes.fill_between(steps, 0, compute_ms, color=SERIES[0], label="computing", **look)
-            axes.fill_between(
-                steps,
-                compute_ms,
-                compute_ms + stall_ms,
-                color=SERIES[1],
-                label="waiting for experts",
-                **look,
-            )
+            look |= {"color": SERIES[1], "label": "waiting for experts"}
+            axes.fill_between(steps, compute_ms, compute_ms + stall_ms, **look)
             axes.set_ylim(0, top)
             axes.set_xlim(0, max(1, len(steps) - 1))
             axes.set_ylabel("time of a step (ms)")
@@ -225,7 +188,7 @@ def training_tiers(found: TrainingReuse, ways: Mapping[str, str]) -> "Figure":
     """How many steps ask for each expert, and what tiers in memory would have found."""
     shares = [100 * share for share in found.tiers]
     with drawing() as new_figure:
-        figure = new_figure(figsize=WIDE)
+        figure = new_figure(figsize=(WIDTH, 3.7))
         left, right = figure.subplots(1, 2, width_ratios=(1, 1))
         ranked = -np.sort(-100 * found.use.ravel())
         experts = 100 * np.arange(1, len(ranked) + 1) / len(ranked)
@@ -268,10 +231,6 @@ def _step_times(found: TraceFindings) -> tuple[np.ndarray, dict[str, np.ndarray]
 
 def _prefetch_label(name: str) -> str:
     return "without prefetch" if name == "off" else f"prefetch by {name}"
-
-
-def _some_layers(num_layers: int) -> list[int]:
-    return sorted({0, num_layers // 2, num_layers - 1})
 
 
 def _percent(axes: "Axes", x_label: str, y_label: str) -> None:

@@ -18,6 +18,7 @@ from moe_runtime.files import make_folders, write_atomically, write_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID, SURFACE = "#16191d", "#5b6470", "#d9dde2", "#fefefe"
@@ -26,6 +27,8 @@ SERIES = ("#2b7bd6", "#d9701a", "#26976c", "#9460d8", "#d24257", "#7a8794", "#b0
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 _FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
 _TEMPLATE = "page.html"
+WIDTH = 9.2
+"""Inches of a drawing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,8 @@ def write_plots(page: Page, folder: Path) -> list[Path]:
         for section in page.sections:
             if section.figure is not None:
                 written.append(folder / f"{section.name}.png")
-                write_png(section.figure, written[-1])
+                with write_atomically(written[-1]) as file:  # on white
+                    section.figure.savefig(file, format="png", metadata={"Software": None})
     return written
 
 
@@ -145,6 +149,14 @@ def drawing() -> Iterator[Any]:
         yield Figure
 
 
+@contextmanager
+def chart(height: float = 3.7) -> "Iterator[tuple[Figure, Axes]]":
+    """A drawing as wide as the page, with one pair of axes."""
+    with drawing() as new_figure:
+        figure = new_figure(figsize=(WIDTH, height))
+        yield figure, figure.add_subplot()
+
+
 def to_svg(figure: "Figure", name: str) -> str:
     """The drawing as an ``<svg>`` element whose colours follow the page."""
     import matplotlib as mpl
@@ -177,9 +189,3 @@ def _unique_ids(svg: str, prefix: str) -> str:
 
     svg = re.sub(r' id="([^"]+)"', rename, svg)
     return re.sub(r'(href="#|url\(#)([\w-]+)', rf"\1{prefix}-\2", svg)
-
-
-def write_png(figure: "Figure", path: Path) -> None:
-    """Writes the drawing on white."""
-    with write_atomically(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": None})

@@ -28,13 +28,14 @@ def trace_page(found: TraceFindings, name: str) -> Page:
     sections += [_traffic_section(found), _timeline_section(found)]
     if found.training is not None:
         sections.insert(0, _training_section(found.training))
+    busiest = found.loads.max(axis=1) / np.maximum(found.loads.mean(axis=1), 1e-12)
     facts = [
         (f"{found.trace.num_tokens:,}", f"tokens in {num_requests:,} requests"),
         (
             f"{signature.num_layers} × {signature.num_experts}",
             f"layers × experts, {signature.top_k} for each token",
         ),
-        (f"{_busiest(found):.2f} ×", "the busiest expert's load over an even one, mean of layers"),
+        (f"{busiest.mean():.2f} ×", "the busiest expert's load over an even one, mean of layers"),
     ]
     if not np.isnan(found.overlap).all():
         facts.append(
@@ -380,10 +381,6 @@ def _row(found: TraceFindings, policy: str) -> Row:
     """The policy at the replayed capacity nearest to the one asked for."""
     mine = [row for row in found.rows if row.policy == policy]
     return min(mine, key=lambda row: abs(row.capacity - found.settings.capacity))
-
-
-def _busiest(found: TraceFindings) -> float:
-    return float((found.loads.max(axis=1) / np.maximum(found.loads.mean(axis=1), 1e-12)).mean())
 
 
 def _loads(counts: LayerCounts) -> float:

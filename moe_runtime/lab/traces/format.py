@@ -7,23 +7,26 @@ whole trace file with the steps since the block before.
 Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts a token visits.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from moe_runtime.config import format_bytes
+from moe_runtime.digests import ZIP_DAMAGE
 from moe_runtime.errors import CheckpointError, named_failure
 from moe_runtime.files import OutputFile, draft_of, open_regular, write_atomically
-from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.types import ModelSignature
 
 TRACE_FORMAT = "moe-runtime-trace"
@@ -38,6 +41,100 @@ _DEFAULT_MAX_BYTES = 16 << 30
 _MAGIC = b"MOETRACE"
 _FRAME = struct.Struct("<QI")
 _MAX_BLOCK_BYTES = 1 << 30
+_MAX_NPY_HEADER_BYTES = 4096
+
+
+class Archive:
+    """One open ``.npz`` file, which may be damaged or hostile.
+
+    ``numpy.load`` allocates whatever a member's header announces. Here the announced type must be
+    the expected one, and the announced shape must account for every byte of the member, before
+    anything is allocated; nothing is unpickled. ``content`` holds the bytes if ``path`` only names
+    them.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int, content: BinaryIO | None = None
+    ) -> None:
+        self.path = Path(path)
+        with contextlib.ExitStack() as opened:
+            try:
+                if content is None:
+                    content = opened.enter_context(open_regular(self.path))
+                self._zip = opened.enter_context(zipfile.ZipFile(content))
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+            except ZIP_DAMAGE as error:
+                raise CheckpointError(f"{self.path}: not an .npz file: {error}") from error
+            total_bytes = sum(member.file_size for member in self._zip.infolist())
+            if total_bytes > max_bytes:
+                raise CheckpointError(
+                    f"{self.path}: holds {format_bytes(total_bytes)} when unpacked, expected at "
+                    f"most {format_bytes(max_bytes)}"
+                )
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.close()
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.npy" in self._zip.namelist()
+
+    def read(self, name: str, *dtypes: np.dtype[Any], max_bytes: int | None = None) -> np.ndarray:
+        """Reads one array, which must be C-contiguous and exactly of a given type."""
+        try:
+            member = self._zip.getinfo(f"{name}.npy")
+        except KeyError:
+            raise CheckpointError(f"{self.path}: has no array named {name!r}") from None
+        if max_bytes is not None and member.file_size > max_bytes:
+            raise CheckpointError(
+                f"{self.path}: array {name!r} has {member.file_size} bytes, "
+                f"expected at most {max_bytes}"
+            )
+        try:
+            return self._read_member(member, dtypes)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
+        except ZIP_DAMAGE as error:
+            raise CheckpointError(f"{self.path}: array {name!r} is damaged: {error}") from error
+
+    def read_json(self, name: str, *, max_bytes: int, what: str) -> Any:
+        """Reads an array of bytes that are JSON."""
+        raw = self.read(name, np.dtype("|u1"), max_bytes=max_bytes)
+        try:
+            return json.loads(raw.tobytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: {what} is not JSON: {error}") from None
+
+    def _read_member(
+        self, member: zipfile.ZipInfo, dtypes: tuple[np.dtype[Any], ...]
+    ) -> np.ndarray:
+        with self._zip.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"npy version {version}, expected (1, 0)")
+            shape, fortran_order, found = np.lib.format.read_array_header_1_0(
+                file, max_header_size=_MAX_NPY_HEADER_BYTES
+            )
+            if found not in dtypes or (fortran_order and len(shape) > 1):
+                expected = ", ".join(map(str, dtypes))
+                raise ValueError(f"expected {expected} in C order, got {found}")
+            if any(size < 0 for size in shape):
+                raise ValueError(f"negative size in shape {shape}")
+            num_bytes = math.prod(shape) * found.itemsize
+            if num_bytes != member.file_size - file.tell():
+                raise ValueError(
+                    f"shape {shape} needs {num_bytes} bytes, "
+                    f"the file has {member.file_size - file.tell()}"
+                )
+            # One byte more than announced makes zipfile verify the member's checksum.
+            data = file.read(num_bytes + 1)
+        if len(data) != num_bytes:
+            raise ValueError(f"expected {num_bytes} bytes of data, got {len(data)}")
+        return np.frombuffer(data, dtype=found).reshape(shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,11 +189,7 @@ class Trace:
         return slice(int(self.step_start[step]), int(self.step_start[step + 1]))
 
     def require_choices(self, path: str | os.PathLike[str]) -> None:
-        """Refuses a trace in which no token visits an expert, which nothing can be learned from.
-
-        Raises:
-            CheckpointError: it has no tokens, or none of their choices was recorded.
-        """
+        """Raises `CheckpointError` for a trace in which no token visits an expert."""
         if not self.num_tokens:
             raise CheckpointError(f"{path}: the trace holds no tokens")
         if not _any(self.expert_ids != self.absent):
@@ -175,14 +268,7 @@ def one_step(
     update: int | None = None,
     expert_bytes: int | None = None,
 ) -> Trace:
-    """A step of which no layer is recorded yet: ``Trace.record`` notes them.
-
-    Args:
-        phase: one of ``PHASES``.
-        requests: ``[T]`` number of the request of each token.
-        update: in training, the number of the optimizer step.
-        expert_bytes: of the largest expert.
-    """
+    """A step of T tokens of which no layer is recorded yet; ``update`` as ``Trace.step_update``."""
     dtype = expert_dtype(signature.num_experts)
     block = (len(token_ids), signature.num_layers, signature.top_k)
     return Trace(
@@ -213,15 +299,7 @@ def join_traces(parts: Sequence[Trace]) -> Trace:
 
 
 def check_weights(weights: np.ndarray, name: str, path: Path) -> None:
-    """Refuses gate weights that no gate gives.
-
-    Args:
-        weights: ``[T, L, K]``.
-        name: what the file calls them.
-
-    Raises:
-        CheckpointError: one is negative or no finite number; says which.
-    """
+    """Raises `CheckpointError` where a gate weight ``[T, L, K]`` is negative or not finite."""
     wrong = np.argwhere(~((weights >= 0) & (weights < np.inf)))
     if len(wrong):
         token, layer, choice = wrong[0].tolist()
@@ -276,13 +354,9 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
 
 
 class JournalWriter:
-    """Appends blocks to a new file beside a trace, which no other process can write meanwhile.
+    """Appends blocks to a new file next to a trace, which no other process can write meanwhile.
 
-    Args:
-        path: the trace. What a killed process left of its journal gets another name.
-
-    Raises:
-        CheckpointError: another process records the trace, or the journal cannot be made.
+    What a killed process left of its journal gets another name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -291,25 +365,17 @@ class JournalWriter:
             self._output = OutputFile(path, is_draft=True)
 
     def append(self, data: bytes, at: int) -> int:
-        """Writes a block; when this returns the operating system has it.
+        """Hands a block to the operating system; returns where the journal ends now.
 
-        Args:
-            data: the block.
-            at: what the call for the block before returned, 0 for the first. What a call that
-                failed, or whose answer was lost, has written behind it goes.
-
-        Returns:
-            Where the journal ends now.
-
-        Raises:
-            CheckpointError: it cannot be written.
+        ``at`` is what the call for the block before returned, 0 for the first: what a failed call
+        has written behind it is overwritten.
         """
         frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
         with named_failure(self._path, "trace"):
             return self._output.write_at(at, frame if at else _MAGIC + frame)
 
     def remove(self) -> None:
-        """Closes and deletes the file: what it holds was written elsewhere."""
+        """Closes and deletes the file."""
         self._output.discard()
 
 
@@ -323,11 +389,7 @@ def is_journal(path: str | os.PathLike[str]) -> bool:
 
 
 def whole_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The blocks of a journal up to the first that is not whole.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The blocks of a journal up to the first that is not whole."""
     with Path(path).open("rb") as file:
         file.seek(len(_MAGIC))
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
@@ -421,11 +483,7 @@ def _read_header(archive: Archive) -> tuple[int, ModelSignature, int | None]:
 
 
 def parse_signature(value: object, path: Path) -> ModelSignature:
-    """Reads a model's signature out of a header.
-
-    Raises:
-        CheckpointError: it lacks a field, or a value is not possible.
-    """
+    """Reads a model's signature out of a header; raises `CheckpointError` for an impossible one."""
     fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
     if not isinstance(value, dict) or set(value) != set(fields):
         raise CheckpointError(f"{path}: the signature must have exactly {sorted(fields)}")

@@ -16,8 +16,7 @@ import numpy as np
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure
 from moe_runtime.files import make_folders, write_atomically
-from moe_runtime.lab.traces.archive import Archive
-from moe_runtime.lab.traces.format import parse_signature
+from moe_runtime.lab.traces.format import Archive, parse_signature
 from moe_runtime.lab.traces.recent import cached_path
 from moe_runtime.lab.traces.routes import same_model, shown_model
 from moe_runtime.policies.prediction import PREDICTORS, Estimator, check_name, is_file_name

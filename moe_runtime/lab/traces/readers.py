@@ -16,9 +16,9 @@ import numpy as np
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import open_regular
-from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import (
     TRACE_VERSION,
+    Archive,
     Trace,
     absent_id,
     check_weights,

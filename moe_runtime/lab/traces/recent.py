@@ -103,12 +103,7 @@ class RecentRouting:
         self._running = num_sequences
 
     def begin_step(
-        self,
-        *,
-        phase: str,
-        token_ids: np.ndarray,
-        positions: np.ndarray,
-        sequences: np.ndarray,
+        self, *, phase: str, token_ids: np.ndarray, positions: np.ndarray, sequences: np.ndarray
     ) -> None:
         """Begins a forward pass; prompts are left out."""
         rows: slice | np.ndarray = slice(None)

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_runtime.lab.traces.format import (
-    PHASES,
-    TRACE_VERSION,
-    Trace,
-    absent_id,
-    expert_dtype,
-)
+from moe_runtime.lab.traces.format import PHASES, TRACE_VERSION, Trace, absent_id, expert_dtype
 from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ModelSignature
 

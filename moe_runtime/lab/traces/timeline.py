@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from moe_runtime.errors import named_failure
@@ -103,12 +102,7 @@ class Timeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _describe(self, what: str, track: int, name: str) -> None:

@@ -1,6 +1,6 @@
 """A checkpoint of transformers as a model that the loop trains, and what its run leaves.
 
-Adapters are never merged into weights that are quantised or packed: merging would round the weights
+Adapters are never merged into weights that are quantised or packed, which would round the weights
 once more. They are written as PEFT reads them, for the checkpoint as it is.
 """
 
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 
 class CheckpointModel(nn.Module):
-    """A causal language model of transformers, as the loop wants it.
-
-    Its state is what is trained; the rest is in the checkpoint that it was loaded from.
-    """
+    """A causal language model of transformers, as the loop wants it; its state is what is
+    trained."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -69,7 +67,6 @@ class CheckpointModel(nn.Module):
         return {name: p.detach() for name, p in trained_around_experts(self.model).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Takes up what `state_dict` gave."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state_dict[name])
 
@@ -81,11 +78,7 @@ def load_around_experts(
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """As `load_dense`, for a model whose experts modules stay, on the meta device.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: as `load_dense`.
-    """
+    """As `load_dense`, for a model whose experts modules stay, on the meta device."""
     for module in experts.modules:
         model.set_submodule(module.name, nn.Identity())
     try:
@@ -96,14 +89,8 @@ def load_around_experts(
 
 
 def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Puts PEFT's adapters on the linear layers of attention that transformers has too.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: PEFT is not installed, or no linear layer belongs to attention.
-    """
+    """Puts PEFT's adapters on the linear layers of attention that transformers has too; their
+    names."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -137,7 +124,7 @@ def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str
 
 
 class MergedAdapters:
-    """A `with` block in which attention's adapters are parts of the weights beside them."""
+    """A `with` block in which attention's adapters are parts of the weights next to them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -170,11 +157,8 @@ def activation_bytes(
 ) -> int:
     """What the forward and backward pass of a step takes, counted from the model's shape.
 
-    All micro-batches of a step are in memory at once, because they meet at the experts; only one
-    of them has logits at a time.
-
-    Args:
-        top_k: experts that a token visits in a layer.
+    All micro-batches of a step are in memory at once, because they meet at the experts; only one of
+    them has logits at a time.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -198,11 +182,7 @@ def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def require_positions(config: PreTrainedConfig, context: int) -> None:
-    """Refuses sequences that are longer than the model's positions go.
-
-    Raises:
-        ValueError: they are.
-    """
+    """Refuses sequences that are longer than the model's positions go."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and context > most:
         raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
@@ -214,12 +194,7 @@ def float_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
-    """Refuses to train, or to merge into, weights that have to stay as they are.
-
-    Raises:
-        UnsupportedModelError: every parameter of a quantised or packed checkpoint is to be trained.
-        ValueError: its adapters are to be merged.
-    """
+    """Refuses to train, or to merge into, weights that have to stay as they are."""
     if checkpoint.is_plain:
         return
     if config.lora is None:
@@ -244,11 +219,8 @@ def write_adapters(
 ) -> None:
     """Writes trained adapters, in fp32, as `PeftModel.from_pretrained` reads them.
 
-    Args:
-        folder: replaced once the new one is whole.
-
     Raises:
-        OSError: it cannot be written; an older one stays as it was.
+        OSError: they cannot be written; an older folder stays as it was.
     """
     tensors = {
         name.replace(".default.weight", ".weight"): parameter.detach().cpu().contiguous()

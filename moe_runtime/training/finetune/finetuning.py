@@ -1,9 +1,8 @@
 """Fine-tuning of a transformers checkpoint whose experts do not fit.
 
-With all parameters trained, the experts are read from the checkpoint once and live with their
-optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
-the checkpoint whenever they are needed, and never written. At the end a checkpoint like the first
-one is written, expert by expert.
+With all parameters trained, the experts are read once and live where `offload_training` puts them.
+With adapters (LoRA), they are read from the checkpoint whenever they are needed, and never written.
+At the end a checkpoint like the first one is written, expert by expert.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from moe_runtime.inference.budget import (
     resolve_budget,
 )
 from moe_runtime.inference.budget import plan_memory as plan_slots
-from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
+from moe_runtime.inference.device.device_experts import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
@@ -48,9 +47,9 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.data import (
     TokenStreams,
-    encode_corpus,
+    encode_corpora,
     load_tokenizer,
-    read_corpus,
+    read_corpora,
     text_files,
     windows_of,
 )
@@ -110,11 +109,7 @@ def divide_budget(
     sites: list[ExpertsModuleSpec],
     place: torch.device,
 ) -> TrainingMemory | FrozenMemory:
-    """The budgets' division, before anything of the model is in memory.
-
-    Raises:
-        CapacityError: it is too small; names the smallest that works.
-    """
+    """The budgets' division, before anything of the model is in memory."""
     method = config.method
     activations = activation_bytes(
         checkpoint.config,
@@ -233,14 +228,8 @@ _SAMPLES, _SAMPLE_BYTES = 17, 4096
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
-    """Where a run computes: on the CPU, unless it is told otherwise.
-
-    "auto" is a GPU, if there is one, but for training by forward passes alone.
-
-    Raises:
-        UnsupportedModelError: forward passes alone on a device.
-        ValueError: there is no such device, or a budget of a device that does not compute.
-    """
+    """Where a run computes: on the CPU by default; "auto" is a GPU, but for forward passes
+    alone."""
     by_forwards_alone = config.lora is None and not config.method.has_backward
     name = config.run.device or "cpu"
     place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
@@ -262,13 +251,8 @@ def open_frozen(
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
     """How experts lie in the slots that they are computed from, and the stores.
 
-    Returns:
-        The stores: the one that experts are computed from, and below it, where that is a device,
-        the one of the host.
-
-    Raises:
-        CapacityError: memory cannot be had, or not be locked.
-        ValueError: the device is none that experts can be computed on.
+    The first store is what experts are computed from; where that is a device, the host's is below
+    it.
     """
     host, there = memory.host, memory.device
 
@@ -314,10 +298,7 @@ class FinetunePreparation(PreparedRun):
     Attributes:
         config: with the number of steps.
         model: on the meta device.
-        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        sites: the experts, as training sees them.
-        memory: how the budgets are divided.
     """
 
     config: FinetuneConfig
@@ -376,15 +357,9 @@ def prepare(
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, Path())
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, Path())
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     _check_vocabulary(checkpoint, streams)
     batches, held_out = windows_of(streams, config)
     if epochs is not None:
@@ -403,7 +378,7 @@ def prepare(
         storage=config.run.storage_dir or output / EXPERTS,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         checkpoint=checkpoint,
         model=model,
         experts=experts,
@@ -429,12 +404,6 @@ def start(
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps and the rate's course may be others than before.
         progress: called with what is being done, the bytes done and the bytes in all.
-
-    Raises:
-        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged or was made with other settings; or the model's checkpoint is damaged.
-        CapacityError: the disk is too small for the experts' states.
-        ValueError: a package is missing, or nothing can have adapters.
     """
     config, model = preparation.config, preparation.model
     if config.run.threads:
@@ -471,9 +440,6 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
     The checkpoint goes into `model/`; of one that is quantised or packed, its adapters into
     `adapters/`.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     output, config = preparation.output, preparation.config
     model = adapters = None
@@ -492,10 +458,8 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step in which every expert gets tokens.
-
-    To be asked for before weights are there.
-    """
+    """Where experts would live, and the bytes of a step; to be asked for before weights are
+    there."""
     memory = preparation.memory
     if isinstance(memory, FrozenMemory):
         return slots_plan(memory, len(preparation.experts.layouts))
@@ -509,7 +473,6 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
 
 
 def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
-    """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
     assert isinstance(memory, TrainingMemory)
     for parameter in float_parameters(preparation.model):
@@ -548,7 +511,6 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
 
 
 def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
-    """Adapters are trained; experts stay in the checkpoint."""
     config, memory, model = preparation.config, preparation.memory, preparation.model
     assert config.lora is not None
     assert isinstance(memory, FrozenMemory)

@@ -35,12 +35,7 @@ class TrainingMethod(Protocol):
     def has_backward(self) -> bool: ...
 
     def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
-        """Sends the experts away; `places` are the keywords that say where to.
-
-        Raises:
-            CapacityError: a budget or the disk is too small.
-            CheckpointError: the folder cannot be written.
-        """
+        """Sends the experts away; `places` are the keywords that say where to."""
         ...
 
 
@@ -54,11 +49,9 @@ class Backpropagation:
 
     @property
     def state_format(self) -> StateFormat:
-        """Parameters, moments and gradients, as the settings have them."""
         return self.settings.state_format
 
     def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
-        """As `offload_training`."""
         return offload_training(model, optimizer=self.settings, **places)
 
 
@@ -71,7 +64,6 @@ class LoraConfig:
     """Adapters of low rank; everything else of the model stays as it is.
 
     Attributes:
-        rank: of every adapter.
         scale: factor of an adapter's product; PEFT calls it alpha over rank.
         places: what has adapters: `attention`, `experts`, or both.
     """
@@ -98,9 +90,6 @@ class FinetuneConfig:
 
     Attributes:
         model: folder of a checkpoint, or the name of a repository on the hub.
-        run: how long, where to, how.
-        data: text and batches.
-        optimizer: AdamW and its schedule.
         lora: train adapters only; None trains every parameter.
         export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
     """

@@ -1,12 +1,11 @@
-"""What becomes of each layer's activations between forward and backward: kept, recomputed, swapped.
+"""Activations of each layer between forward and backward: kept, recomputed or swapped to the disk.
 
-The bits are the same in any case. Kept activations take memory, recomputed ones time of the
-backward pass, swapped ones time of the disk, which hides behind computation as far as that goes:
+The bits are the same in any case. The predicted time of a step is
 
     T = max(forward, disk + swapped / write speed)
       + max(backward + recomputed, disk + swapped / read speed)
 
-where `disk` is the time that experts keep it busy anyway. Both maxima are linear in the choices, so
+where `disk` is the time that experts keep the disk busy. Both maxima are linear in the choices, so
 the best plan within a budget of memory is a small integer programme.
 
 Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
@@ -42,12 +41,7 @@ _SOLVER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerActivations:
-    """Measured of one layer.
-
-    Attributes:
-        num_bytes: what its backward pass needs and could compute again.
-        recompute_s: seconds to compute that again.
-    """
+    """Measured of one layer: bytes that could be computed again, and the seconds that takes."""
 
     num_bytes: int
     recompute_s: float
@@ -58,9 +52,8 @@ class StepSpeeds:
     """Measured of a step and of the disk.
 
     Attributes:
-        forward_s: seconds of computation of the forward pass.
-        backward_s: of the backward pass, nothing computed again.
-        forward_disk_s: seconds that experts keep the disk busy in the forward pass.
+        forward_s, backward_s: seconds of computation, nothing computed again.
+        forward_disk_s, backward_disk_s: seconds that experts keep the disk busy.
         swaps: whether there is a disk to swap to.
     """
 
@@ -76,7 +69,7 @@ class StepSpeeds:
 def memory_bytes(
     layers: Sequence[LayerActivations], choices: Sequence[ActivationChoice], staging_bytes: int
 ) -> int:
-    """Memory of kept activations, and of the buffers of the others where any are swapped."""
+    """Memory of kept activations, and of the buffers of swapped ones."""
     kept = sum(x.num_bytes for x, choice in zip(layers, choices, strict=True) if choice == "keep")
     return kept + (staging_bytes if "swap" in choices else 0)
 
@@ -88,14 +81,8 @@ def plan_activations(
     budget_bytes: int,
     staging_bytes: int = 0,
 ) -> list[ActivationChoice]:
-    """The choices with the least predicted time whose memory fits a budget.
-
-    Args:
-        budget_bytes: for kept activations and buffers of swapped ones.
-
-    Returns:
-        One choice for each layer; recomputing everything always fits.
-    """
+    """The choice for each layer with the least predicted time within a budget of kept activations
+    and buffers."""
     everything: list[ActivationChoice] = ["recompute"] * len(layers)
     if not layers:
         return everything
@@ -136,16 +123,11 @@ def plan_activations(
 
 
 SLOT_BYTES = 2**20
-"""Tensors are cut into slots of the file of this size; smaller ones are not worth a transfer."""
+"""Tensors are cut into slots of this size; smaller ones are not worth a transfer."""
 
 
 class Swapped:
-    """A tensor that was packed; its place in the file is free when it is not referred to any more.
-
-    Attributes:
-        buffer: its bytes, while they are in memory.
-        is_read: whether `buffer` holds them, to be unpacked.
-    """
+    """A tensor that was packed; its slots are free again when nothing refers to it."""
 
     def __init__(self, tensor: Tensor, slots: list[int], release: Callable[[list[int]], None]):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -161,11 +143,10 @@ class ActivationSwap:
     """Packs and unpacks tensors by way of a file.
 
     Args:
-        folder: for the file, which holds nothing that outlives the run.
-        io_threads: reads and writes in flight at once.
+        folder: for the file, which is removed at the end.
         direct: go past the page cache where possible.
         buffer_bytes: of tensors on their way, in either direction.
-        smallest_bytes: of a tensor; smaller ones stay as they are.
+        smallest_bytes: smaller tensors stay as they are.
     """
 
     def __init__(
@@ -191,11 +172,7 @@ class ActivationSwap:
         self.written_bytes = self.read_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Swapped:
-        """Begins to write a tensor; small ones are given back.
-
-        Raises:
-            MoERuntimeError: the disk is full, or an earlier transfer failed.
-        """
+        """Begins to write a tensor; small ones are given back."""
         size = tensor.numel() * tensor.element_size()
         if size < self._smallest_bytes:
             return tensor
@@ -212,11 +189,6 @@ class ActivationSwap:
         return held
 
     def unpack(self, held: Tensor | Swapped) -> Tensor:
-        """The tensor, its bits as they were.
-
-        Raises:
-            MoERuntimeError: it could not be written or read.
-        """
         if isinstance(held, Tensor):
             return held
         with self._changed:
@@ -242,7 +214,6 @@ class ActivationSwap:
         return size / max(written - started, 1e-9), size / max(ended - written, 1e-9)
 
     def close(self) -> None:
-        """Ends the transfers and removes the file."""
         self._queue.close()
         self._remove()
 
@@ -341,8 +312,6 @@ class Pass(NamedTuple):
 
 @dataclass(slots=True)
 class _Measured:
-    """Passes of the step that is measured, by layer."""
-
     forward: dict[int, list[Pass]] = field(default_factory=dict)
     backward: dict[int, list[Pass]] = field(default_factory=dict)
 
@@ -352,17 +321,10 @@ class ActivationPolicy:
 
     Args:
         kind: `model` does as each layer says, `auto` recomputes in the first step, measures it, and
-            follows the plan with the least predicted time from then on; the others hold for all
-            layers.
+            then follows the plan with the least predicted time; the others hold for all layers.
         recomputes: what each layer says.
         swap: where swapped tensors go; None if there is no disk.
         budget_bytes: for what `auto` keeps, the swap's buffers included.
-
-    Attributes:
-        choices: for each layer.
-
-    Raises:
-        ValueError: the kind is not known, or `swap` has nowhere to go.
     """
 
     def __init__(
@@ -387,7 +349,6 @@ class ActivationPolicy:
         ]  # fmt: skip
 
     def recomputes(self, layer: int) -> bool:
-        """Whether a layer's forward pass keeps nothing that can be computed again."""
         return self.choices[layer] == "recompute"
 
     def saving(self, layer: int) -> AbstractContextManager[object]:
@@ -397,12 +358,11 @@ class ActivationPolicy:
         return torch.autograd.graph.saved_tensors_hooks(self._swap.pack, self._swap.unpack)
 
     def observe(self, direction: Literal["forward", "backward"], layer: int, found: Pass) -> None:
-        """Learns what a pass through a layer took, while a step is measured."""
         if self._measured is not None:
             getattr(self._measured, direction).setdefault(layer, []).append(found)
 
     def finish_step(self) -> None:
-        """After the step that was measured, plans the others."""
+        """Plans the next steps after the one that was measured."""
         if self._measured is None or not self._measured.backward:
             return
         measured, self._measured = self._measured, None
@@ -428,7 +388,6 @@ class ActivationPolicy:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Removes the file of swapped tensors."""
         if self._swap is not None:
             self._swap.close()
 

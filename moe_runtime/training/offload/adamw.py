@@ -1,15 +1,13 @@
 """AdamW of offloaded training: its settings, and steps on one expert's record.
 
-An expert without tokens has the gradient zero, and ordinary AdamW still moves it: moments decay,
-the weights follow the first moment and decay. Those steps depend on nothing but the record and the
-learning rates, so they can be made up for when the expert is next needed (`dense_exact`), in the
-same arithmetic and hence to the same bits.
+An expert without tokens has the gradient zero, and AdamW still moves it. Those steps depend on the
+record and the learning rates alone, so `dense_exact` takes them when the expert is next needed, in
+the same arithmetic and to the same bits.
 
-With a rank, moments belong to the gradient's part in a subspace (GaLore): `R = P^T G` for a matrix
-that is wide and `R = G P` for one that is tall, a step of Adam on `R`, and its result projected
-back, times a factor, is the step of the matrix; weight decay acts on the matrix. `P` holds the
-singular vectors of the gradient with the largest singular values. It is chosen anew when the expert
-itself had a number of updates, because rare experts see few gradients; moments stay as they are.
+With a rank, moments belong to the gradient's part in a subspace (GaLore): `R = P^T G` for a wide
+matrix, `R = G P` for a tall one. A step of Adam on `R`, projected back, times a factor, is the step
+of the matrix. `P` holds the singular vectors of the gradient with the largest singular values,
+chosen anew after a number of the expert's own updates.
 
 Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); the arithmetic is
 that of `torch.optim.AdamW(fused=True)`. Zhao et al., "GaLore: Memory-Efficient LLM Training by
@@ -28,16 +26,14 @@ from torch import Tensor
 
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.records import (
     CHUNK_ELEMENTS,
-    ExpertTensor,
-    MomentSpan,
     MomentStorage,
     RecordLayout,
     Sections,
     StateFormat,
 )
+from moe_runtime.training.optimizer import DenseAdamW
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
@@ -68,18 +64,16 @@ class AdamW:
             the norm of the step before (not at all in the first), and updates at once.
         untouched: experts that got no tokens: `dense_exact` treats their gradient as zero, as an
             optimizer of stacked parameters does; `sparse_skip` leaves them as they are, moments and
-            step count included, as `torch.optim.AdamW` leaves a parameter without gradient.
-        loss_scale: what losses are multiplied by before, and gradients divided by after the
-            backward pass; `"dynamic"` halves it after every skipped step and doubles it after
-            2,000 good ones, beginning with 65,536.
-        delayed_update_after: steps after which experts' updates come one step late (ZeRO-Offload):
-            from then on a step updates experts with the gradients of the step before, inside the
-            backward pass also where a norm has to be known first. Parameters that stay with the
-            model are updated at once, and the last gradients of a run are not used. None never
-            delays; the paper waits for 40 steps.
+            step count included.
+        loss_scale: factor of the losses, which gradients are divided by; `"dynamic"` begins with
+            65,536, halves after every skipped step and doubles after 2,000 good ones.
+        delayed_update_after: steps after which experts are updated with the gradients of the step
+            before, inside the backward pass (ZeRO-Offload; the paper waits for 40 steps). Other
+            parameters are updated at once; the last gradients of a run are not used. None never
+            delays.
         moments: how experts' moments are stored: `full` in the parameters' dtype; `bf16` rounded
-            without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes
-            an element. Only `full` gives the bits of AdamW in memory.
+            without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes an element. Only
+            `full` gives the bits of AdamW in memory.
         galore_rank: experts' matrices have moments in a subspace of this rank (GaLore); 0 for none.
         galore_scale: factor of the steps that come out of a subspace.
         galore_refresh: an expert's updates after which its subspaces are chosen anew.
@@ -103,25 +97,18 @@ class AdamW:
         require_types(_TYPES, {name: getattr(self, name) for name in _TYPES})
         betas = {f"betas[{place}]": beta for place, beta in enumerate(self.betas)}
         require_types(dict.fromkeys(betas, NUMBER), betas)
-        if not (self.lr >= 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr must be at least 0, got {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        for name in ("weight_decay", "clip_norm", "eps"):
+        for name in ("lr", "weight_decay", "clip_norm", "eps"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         known = {"clip": Clip, "untouched": Untouched, "moments": MomentStorage}
         for name, choices in known.items():
             if (value := getattr(self, name)) not in get_args(choices):
                 raise ValueError(f"{name} is {value!r}; {nearest(str(value), get_args(choices))}")
-        if self.delayed_update_after is not None and self.delayed_update_after < 0:
-            raise ValueError(
-                f"delayed_update_after must be at least 0, got {self.delayed_update_after}"
-            )
-        if self.galore_rank < 0:
-            raise ValueError(f"galore_rank must be at least 0, got {self.galore_rank}")
-        if self.galore_refresh < 1:
-            raise ValueError(f"galore_refresh must be at least 1, got {self.galore_refresh}")
+        for name, least in (("delayed_update_after", 0), ("galore_rank", 0), ("galore_refresh", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if not (self.galore_scale > 0 and math.isfinite(self.galore_scale)):
             raise ValueError(f"galore_scale must be positive, got {self.galore_scale}")
         if self.loss_scale != "dynamic" and not (
@@ -138,7 +125,6 @@ class AdamW:
 
     @property
     def state_format(self) -> StateFormat:
-        """What an expert's record holds under these settings."""
         return StateFormat(
             moments=self.moments,
             rank=self.galore_rank,
@@ -146,7 +132,6 @@ class AdamW:
         )
 
     def dense(self, named: Mapping[str, Tensor]) -> DenseAdamW:
-        """The optimizer of parameters that stay in memory."""
         return DenseAdamW(
             named, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
         )
@@ -163,14 +148,11 @@ class AdamW:
 
 
 def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
-    """What an expert on the disk that got tokens has read and written in a step, at most.
+    """Bytes that an expert on the disk that got tokens has read and written in a step, at most.
 
-    Forward, its parameters are read. When its update is part of the backward pass, its state is
-    read and written there; when the norm of all gradients comes first, the backward pass reads the
-    parameters and writes the gradient, and the update reads everything and writes the state. With
-    delayed updates, once they have begun, the gradient is part of the state and nothing waits.
-    Parameters alone, in training without gradients, are read and written once; frozen ones are read
-    for either pass.
+    An update in the backward pass reads and writes the state there. Where the norm of all gradients
+    comes first, the backward pass reads the parameters and writes the gradient; the update reads
+    everything and writes the state. Frozen parameters are read for either pass.
     """
     parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
     if not layout.trained:
@@ -184,8 +166,6 @@ def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
 
 
 class LossScale:
-    """The factor of the losses, and how it moves."""
-
     def __init__(self, setting: float | Literal["dynamic"]) -> None:
         self._is_dynamic = setting == "dynamic"
         self.value = 65_536.0 if setting == "dynamic" else float(setting)
@@ -231,7 +211,6 @@ def take_steps(
     """Takes steps in one pass over a record.
 
     Args:
-        steps: in order.
         gradient: of the first step, scaled: ``[used]``; None for zero, as it is in the others.
         refreshes: the gradient's subspace is chosen anew first, where there is one.
     """
@@ -275,50 +254,23 @@ def _take_in_subspaces(
         for tensor, span, basis, weight, found in zip(
             layout.trained, layout.spans, bases, weights, gradients, strict=True
         ):
-            move = _low_rank_step(
-                layout, span, basis, found if has_gradient else None, moments, settings, step
-            )
-            _move(weight, tensor, move, basis, settings, step)
+            low = moments[0].new_zeros(span.stop - span.start)
+            if has_gradient:
+                part = found if basis is None else project(found, basis)
+                low[: part.numel()] = part.reshape(-1)
+            move = torch.zeros_like(low)
+            mean, variance = (moment[span.start : span.stop] for moment in moments)
+            _adamw(move, low, mean, variance, settings, 0.0, step)
+            move = move[: math.prod(span.shape)].view(span.shape)
+            if tensor.decays:
+                weight.mul_(1 - step.rate * settings.weight_decay)
+            if basis is None:
+                weight.add_(move)
+            elif weight.shape[0] <= weight.shape[1]:
+                weight.addmm_(basis, move, alpha=settings.galore_scale)
+            else:
+                weight.addmm_(move, basis.T, alpha=settings.galore_scale)
         _encode(layout, record, moments, 0, step)
-
-
-def _low_rank_step(
-    layout: RecordLayout,
-    span: MomentSpan,
-    basis: Tensor | None,
-    gradient: Tensor | None,
-    moments: tuple[Tensor, Tensor],
-    settings: AdamW,
-    step: UpdateStep,
-) -> Tensor:
-    """What a step without decay adds to a tensor, or to its part in the subspace."""
-    size = span.stop - span.start
-    low = moments[0].new_zeros(size)
-    if gradient is not None:
-        part = gradient if basis is None else project(gradient, basis)
-        low[: part.numel()] = part.reshape(-1)
-    move = torch.zeros_like(low)
-    mean, variance = (moment[span.start : span.stop] for moment in moments)
-    _adamw(move, low, mean, variance, settings, 0.0, step)
-    return move[: math.prod(span.shape)].view(span.shape)
-
-
-def _move(
-    weight: Tensor,
-    tensor: ExpertTensor,
-    move: Tensor,
-    basis: Tensor | None,
-    settings: AdamW,
-    step: UpdateStep,
-) -> None:
-    if tensor.decays:
-        weight.mul_(1 - step.rate * settings.weight_decay)
-    if basis is None:
-        weight.add_(move)
-    elif weight.shape[0] <= weight.shape[1]:
-        weight.addmm_(basis, move, alpha=settings.galore_scale)
-    else:
-        weight.addmm_(move, basis.T, alpha=settings.galore_scale)
 
 
 def project(gradient: Tensor, basis: Tensor) -> Tensor:
@@ -328,17 +280,11 @@ def project(gradient: Tensor, basis: Tensor) -> Tensor:
 
 
 def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
-    """Singular vectors of a matrix' smaller side with the largest singular values.
+    """Singular vectors of the smaller side with the largest singular values: ``[min(m, n), rank]``.
 
-    They are eigenvectors of the matrix' square, whose smaller size makes them many times cheaper
-    than a singular value decomposition; in fp64, where squaring loses nothing that fp32 had. Their
-    signs, which solvers leave to chance, are such that the largest component is positive.
-
-    Args:
-        gradient: ``[m, n]``.
-
-    Returns:
-        ``[min(m, n), rank]``, orthonormal columns.
+    They are eigenvectors of the matrix' square, many times cheaper than a singular value
+    decomposition; in fp64, where squaring loses nothing that fp32 had. Of each, the largest
+    component is positive.
     """
     matrix = gradient.double()
     square = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix

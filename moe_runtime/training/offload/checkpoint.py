@@ -1,14 +1,13 @@
 """Checkpoints of offloaded training: a small file that names the versions of the experts.
 
-Experts lie on the disk already, and a version that a checkpoint names is not overwritten before the
-next checkpoint is durable. So a checkpoint costs the experts that live in memory and changed since
-the last one, the dense parameters, and one flush; training goes on meanwhile. The file is written
-beside its place, flushed and renamed: a kill or a power cut at any instant leaves a whole one.
+A version that a checkpoint names is not overwritten before the next checkpoint is durable. So a
+checkpoint costs the experts that live in memory and changed since the last one, the dense
+parameters, and one flush; training goes on meanwhile. The file is written next to its place,
+flushed and renamed.
 
-A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
-number of processes goes on from it, under any budget. Where several train together, the first one
-writes the file, once all have said which versions of their experts lie on the disk, and all go on
-naming the one before until it is there. So there is one file or none, whatever is killed when.
+A checkpoint knows experts by logical names, and each row says in which folder the expert lies. So
+any number of processes resumes from it, under any budget. The first process writes the file once
+all processes have named durable versions; until then all keep the checkpoint before.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
 (2024) for logical names.
@@ -36,6 +35,7 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
+from moe_runtime.training.offload.disk import RecordFile
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -66,12 +66,10 @@ _KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": PLAIN.named
 
 
 class SavedExperts:
-    """The rows of a checkpoint, and the files that they are about.
+    """The rows of a checkpoint, and the files that they name.
 
     Args:
-        storage: the folder that was given for experts.
-        saved: what the checkpoint says of the experts.
-        last_step: up to which they go at most, in their own count of steps.
+        last_step: no row may go beyond it.
 
     Attributes:
         rows: folder below `storage` (empty for itself) and version, by logical name.
@@ -104,11 +102,7 @@ class SavedExperts:
         self._files: dict[Path, CheckpointFile] = {}
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuses a checkpoint that lacks experts, or has others.
-
-        Raises:
-            CheckpointError: it does; names one.
-        """
+        """Refuses a checkpoint that lacks experts, or has others."""
         expected = set(names)
         if others := self.rows.keys() - expected:
             raise CheckpointError(f"the checkpoint has an expert {shown(min(others))}")
@@ -117,11 +111,7 @@ class SavedExperts:
             raise CheckpointError(f"the checkpoint lacks {len(missing)} experts: {missing[0]}, ...")
 
     def read(self, name: str, key: ExpertKey, layout: RecordLayout, record: Tensor) -> Version:
-        """Reads an expert's state into a record, and checks it.
-
-        Raises:
-            CheckpointError: its file is missing, too short or damaged; says which.
-        """
+        """Reads an expert's state into a record, and checks its digest."""
         folder, version = self.rows[name]
         path = records_path(self.storage / folder, layout)
         if path not in self._files:
@@ -140,23 +130,17 @@ class SavedExperts:
         return version
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
 
 def row_of(version: Version, folder: str) -> list[Any]:
-    """What a checkpoint says of an expert."""
     return [version.slot, version.step, version.count, version.digest, version.pending, folder]
 
 
 def remove_left_behind(storage: Path, size: int) -> None:
-    """Removes the files of runs with another number of processes, which nothing names any more.
-
-    Args:
-        storage: the folder that was given for experts.
-    """
+    """Removes the files of runs with another number of processes, which no checkpoint names."""
     others = [path for path in storage.iterdir() if _FOLDER.fullmatch(path.name)]
     folders = [path for path in others if size == 1 or not path.name.endswith(f"-of-{size}")]
     for folder in folders:
@@ -178,11 +162,7 @@ S = TypeVar("S")
 
 
 class ExpertCheckpoints:
-    """Saves the experts' versions, one checkpoint at a time, beside the training.
-
-    Args:
-        processes: that train together; this process alone when omitted.
-    """
+    """Saves the experts' versions in the background, one checkpoint at a time."""
 
     def __init__(
         self,
@@ -200,19 +180,12 @@ class ExpertCheckpoints:
         self._under_way: Future[None] | None = None
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
-        self._lent: list[tuple[RecordLayout, int]] = []
+        self._lent: list[tuple[RecordFile, int]] = []
         self._is_first = True
 
     def begin(self) -> dict[str, Any]:
-        """Holds every expert as it is now; `write` makes a checkpoint of it.
-
-        Returns:
-            What the checkpoint will say of the experts; complete when `write` calls its job.
-
-        Raises:
-            CheckpointError: there is no folder to save to.
-            MoERuntimeError: the checkpoint before failed.
-        """
+        """Holds every expert as it is now. The result is what the checkpoint says; `write`
+        completes it."""
         if self._states.disk is None:
             raise CheckpointError("checkpoints need a storage_dir, where experts are saved")
         self.wait()
@@ -232,11 +205,10 @@ class ExpertCheckpoints:
         """Writes a checkpoint in the background, once the experts of all processes are durable.
 
         Args:
-            state: everything that belongs to it, what `begin` gave included; copied to the host
-                first.
+            state: everything that belongs to it; copied to the host first.
             experts_of: finds in a state what `begin` gave.
-            job: writes the state; must be atomic. Called in the first process. Errors come out of
-                the next `begin` or `wait`, in all processes.
+            job: writes the state in the first process; must be atomic. Its errors come out of the
+                next `begin` or `wait`, in all processes.
         """
         is_writer = self._processes.rank == 0
         snapshot, versions = host_copy(state) if is_writer else state, self._begun
@@ -257,10 +229,6 @@ class ExpertCheckpoints:
 
     def restore(self, saved: Mapping[str, Any], last_step: int) -> None:
         """Takes up the experts that a checkpoint names, whichever processes wrote them.
-
-        Args:
-            saved: what the checkpoint says of the experts.
-            last_step: up to which they go at most, in their own count of steps.
 
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
@@ -295,17 +263,12 @@ class ExpertCheckpoints:
         experts.close()
 
     def wait(self) -> None:
-        """Returns when no checkpoint is under way.
-
-        Raises:
-            MoERuntimeError, OSError: the last one failed; the one before is intact.
-        """
+        """Returns when no checkpoint is under way; raises the error of the last one."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the checkpoint under way and ends the thread."""
         self._thread.shutdown()
 
     def _durable_rows(self, versions: Mapping[ExpertKey, Version]) -> dict[str, Any]:
@@ -314,12 +277,7 @@ class ExpertCheckpoints:
         return {self._name(key): row_of(version, folder) for key, version in versions.items()}
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What a part of the checkpoint gave in every process; one that fails fails all.
-
-        Raises:
-            MoERuntimeError, OSError: it failed here.
-            CheckpointError: it failed in another process.
-        """
+        """What a part of the checkpoint gave in every process; a failure in one fails all."""
         failure, result = None, None
         try:
             result = work()
@@ -334,7 +292,7 @@ class ExpertCheckpoints:
         return [found for _, found in answers]
 
     def _release(self, versions: dict[ExpertKey, Version]) -> None:
-        """The checkpoint is durable: what only the one before named is free."""
+        """The checkpoint is durable: slots that only the one before named are free."""
         assert self._states.disk is not None
         self._states.drop_versions(self._kept)
         self._states.drop_lent(self._lent)
@@ -350,9 +308,9 @@ class ExpertCheckpoints:
         assert self._states.disk is not None
         layout = self._layouts[key.layer]
         # What has no file open here is not written to either.
-        if self._states.disk.has_file(layout):
-            self._states.disk.hold(layout, version.slot)
-            self._lent.append((layout, version.slot))
+        if (file := self._states.disk.files.get(layout.state_bytes)) is not None:
+            file.hold(version.slot)
+            self._lent.append((file, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
         shapes, state = self._shapes(), self._state_format

@@ -1,15 +1,12 @@
 """Experts' weights on their way to where products are computed, and gradients on the way back.
 
-Records hold weights in fp32 in locked host memory. Products want them on a device, or in another
-type: then a copy crosses the link in the type of the products, and the gradient crosses it back.
-Weights cross on the tier's copy streams, from the record itself where products have its type, else
-from locked buffers. While the device computes with one expert, the next one's weights cross, and
-the gradients of the one before are taken into its record, where the CPU updates it. Nothing is
-read, written or given up before its event.
+Records hold fp32 weights in pinned host memory. Where products are computed on a device, or in
+another type, a copy crosses the link in the type of the products, and the gradient crosses back.
+While the device computes with one expert, the next one's weights cross, and the gradients of the
+one before are added to its record. Nothing is read, written or released before its event.
 
-Some experts keep their copy on the device from one pass to the next; theirs is made anew only after
-their weights have changed. Where all do, products are in bf16 and every expert gets tokens, a step
-moves four bytes a parameter: its weights there, its gradient back. No copy changes a bit.
+Some experts keep their copy on the device from one pass to the next; it is made anew only after
+their weights have changed. No copy changes a bit.
 
 Sources: Ren et al., "ZeRO-Offload" (2021) for this cut between what crosses and what does not;
 Hecate (2025) for the choice of copies: the experts used most, chosen again as loads drift.
@@ -42,7 +39,7 @@ DEVICE_BUFFERS = 2 * _IN_TURN + 1
 """On the device: weights, gradients that cross, and one of a micro-batch before it is summed."""
 
 HOST_BUFFERS = 2 * _IN_TURN
-"""In locked host memory: weights and gradients in the type of the products."""
+"""In pinned host memory: weights and gradients in the type of the products."""
 
 
 class _Job(NamedTuple):
@@ -61,12 +58,7 @@ class _Job(NamedTuple):
 
 
 class _Buffer:
-    """Memory of one expert's tensors.
-
-    Attributes:
-        memory: its bytes.
-        after: events behind which it may be written.
-    """
+    """Memory of one expert's tensors, and the events behind which it may be written."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -81,9 +73,6 @@ class DeviceLink:
 
     Args:
         section_bytes: of the largest expert's parameters in the type of its record.
-
-    Raises:
-        CapacityError: memory cannot be had, or not be locked.
     """
 
     def __init__(self, device: Device, section_bytes: int, records: Slab) -> None:
@@ -120,7 +109,7 @@ class DeviceLink:
 
         Args:
             tensors: in the record, which must not change before `release` calls its action.
-            into: memory of `keep`; a buffer that is given up by `release` if omitted.
+            into: memory of `keep`; a buffer that `release` frees if omitted.
         """
         self.device.compute_here()
         if into is None:
@@ -159,12 +148,8 @@ class DeviceLink:
         return list(_carve(self._part.memory, like, dtype))
 
     def send_back(self, found: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool) -> None:
-        """Queues the way back of gradients, behind what computes them.
-
-        Args:
-            targets: in the record; they have the gradients when `release` calls its action.
-            adds: to what they hold; else it is replaced.
-        """
+        """Queues the way back of gradients; `targets` in the record have them when `release` calls
+        its action."""
         arrivals = list(targets)
         is_direct = not adds and found[0].dtype == targets[0].dtype
         if not is_direct:
@@ -187,8 +172,8 @@ class DeviceLink:
         """All work with an expert is queued: its buffer may be filled behind that.
 
         Args:
-            action: gives the record up; called when nothing reads or writes it any more, at the
-                end of the next expert's turn at the latest.
+            action: releases the record; called when nothing uses it, at the end of the next
+                expert's turn at the latest.
         """
         if self._in_use is not None:
             self._in_use.after = self.device.vacate(self._in_use.memory)
@@ -200,12 +185,12 @@ class DeviceLink:
             self._do_first()
 
     def finish(self) -> None:
-        """Returns when all records have been given up."""
+        """Returns when all records have been released."""
         while self._jobs:
             self._do_first()
 
     def abandon(self) -> None:
-        """After an exception: nothing is copied any more, and no record is given up."""
+        """After an exception: nothing is copied any more, and no record is released."""
         self.device.drain()
         self._jobs.clear()
         self._num_crossing = self._num_ends = 0
@@ -301,11 +286,8 @@ class ComputeCopies:
     def weights(
         self, key: ExpertKey, step: int, tensors: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """An expert's weights on the device and in the type of `like`.
-
-        Args:
-            tensors: its weights in the record; returned as they are where nothing has to cross.
-        """
+        """An expert's weights on the device and in the type of `like`; `tensors` where nothing has
+        to cross."""
         if not self._num_bytes and not crosses(tensors[0], like):
             return list(tensors)
         self._used.add(key)
@@ -343,15 +325,15 @@ class ComputeCopies:
         return list(into)
 
     def release(self, action: Callable[[], object]) -> None:
-        """All work with the last weights is queued; calls what gives their record up, once the
-        device needs it no more: soon."""
+        """All work with the last weights is queued; `action` releases their record once the device
+        is done."""
         if self.link is None:
             action()
         else:
             self.link.release(action)
 
     def finish(self) -> None:
-        """Returns when every record has been given up."""
+        """Returns when every record has been released."""
         if self.link is not None:
             self.link.finish()
 
@@ -372,7 +354,7 @@ class ComputeCopies:
         self._used.clear()
 
     def forget(self) -> None:
-        """Drops all copies: weights become what they were, or what a checkpoint has."""
+        """Drops all copies: weights were taken back, or a checkpoint has others."""
         if self.link is not None:
             self.link.abandon()
         self._copies.clear()

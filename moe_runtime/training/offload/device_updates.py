@@ -1,11 +1,10 @@
 """Updates of some experts on the device that computes, while the CPU updates others.
 
-Of every `k` updates the device makes one. One record at a time is away: its state and gradient go
-to the device, are updated there, and come back when the next one is ready to go, or when it is
-asked for. Transfers run in both directions at once, and each of the four resources takes its part
-of a period of `k` updates; the one with most to do decides. Because only so many records fit on the
-device, a period also cannot be shorter than one record's way there and back, divided by their
-number.
+Of every `k` updates the device makes one. One record at a time is there: its state and gradient go
+to the device, are updated, and come back when the next one is ready to go. Transfers run in both
+directions at once; of the four resources the busiest decides how long a period of `k` updates
+takes. A period also cannot be shorter than one record's way there and back, divided by the records
+that fit.
 
 Source: Maurya et al., "Deep Optimizer States" (2024). The equations of its performance model are
 not public in text form; these are our own, for its schedule.
@@ -68,11 +67,7 @@ def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
 
 
 def best_stride(speeds: UpdateSpeeds, *, largest: int = 64) -> int | None:
-    """The stride with most updates a second; None when the CPU alone is as fast.
-
-    Args:
-        largest: stride beyond which the GPU is not worth its memory.
-    """
+    """The stride with most updates a second; None when the CPU alone is as fast."""
     best = max(range(1, largest + 1), key=lambda stride: params_per_s(stride, speeds))
     return best if params_per_s(best, speeds) > params_per_s(None, speeds) else None
 
@@ -99,11 +94,7 @@ class _Away:
 
 
 class DeviceUpdates:
-    """Takes every `stride`-th update to a device.
-
-    Args:
-        device: where the model computes; any that torch knows.
-        stride: of how many updates one is the device's; None for none.
+    """Takes every `stride`-th update to a device; None takes none.
 
     Attributes:
         moved_bytes: to the device and back so far.
@@ -127,15 +118,11 @@ class DeviceUpdates:
         refreshes: bool,
         finish: Callable[[], None],
     ) -> bool:
-        """Begins the update of a record with its own gradient, if it is the device's turn.
+        """Begins the update of a record with its own scaled gradient, if it is the device's turn.
 
         Args:
-            record: with state and gradient, which is scaled already; not to be touched until
-                `finish` is called.
+            record: not to be touched until `finish` is called.
             finish: called once the record is updated, by a later call of this or of `wait`.
-
-        Returns:
-            Whether it was begun.
         """
         if not next(self._turns):
             return False

@@ -1,10 +1,9 @@
 """Training around experts that are read from a checkpoint and never change.
 
-What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
-rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
-experts cross to its slots as they lie in the files, quantised ones packed; their values are written
-out there, and adapters are added there. Plain ones are computed from the slots: residents in one
-launch, arrivals in launches of their own.
+Trained are other parameters and, if wanted, adapters of low rank (LoRA) for each expert matrix.
+Where a device computes, experts cross to its slots as they lie in the files, quantised ones packed;
+their values are written out there, and adapters are added. Plain experts are computed from the
+slots.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -35,18 +34,17 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
 from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -56,11 +54,10 @@ if TYPE_CHECKING:
 class ExpertAdapters(nn.Module):
     """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
 
-    `A` is drawn as `nn.Linear` draws, `B` begins with zeros, so the model is what it was at first.
+    `A` is drawn as `nn.Linear` draws, `B` begins with zeros.
 
     Args:
         shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
-        num_experts: `E`.
         is_transposed: the summed dimension of the matrices comes first.
     """
 
@@ -94,7 +91,7 @@ class ExpertAdapters(nn.Module):
             self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
 
     def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
-        """Takes gradients of the adapted matrices; adds to those of the adapters."""
+        """Adds to the adapters' gradients, by those of the adapted matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             grad = self._by_rows(gradients[name]).to(first)
@@ -107,11 +104,7 @@ class ExpertAdapters(nn.Module):
                 parameter.grad[expert].add_(found, alpha=self.scale)
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
-        """The adapters of the first product and of the second, for all experts at once.
-
-        Args:
-            x: whose dtype products have.
-        """
+        """The adapters of the first product and of the second, for products in the dtype of `x`."""
         from moe_runtime.kernels.expert_mlp.slotted import LowRank
 
         first, down = (
@@ -129,20 +122,16 @@ class ExpertAdapters(nn.Module):
 
 
 class SlottedPasses:
-    """Layers that kernels compute from the slots of a store, as many experts in a launch as are in
-    their slots.
+    """Layers that kernels compute from the slots of a store.
 
-    What is resident is launched before the host knows which experts have rows; that is copied
-    beside it. Then what is missing is computed as it arrives.
-
-    Args:
-        adapters: of each layer; empty if the experts have none.
+    Residents are launched before the host knows which experts have rows; missing ones as they
+    arrive.
     """
 
     def __init__(
         self,
         sites: Sequence[ExpertsModuleSpec],
-        store: ExpertStore[Tensor],
+        store: DeviceStore,
         adapters: Sequence[ExpertAdapters],
     ) -> None:
         self._sites = list(sites)
@@ -163,9 +152,8 @@ class SlottedPasses:
 
     def _do_fit(self, layer: int, dtype: torch.dtype) -> bool:
         store, site = self._store, self._sites[layer]
-        if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
+        if store.stacks is None or not store.has_stack(layer, dtype):
             return False
-        assert store.stacks is not None, "the layer has a stack"
         stack = store.stacks.stack(layer, np.full(site.num_experts, -1, np.int32))
         return (
             isinstance(stack, StackedExperts)
@@ -181,13 +169,12 @@ class SlottedPasses:
         then: Sequence[ExpertKey] | None,
         *,
         keeps: bool,
-    ) -> tuple[list[SlottedTraining], list[Tensor]]:
-        """As `LayerExecutor.forward`; `then` are experts that will be wanted next, None for those
-        of this pass once more."""
+    ) -> tuple[list[Any], list[Tensor]]:
+        """As `LayerExecutor.forward`; `then` are experts that come next, None for those of this
+        pass again."""
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
-        store, site = self._store, self._sites[layer]
-        assert isinstance(store, DeviceStore), "the layer has a stack"
+        site = self._sites[layer]
         assert isinstance(site.activation, ActivationSpec), "the layer has a stack"
         calls = list[SlottedTraining]()
         for x_TD, ids_TK, weights_TK in inputs:
@@ -195,7 +182,7 @@ class SlottedPasses:
             calls.append(
                 SlottedTraining(x_TD, ids_TK, weights_TK, site.num_experts, site.activation)
             )
-        copies = [store.device.download(call.offsets_E1) for call in calls]
+        copies = [self._store.device.download(call.offsets_E1) for call in calls]
         low = self._low_rank(layer, calls[0].x_TD)
         for call in calls:
             call.begin_forward(site.dim_preactivation, low, keeps=keeps)
@@ -220,7 +207,6 @@ class SlottedPasses:
         grads_TD: Sequence[Tensor],
         then: Sequence[ExpertKey] | None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `LayerExecutor.backward`; `then` as of `forward`."""
         low = self._low_rank(layer, calls[0].x_TD)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD, low)
@@ -242,10 +228,9 @@ class SlottedPasses:
         then: Sequence[ExpertKey] | None,
         add: Callable[[StackedExperts], None],
     ) -> None:
-        """Gives every expert that has rows once, and reads ahead what will be wanted next, as slots
-        become free."""
+        """Gives every expert that has rows once, and reads ahead what comes next, as slots become
+        free."""
         store = self._store
-        assert isinstance(store, DeviceStore), "the layer has a stack"
         residents = store.launch_residents(layer, add).experts
         keys = keys_of()
         then = keys if then is None else then
@@ -266,10 +251,7 @@ ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class FrozenPasses:
-    """Computes layers whose experts come out of a store, expert by expert.
-
-    In ascending order of experts in either direction, so sums do not depend on what was resident.
-    On a GPU, experts that are plain are computed by kernels that take what is in a slot.
+    """Computes layers whose experts come out of a store, in ascending order in either direction.
 
     Args:
         experts: how they lie in the slots of the store.
@@ -288,22 +270,25 @@ class FrozenPasses:
         self._experts = experts
         self._store = store
         self._adapters = list(adapters)
-        self._slotted = SlottedPasses(sites, store, adapters)
+        self._slotted = None
+        if isinstance(store, DeviceStore):
+            self._slotted = SlottedPasses(sites, store, adapters)
         self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
 
     def begin(self) -> None:
-        """Forgets the visits; what follows is a new window."""
         self.visits = Visits()
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
-        """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
+        """As `LayerExecutor.forward`."""
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         then = None if turns_back else self._last_visited.get(layer + 1, [])
-        compute = self._slotted.forward if self._slotted.takes(layer, inputs) else self._forward
+        compute = self._forward
+        if self._slotted is not None and self._slotted.takes(layer, inputs):
+            compute = self._slotted.forward
         calls, outputs = compute(layer, inputs, then, keeps=keeps)
         if is_visit:
             keys = visited(layer, calls)
@@ -320,7 +305,7 @@ class FrozenPasses:
         then: Sequence[ExpertKey] | None,
         *,
         keeps: bool,
-    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+    ) -> tuple[list[Any], list[Tensor]]:
         """Expert by expert; `then` as of `SlottedPasses.forward`."""
         site = self._sites[layer]
         calls = streamed(site, inputs)
@@ -341,7 +326,7 @@ class FrozenPasses:
             self.visits.layers.pop()
         # the next window begins with the layer that this one ends with
         before = self.visits.layers[-1][1] if self.visits.layers else None
-        if not isinstance(calls[0], StreamedExperts):
+        if self._slotted is not None and not isinstance(calls[0], StreamedExperts):
             return self._slotted.backward(layer, calls, grads_TD, before)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
@@ -353,7 +338,6 @@ class FrozenPasses:
         return [call.input_gradients() for call in calls]
 
     def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
-        """One expert's part of the gradients of one call."""
         if not self._adapters:
             call.backward(key.expert, weights, None)
             return
@@ -363,27 +347,23 @@ class FrozenPasses:
         self._adapters[key.layer].accept(key.expert, named)
 
     def finish(self) -> None:
-        """Returns when no product is queued behind a copy to a device that may still fail.
-
-        Raises:
-            MoERuntimeError: one has failed, and what was computed with it is void.
-        """
+        """Returns when no product is queued behind a copy that may still fail; raises if one has
+        failed."""
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()
 
     def abandon(self) -> None:
-        """After an exception: all that was computed is void, and no copy of it is told of later."""
+        """After an exception: all that was computed is void, and failed copies are not reported
+        later."""
         with contextlib.suppress(MoERuntimeError):
             self.finish()
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
-        found: dict[str, Tensor] = {}
         with self._store.lease([key], streaming=True) as lease:
-            for group in lease:
-                for _, slot in group:
-                    named = self._adapted(key, slot)
-                    found = {name: t.to("cpu", copy=True) for name, t in named.items()}
+            ((_, slot),) = next(iter(lease))
+            named = self._adapted(key, slot)
+            found = {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         self.finish()
         return found
 
@@ -457,16 +437,14 @@ def adapters_for(
 class AdapterTraining(StepOptimizer):
     """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
 
-    Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
-    all of them in either direction.
+    Used as `OffloadedTraining`; experts are read once for all micro-batches of a step in either
+    direction.
 
     Args:
-        model: everything that shall be trained requires gradients, and nothing else; its experts
-            are replaced.
-        adapters: of the experts, layer by layer; empty if they have none. They become parts of the
-            model.
-        stores: what experts are computed from, and below that, where a device computes, the one of
-            the host; closed at the end.
+        model: what requires gradients is trained; its experts are replaced.
+        adapters: of the experts, layer by layer; empty if they have none.
+        stores: the one that experts are computed from, and below it, where a device computes, the
+            host's.
 
     Raises:
         ValueError: there is nothing to train.
@@ -483,13 +461,10 @@ class AdapterTraining(StepOptimizer):
         memory: FrozenMemory,
     ) -> None:
         return_freed_blocks()
-        self.model = model
-        self._stores = [*stores]
-        self.memory = memory
+        self.model, self.memory = model, memory
+        self._stores, self._passes, self._settings = [*stores], passes, settings
         self._steps = self._skipped = 0
         self._num_experts = sum(site.num_experts for site in sites)
-        self._passes = passes
-        self._settings = settings
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(site, layer, passes)
@@ -505,22 +480,15 @@ class AdapterTraining(StepOptimizer):
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
-        """Forward and backward passes of a step's micro-batches; returns the losses, detached.
-
-        Raises:
-            MoERuntimeError: an expert could not be read.
-        """
+        """Forward and backward passes of a step's micro-batches; returns the losses, detached."""
         del rate  # for optimizers that update inside the backward pass
         self._passes.begin()
-        losses: list[Tensor] = []
-        try:
-            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._passes.abandon)
+            failed.callback(self.dense.forget)
+            losses = run_window(self.model, [partial(_part, p) for p in parts], self._modules)
             self._passes.finish()
-            losses = found
-        finally:
-            if not losses:
-                self.dense.forget()
-                self._passes.abandon()
+            failed.pop_all()
         return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:
@@ -531,7 +499,6 @@ class AdapterTraining(StepOptimizer):
         return outcome
 
     def stats(self) -> OffloadStats:
-        """Counters since the training was made."""
         fast, last = self._stores[0].stats(), self._stores[-1].stats()
         link = LinkTraffic()
         if len(self._stores) > 1:
@@ -578,10 +545,6 @@ class AdapterTraining(StepOptimizer):
 
     def close(self) -> None:
         self._stores[0].close()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window
 
 
 def _part(part: Callable[[], Tensor]) -> Tensor:

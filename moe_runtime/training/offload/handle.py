@@ -20,12 +20,10 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
@@ -34,6 +32,7 @@ from moe_runtime.training.offload.passes import LayerExecutor
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 
@@ -42,14 +41,11 @@ class OffloadStats:
     """What a training run did so far.
 
     Attributes:
-        steps: steps taken.
         skipped_steps: steps left out because gradients were not finite.
         traffic: bytes by way, and seconds of waiting.
         link: bytes between tiers in memory and where products are computed.
-        num_experts: routed experts.
         resident_experts: those whose tier is host memory.
         budget_bytes: of host memory.
-        disk_bytes: bytes of the files.
         peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
     """
 
@@ -81,11 +77,7 @@ class OffloadStats:
 
 
 class ExpertTraining(StepOptimizer, abc.ABC):
-    """Training of experts that have records of their own, of which a checkpoint names versions.
-
-    Attributes:
-        skipped_steps: steps left out because something was not finite.
-    """
+    """Training of experts that have records of their own, of which a checkpoint names versions."""
 
     keeps_newest_alone = True
 
@@ -114,9 +106,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        """Counters so far."""
-        experts = self.states.experts.values()
-        disk = self.states.disk
+        experts, disk = self.states.experts.values(), self.states.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
@@ -145,11 +135,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         return self.states.traffic.by_way()
 
     def check(self) -> None:
-        """Proves that the entries of all records agree with each other.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Proves that the entries of all records agree with each other."""
         self.states.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -168,7 +154,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
 
 
 def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters beside the offloaded experts that require gradients, by name."""
+    """Parameters other than the offloaded experts that require gradients, by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -177,11 +163,7 @@ def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
-    """Refuses parameters that came after the optimizer was made, which would not be trained.
-
-    Raises:
-        UnsupportedUseError: a parameter beside the experts requires gradients and is not known.
-    """
+    """Refuses parameters that came after the optimizer was made, which would not be trained."""
     ids = set(map(id, known))
     for name, parameter in trained_around_experts(model).items():
         if id(parameter) not in ids:
@@ -192,11 +174,6 @@ def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None
 
 
 def require_trained(model: nn.Module) -> None:
-    """Refuses a model of which nothing would be trained.
-
-    Raises:
-        ValueError: no parameter requires gradients.
-    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "there is nothing to train: no parameter requires gradients; set requires_grad on "
@@ -233,10 +210,7 @@ class OffloadedTraining(ExpertTraining):
         outcome = training.step(rate)
 
     `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
-    tiers for the step, and experts are fetched once for every micro-batch.
-
-    Attributes:
-        activations: what becomes of them between forward and backward pass.
+    tiers, and experts are fetched once for every micro-batch.
     """
 
     def __init__(
@@ -246,28 +220,26 @@ class OffloadedTraining(ExpertTraining):
         states: ExpertStates,
         settings: AdamW,
         memory: TrainingMemory,
-        activations: ActivationPolicy | None = None,
-        device_updates: DeviceUpdates | None = None,
-        copy_bytes: int = 0,
-        processes: OneProcess | None = None,
-        link: DeviceLink | None = None,
+        *,
+        activations: ActivationPolicy,
+        device_updates: DeviceUpdates | None,
+        copy_bytes: int,
+        processes: OneProcess,
+        link: DeviceLink | None,
     ) -> None:
-        self._processes = processes or OneProcess()
-        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
+        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, processes)
         super().__init__(model, sites, states, memory, checkpoints)
-        self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
-        self._passes = LayerExecutor(
-            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes, link=link
-        )
-        self.activations = self._passes.activations
-        self._settings = settings
+        self.optimizer = ExpertOptimizer(states, settings, device_updates, processes)
+        self._passes = LayerExecutor(sites, self.optimizer, activations, copy_bytes, link)
+        self.activations = activations
+        self._processes, self._settings = processes, settings
         self._names = [site.parameter_names for site in sites]
         self._final_rate: float | None = None
         self._is_closed = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
-                site, layer, self._passes, self.activations, lambda: self.optimizer.has_gradient
+                site, layer, self._passes, activations, lambda: self.optimizer.has_gradient
             )
             module.train(site.module.training)
             site.put(model, module)
@@ -276,7 +248,6 @@ class OffloadedTraining(ExpertTraining):
 
     @property
     def num_steps(self) -> int:
-        """Steps that were taken."""
         return self.optimizer.step
 
     def backward(
@@ -311,7 +282,7 @@ class OffloadedTraining(ExpertTraining):
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
         try:
-            losses = run_window(self.model, work, self._set_window)
+            losses = run_window(self.model, work, self._modules)
         finally:
             if not losses:
                 self.discard()
@@ -324,8 +295,8 @@ class OffloadedTraining(ExpertTraining):
             rate: learning rate; must be that of `backward`.
 
         Returns:
-            The norm of the gradients, and those that were not finite: then the step is not
-            taken, and what the backward pass had updated is taken back.
+            The norm of the gradients, and those that were not finite: then the step is not taken,
+            and what the backward pass had updated is taken back.
 
         Raises:
             RuntimeError: no backward pass came before, or the training is closed.
@@ -347,7 +318,7 @@ class OffloadedTraining(ExpertTraining):
         self._processes.reduce_gradients(self.dense.parameters())
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
-        own_bad = self.optimizer.bad_experts
+        own_bad = list(self.optimizer.bad_experts)
         norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
         bad: tuple[str, ...] = ()
         if is_skipped:
@@ -385,7 +356,6 @@ class OffloadedTraining(ExpertTraining):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters as they are after the steps so far, by name."""
         with self._passes.parameters(key) as named:
             return {name: tensor.clone() for name, tensor in named.items()}
 
@@ -394,7 +364,6 @@ class OffloadedTraining(ExpertTraining):
         return {name: self._passes.stacked(layer, name) for name in self._names[layer]}
 
     def stats(self) -> OffloadStats:
-        """Counters so far."""
         link = dataclasses.replace(self._passes.copies.traffic)
         return dataclasses.replace(super().stats(), link=link)
 
@@ -403,7 +372,6 @@ class OffloadedTraining(ExpertTraining):
             raise RuntimeError("the training is closed: it takes no more steps")
 
     def close(self) -> None:
-        """As of `ExpertTraining`; activations on the disk end, too."""
         self._is_closed = True
         self._passes.copies.forget()
         with contextlib.closing(self.activations):
@@ -446,7 +414,3 @@ class OffloadedTraining(ExpertTraining):
         scale = self.optimizer.loss_scale.value
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MemorySize, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError
@@ -25,17 +25,17 @@ from moe_runtime.training.offload.states import MIN_RING_SLOTS, ExpertStates
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20
-"""Bytes of slots between disk and computation that are enough to keep a disk busy."""
+"""Slots between disk and computation that keep a disk busy."""
 
 DEFAULT_ACTIVATION_SHARE = 0.25
-"""Share of a budget set aside for activations when nothing else is said."""
+"""Of a budget, set aside for activations."""
 
 
 SPARE_BYTES = 32 * 2**20
-"""Set aside beside counted activations for what libraries and the allocator keep."""
+"""On top of counted activations, for libraries and the allocator."""
 
 _STEP_BYTES = 4
-"""Of the count of steps that AdamW has for each tensor."""
+"""AdamW's count of steps for each tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +44,10 @@ class TrainingMemory:
 
     Attributes:
         dense_bytes: weights, gradients and moments of everything but the routed experts.
-        activation_bytes: set aside for the forward and backward pass.
-        link_bytes: buffers of the way to a device that computes; then the device, and not the
-            budget, holds dense parameters and activations. 0 where the CPU computes.
-        saved_bytes: for the copy of what is dense on a device that a checkpoint takes.
+        activation_bytes: for the forward and backward pass.
+        link_bytes: buffers of the way to a device that computes; then the device holds dense
+            parameters and activations. 0 where the CPU computes.
+        saved_bytes: for a checkpoint's copy of what is dense on a device.
         copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
@@ -66,7 +66,6 @@ class TrainingMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots."""
         return (self.ring_slots + len(self.resident)) * self.record_bytes
 
 
@@ -75,8 +74,8 @@ class FrozenMemory:
     """A division of memory where experts are frozen and stay in the checkpoint's files.
 
     Attributes:
-        host: of its memory; slots alone, and a checkpoint's copy, where a device computes.
-        device: of the memory of the device that computes; None where that is the CPU.
+        host: slots alone, and a checkpoint's copy, where a device computes.
+        device: of the device that computes; None where that is the CPU.
     """
 
     host: MemoryPlan
@@ -85,25 +84,29 @@ class FrozenMemory:
 
 def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of a model's parameters and buffers but the experts, with gradients and moments."""
-    experts = {id(parameter) for parameter in expert_parameters}
-    total = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    for parameter in model.parameters():
-        if id(parameter) not in experts:
-            copies = 4 if parameter.requires_grad else 1
-            total += copies * parameter.numel() * parameter.element_size()
-    return total
+    around = _around(model, expert_parameters)
+    trained = _bytes_of(p for p in around if p.requires_grad)
+    return _bytes_of(model.buffers()) + _bytes_of(around) + 3 * trained
 
 
 def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of what a checkpoint has of a model beside its experts: steps too, no gradients."""
+    """Bytes of what a checkpoint has of a model without its experts: steps too, no gradients."""
+    dense = [p for p in _around(model, expert_parameters) if p.requires_grad]
+    return dense_bytes(model, expert_parameters) - _bytes_of(dense) + _STEP_BYTES * len(dense)
+
+
+def _around(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """A model's parameters but the experts'."""
     experts = {id(parameter) for parameter in expert_parameters}
-    dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
-    trained = sum(parameter.numel() * parameter.element_size() for parameter in dense)
-    return dense_bytes(model, expert_parameters) - trained + _STEP_BYTES * len(dense)
+    return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:
-    """What the expert in use takes beside its record, at most: when all tokens are routed to it.
+    """What the expert in use takes on top of its record, when all tokens are routed to it.
 
     Its rows, their gradients and outputs; pre-activations, hidden activations and their gradients.
     """
@@ -125,8 +128,6 @@ def divide(
 
     Args:
         dense: bytes of everything but the routed experts, with gradients and moments.
-        activations: bytes of the forward and backward pass.
-        has_disk: whether experts may live on the disk.
         copies: bytes for weights that are kept in the type of products.
         link: bytes of buffers where a device computes, and holds what is dense.
         saved: bytes of a checkpoint's copy of what is dense there.
@@ -192,13 +193,8 @@ CPU = torch.device("cpu")
 
 
 def computing_device(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> torch.device:
-    """Where a model computes: where everything of it lies but its experts.
-
-    Raises:
-        ValueError: it lies on several devices.
-    """
-    experts = {id(parameter) for parameter in expert_parameters}
-    tensors = [p for p in model.parameters() if id(p) not in experts] or list(model.parameters())
+    """Where a model computes: where everything of it lies but its experts."""
+    tensors = _around(model, expert_parameters) or list(model.parameters())
     places = {tensor.device for tensor in tensors if not tensor.is_meta}
     if len(places) > 1:
         names = " and ".join(sorted(map(str, places)))
@@ -209,17 +205,12 @@ def computing_device(model: nn.Module, expert_parameters: Iterable[nn.Parameter]
 
 
 def link_bytes(layouts: Iterable[RecordLayout], place: torch.device) -> int:
-    """Locked host memory of a link beside the records; 0 where the CPU computes."""
+    """Pinned host memory of a link, without the records; 0 where the CPU computes."""
     return 0 if place.type == "cpu" else HOST_BUFFERS * buffer_bytes(_largest(layouts))
 
 
 def open_link(states: ExpertStates, place: torch.device) -> DeviceLink | None:
-    """The way between records and the device; None where the CPU computes.
-
-    Raises:
-        CapacityError: memory cannot be had, or not be locked.
-        ValueError: the device is none that experts can be computed on.
-    """
+    """The way between records and the device; None where the CPU computes."""
     if place.type == "cpu":
         return None
     section = _largest(state.layout for state in states.experts.values())
@@ -230,22 +221,11 @@ def held_bytes(
     model: nn.Module, expert_parameters: Iterable[nn.Parameter], place: torch.device
 ) -> int:
     """Bytes of a model's parameters that are on a device already, the experts' left out."""
-    experts = {id(parameter) for parameter in expert_parameters}
-    there = [p for p in model.parameters() if p.device == place and id(p) not in experts]
-    return sum(parameter.numel() * parameter.element_size() for parameter in there)
+    return _bytes_of(p for p in _around(model, expert_parameters) if p.device == place)
 
 
 def device_budget(device_memory: MemorySize, place: torch.device, held: int) -> int:
-    """Bytes that a budget of a device stands for.
-
-    Args:
-        device_memory: bytes, a size, a share of what is free there, or "auto".
-        held: bytes that are taken there already, and count as free.
-
-    Raises:
-        CapacityError: there is not so much.
-        ValueError: the size cannot be read.
-    """
+    """Bytes that a device's budget stands for; `held` bytes are taken there and count as free."""
     budget = parse_budget(device_memory, name="device_memory")
     return resolve_budget(budget, available_device_bytes(place) + held, "the device")
 
@@ -264,14 +244,12 @@ def device_shares(
 
     Args:
         device_memory: the budget; "auto" keeps no weights there.
-        activation_memory: the part of it for activations: bytes, a size, or a share.
         dense: bytes of everything else with its states.
         held: bytes of it that are on the device already, and not free.
         updates: that are made there, of one record at a time.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
-        ValueError: a size cannot be read.
     """
     activations = parse_budget(activation_memory, name="activation_memory")
     given = device_budget(device_memory, place, held)

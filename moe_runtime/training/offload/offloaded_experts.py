@@ -1,10 +1,8 @@
 """The modules in the place of a model's experts, and the micro-batches that meet there.
 
-Micro-batches of a step go through the model side by side. Each has a thread, of which one runs at a
-time, in turn. At a layer's experts a thread waits until all have come; then the experts are
-computed for all of them, and every thread goes on. Since the turns are fixed, gradients of shared
-parameters are summed in the order of the micro-batches, as if one had been computed after the
-other.
+Each micro-batch of a step has a thread; one runs at a time, in turn. At a layer's experts a thread
+waits until all have come; then the experts are computed for all of them. Turns are fixed, so
+gradients of shared parameters are summed in the order of the micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
@@ -33,7 +30,7 @@ T = TypeVar("T")
 
 
 class _Aborted(BaseException):
-    """Unwinds a micro-batch whose neighbour failed; not for users' handlers."""
+    """Unwinds a micro-batch after another one failed; not for users' handlers."""
 
 
 class _Part(Generic[T]):
@@ -49,11 +46,6 @@ class _Part(Generic[T]):
         self.future: Future[T] = Future()
         self.is_done = False
         self.aux: list[Any] = []
-
-    def raise_error(self) -> None:
-        """Raises what the work raised, if it is over."""
-        if self.is_done:
-            self.future.result()
 
 
 class MicroBatchBarrier(Generic[T]):
@@ -95,7 +87,8 @@ class MicroBatchBarrier(Generic[T]):
                     for part in self._parts:
                         self._give_turn(part)
                     for part in self._parts:
-                        part.raise_error()
+                        if part.is_done:
+                            part.future.result()  # raises what the work raised
                     self._compute_together()
             finally:
                 self._is_aborted = True
@@ -165,31 +158,23 @@ class MicroBatchBarrier(Generic[T]):
 def run_window(
     model: nn.Module,
     work: Sequence[Callable[[], T]],
-    set_window: Callable[[MicroBatchBarrier[T] | None], None],
+    modules: Sequence[AbsentExperts],
 ) -> list[T]:
-    """Runs micro-batches: one alone as it is, several in a window that their experts know of.
-
-    Args:
-        work: the forward and backward pass of each.
-        set_window: tells the model's experts where micro-batches meet, and at the end nowhere.
-    """
+    """Runs micro-batches: one alone as it is, several in a window that the experts know of."""
     try:
         if len(work) == 1:
             return [work[0]()]
         window = MicroBatchBarrier(model, work)
-        set_window(window)
+        for module in modules:
+            module.window = window
         return window.run()
     finally:
-        set_window(None)
+        for module in modules:
+            module.window = None
 
 
 class AbsentExperts(AbsentParameters):
-    """Routed experts that the optimizer has; parameters are listed, and refuse to be read.
-
-    Args:
-        layer: its number among the layers with experts.
-        has_gradient: whether a gradient of any expert waits for the optimizer's step.
-    """
+    """Routed experts that the optimizer has; parameters are listed, and refuse to be read."""
 
     _misses_absent = False  # the optimizer's `load_state_dict` brings them
 
@@ -222,7 +207,7 @@ class AbsentExperts(AbsentParameters):
 
 
 class LayerPasses(Protocol):
-    """Computes layers whose experts are elsewhere; `LayerExecutor` says more.
+    """Computes layers whose experts are elsewhere, as `LayerExecutor`.
 
     What its forward pass returns for the backward pass has `give_up_tensors` and `take_tensors` as
     `StreamedExperts` has them.
@@ -243,9 +228,8 @@ class OffloadedTrainingExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
 
     Args:
-        layer: its number among the layers with experts.
         activations: what autograd's saved tensors become; kept when omitted.
-        has_gradient: as of `AbsentExperts`; frozen experts never have one.
+        has_gradient: whether a gradient of any expert waits for the optimizer's step.
     """
 
     def __init__(
@@ -265,25 +249,22 @@ class OffloadedTrainingExperts(AbsentExperts):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None
     ) -> Tensor:
-        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`.
+        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`.
 
         Args:
             hidden_states: `[T, D]`.
             top_k_index: `[T, K]`; choices with ids of no expert are passed over.
             top_k_weights: `[T, K]` gate weights; None for rows that are sorted by expert, of one
                 choice each, which all weigh one.
-
-        Returns:
-            `[T, D]`.
-
-        Raises:
-            MoERuntimeError: an expert could not be read or written.
         """
         dtype = compute_dtype(hidden_states)
         # a copy within would hide from autograd where it came from
         x_TD = hidden_states.to(dtype).contiguous()
         if torch.is_grad_enabled():
-            with self._saving():
+            saving = contextlib.nullcontext()
+            if self._activations is not None:
+                saving = self._activations.saving(self.layer)
+            with saving:
                 out_TD = cast(
                     Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
                 )
@@ -319,11 +300,6 @@ class OffloadedTrainingExperts(AbsentExperts):
 
         return self._meet(("backward", self.layer), (call, grad_TD), together)
 
-    def _saving(self) -> AbstractContextManager[object]:
-        if self._activations is None:
-            return contextlib.nullcontext()
-        return self._activations.saving(self.layer)
-
     def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
         if self.window is None:
             return together([entry])[0]
@@ -342,8 +318,6 @@ def _plainly(x: Tensor) -> Iterator[None]:
 
 
 class _Call(torch.autograd.Function):
-    """One micro-batch's pass through a layer."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -56,11 +56,7 @@ from moe_runtime.types import ExpertKey
 
 
 def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) -> None:
-    """Makes ``save_pretrained`` of a model and of its parts refuse to leave experts out.
-
-    Args:
-        model: about to give its experts up; nothing happens where no part is of transformers.
-    """
+    """Makes `save_pretrained` of a model and of its parts refuse to leave experts out."""
     parameters = {
         f"{site.name}.{name}": site.module.get_parameter(name)
         for site in sites
@@ -75,11 +71,8 @@ def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) ->
 
 
 def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
-    """A model's ``save_pretrained`` that refuses.
-
-    Args:
-        trained: for each parameter of the experts, whether it is trained.
-    """
+    """A model's `save_pretrained` that refuses; `trained` says of each expert parameter whether it
+    is."""
     save = cast(Any, type(model)).save_pretrained
 
     @functools.wraps(save)
@@ -116,7 +109,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("direct", "resumes"), (bool,)),
     "initial": (cast("type", Callable), type(None)),
 }
-"""Sizes and groups are looked at where they are read."""
+"""Sizes and groups are checked where they are read."""
 
 
 def offload_training(
@@ -139,10 +132,9 @@ def offload_training(
     """Trains a model whose routed experts and their states do not fit where it computes.
 
     The experts' parameters leave the model: weights, moments and gradients live in records in host
-    memory as far as the budget goes, the others in files. Everything else of the model stays. The
-    numbers depend neither on the budget nor on the experts' places nor on the number of threads.
-    What does not require gradients when this is called is not trained, experts or whole stacks of
-    them too.
+    memory as far as the budget goes, the others in files. The numbers depend neither on the budget
+    nor on the experts' places nor on the number of threads. What does not require gradients when
+    this is called is not trained, experts included.
 
     Args:
         model: with `MoELayer`s, or of a family of transformers with its experts interface, or with
@@ -173,11 +165,11 @@ def offload_training(
         resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
             with: nothing is written there first.
         groups: the processes that the model's experts are spread over, whole and without copies
-            (`MoELayer(..., group=ExpertSpread(groups=groups))`). Each has its own experts' states,
-            in files of its own below `storage_dir`, and a budget of its own; a share of what is
-            free, or "auto", is divided among those of a machine. All call this together, then
-            `backward` with as many parts as the others, and `step`. Parameters beside the experts
-            are equal on all, and their gradients averaged.
+            (`MoELayer(..., group=ExpertSpread(groups=groups))`). Each has a budget and its own
+            experts' states, in files of its own below `storage_dir`; a share of what is free, or
+            "auto", is divided among those of a machine. All call this together, then `backward`
+            with as many parts as the others, and `step`. Other parameters are equal on all, and
+            their gradients averaged.
 
     Returns:
         The optimizer of the whole model; close it at the end.
@@ -227,8 +219,8 @@ def offload_training(
         opened.callback(policy.close)
         require_whole_saves(model, sites)
         training = OffloadedTraining(
-            model, sites, states, settings, memory, policy, elsewhere, copies, processes,
-            link,
+            model, sites, states, settings, memory, activations=policy, device_updates=elsewhere,
+            copy_bytes=copies, processes=processes, link=link,
         )  # fmt: skip
         opened.pop_all()
     return training
@@ -256,7 +248,6 @@ def plan_memory(
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
-        ValueError: a size cannot be read.
     """
     parameters = expert_parameters(sites)
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
@@ -321,11 +312,7 @@ def layouts_of(
 
 
 def own_folder(storage_dir: Path, processes: OneProcess) -> Path:
-    """Where a process has its files; made if it is a folder in the one that was given.
-
-    Raises:
-        CheckpointError: the given folder is missing, or cannot be written.
-    """
+    """Where a process has its files; made if it is a folder in the one that was given."""
     folder = storage_dir / processes.folder_name
     if not storage_dir.is_dir():
         raise CheckpointError(f"storage_dir {storage_dir} is not a directory; make it first")
@@ -343,7 +330,7 @@ def open_states(
     io_threads: int,
     direct: bool,
 ) -> ExpertStates:
-    """Slots and files for records; the files are made when some experts live on the disk."""
+    """Slots and files for records; files are made when some experts live on the disk."""
     with contextlib.ExitStack() as opened:
         disk = None
         if storage_dir is not None:
@@ -405,11 +392,10 @@ def _activation_policy(
         # in both directions, and what a layer computes with comes on top
         buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
-    own = [site.recompute for site in sites]
     with contextlib.ExitStack() as opened:
         if swap is not None:
             opened.callback(swap.close)
-        policy = ActivationPolicy(kind, own, swap, room // 2)
+        policy = ActivationPolicy(kind, [site.recompute for site in sites], swap, room // 2)
         opened.pop_all()
     return policy
 
@@ -430,7 +416,6 @@ def _check_device(
     copy_memory: MemorySize,
     groups: LayoutGroups | None,
 ) -> None:
-    """Refuses what does not go with where the model computes."""
     if place.type == "cpu":
         if device_memory != "auto":
             raise ValueError(

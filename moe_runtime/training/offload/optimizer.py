@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
-from moe_runtime.training.offload.dense_adamw import clip_scale
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
 from moe_runtime.training.offload.states import ExpertStates, Need
+from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
 _KINDS = {
@@ -32,31 +32,27 @@ _KINDS = {
 class ExpertOptimizer:
     """Updates experts in their tier or on their way to it.
 
-    An expert on the disk is updated as soon as its gradient is final, inside the backward pass,
-    while the next one is being read and the last one written; one that lives in memory waits for
-    the end of the backward pass, which costs no transfer. Where the norm of all gradients is needed
+    An expert on the disk is updated inside the backward pass, as soon as its gradient is final; one
+    in memory at the end of it, which costs no transfer. Where the norm of all gradients is needed
     first (`clip="two_phase"`), both wait.
 
     Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a
     Single GPU" (Fuyou, 2024) for the update inside the backward pass.
 
-    Args:
-        device_updates: takes some of the updates to a GPU; none when omitted.
-        processes: that train together; this process alone when omitted.
-
     Attributes:
         step: steps taken, skipped ones not counted.
+        bad_experts: those with gradients that are not finite, since the last step.
     """
 
     def __init__(
         self,
         states: ExpertStates,
         settings: AdamW,
-        device_updates: DeviceUpdates | None = None,
-        processes: OneProcess | None = None,
+        device_updates: DeviceUpdates | None,
+        processes: OneProcess,
     ) -> None:
         self.states = states
-        self.processes = processes or OneProcess()
+        self.processes = processes
         self.device_updates = device_updates
         self.settings = settings
         self.step = 0
@@ -64,7 +60,7 @@ class ExpertOptimizer:
         self._rates: list[float] = []
         self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
-        self._bad: list[ExpertKey] = []
+        self.bad_experts: list[ExpertKey] = []
         self._last_norm: float | None = None
         self._uses = UseCounts(states.experts)
 
@@ -79,11 +75,7 @@ class ExpertOptimizer:
     def fetch(
         self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
     ) -> Tensor:
-        """The record of an expert as it is after `step` steps; `states.release` gives it back.
-
-        Args:
-            more: sections that are needed beside the parameters.
-        """
+        """The record of an expert as it is after `step` steps; `states.release` gives it back."""
         is_behind = self._is_behind(key)
         record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
         if is_behind and self._is_behind(key):
@@ -92,24 +84,24 @@ class ExpertOptimizer:
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
-        """Whether an expert is updated as soon as its gradient is final."""
-        in_memory = self.states.experts[key].resident_slot is not None
         waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
-        return not (in_memory or waits or self._bad)
+        return not (self._is_resident(key) or waits or self.bad_experts)
+
+    def _is_resident(self, key: ExpertKey) -> bool:
+        return self.states.experts[key].resident_slot is not None
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
-        """Takes an acquired record with its gradient, and gives the record back.
+        """Takes an acquired record with its summed gradient, and gives the record back.
 
         Args:
-            record: with the sum of the gradients so far.
             rate: learning rate if the gradient is final; None if more may be added.
         """
         layout = self.states.experts[key].layout
         gradient = layout.flat(record, Sections.GRADIENT)
         norm = float(torch.linalg.vector_norm(gradient)) * self._mean / self.loss_scale.value
         self._norms[key] = norm
-        if not math.isfinite(norm) and key not in self._bad:
-            self._bad.append(key)
+        if not math.isfinite(norm) and key not in self.bad_experts:
+            self.bad_experts.append(key)
         if rate is not None and self.updates_in_backward(key):
             self._update(key, record, rate, self._mean * self._scale(self._last_norm))
         else:
@@ -119,20 +111,18 @@ class ExpertOptimizer:
     def finish(
         self, rate: float, dense_norm: float, dense_is_bad: bool
     ) -> tuple[float, float, bool]:
-        """Takes the step for the experts whose gradients wait, or takes all of it back.
-
-        A collective call where several processes train together.
+        """Takes the step for the experts whose gradients wait, or takes all of it back; a
+        collective call.
 
         Args:
             dense_norm: norm of the other parameters' gradients, not scaled back yet.
-            dense_is_bad: whether any of them is not finite.
 
         Returns:
-            Global norm of the gradients, what the other parameters' are to be multiplied by, and
-            whether the step was not taken, because some gradient is not finite.
+            Global norm of the gradients, the factor for the other parameters' gradients, and
+            whether the step was skipped because some gradient is not finite.
         """
         square, num_bad = self.processes.sums(
-            [sum(value * value for value in self._norms.values()), float(len(self._bad))]
+            [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
         )
         norm = math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2)
         is_skipped = dense_is_bad or num_bad > 0
@@ -144,17 +134,22 @@ class ExpertOptimizer:
                 self.states.forget_gradient(key)
             self.states.roll_back()
         else:
-            self._update_waiting(waiting, rate, self._mean * scale)
+            self.states.expect((key, Sections.ALL) for key in waiting)
+            for key in waiting:
+                record = self.fetch(key, Sections.ALL, writes=True)
+                self._update(key, record, rate, self._mean * scale)
+                self.states.forget_gradient(key)
             self._await_device()
             self.states.commit()
             self._rates.append(rate)
             self._scales.append(self._mean * scale)
             self.step += 1
             self._last_norm = norm
-            self._exchange_tiers()
+            for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
+                self.states.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
-        self._bad.clear()
+        self.bad_experts.clear()
         return norm, scale, is_skipped
 
     def discard(self) -> None:
@@ -166,17 +161,12 @@ class ExpertOptimizer:
         self.states.abandon()
         self.states.roll_back()
         self._norms.clear()
-        self._bad.clear()
+        self.bad_experts.clear()
 
     @property
     def has_gradient(self) -> bool:
         """Whether an expert got a gradient since the last step."""
         return bool(self._norms)
-
-    @property
-    def bad_experts(self) -> tuple[ExpertKey, ...]:
-        """Experts with gradients that are not finite, since the last step."""
-        return tuple(self._bad)
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of the steps; the records are not in it."""
@@ -189,11 +179,6 @@ class ExpertOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
         require_kinds(state, _KINDS, "the checkpoint's steps")
         if not state["step"] == len(state["rates"]) == len(state["scales"]):
             raise CheckpointError(
@@ -209,7 +194,7 @@ class ExpertOptimizer:
 
     @property
     def _mean(self) -> float:
-        """Factor that makes a mean of gradients that were summed over processes."""
+        """Makes a mean of gradients that were summed over processes."""
         return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:
@@ -229,11 +214,7 @@ class ExpertOptimizer:
         return step if step is not None and step + 1 == self.states.content_step(key) else None
 
     def _catch_up(self, key: ExpertKey, record: Tensor, rates: Sequence[float]) -> None:
-        """Takes the steps that a record missed, the first with the gradient that it may keep.
-
-        Args:
-            rates: learning rates of all steps so far.
-        """
+        """Takes the steps that a record missed, the first with the gradient that it may keep."""
         layout, count = self.states.experts[key].layout, self.states.experts[key].count
         pending, behind = self._pending(key), self.states.content_step(key)
         steps = [
@@ -255,13 +236,6 @@ class ExpertOptimizer:
         clip = 1.0 if norm is None else clip_scale(norm, self.settings.clip_norm)
         return clip / self.loss_scale.value
 
-    def _update_waiting(self, keys: list[ExpertKey], rate: float, scale: float) -> None:
-        self.states.expect((key, Sections.ALL) for key in keys)
-        for key in keys:
-            record = self.fetch(key, Sections.ALL, writes=True)
-            self._update(key, record, rate, scale)
-            self.states.forget_gradient(key)
-
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
         """Takes the step of an acquired record with its gradient, and gives the record back."""
         number = self.step + 1
@@ -271,31 +245,17 @@ class ExpertOptimizer:
             self.states.write_state(key)
             self.states.release(key)
 
-        if self.settings.is_delayed(self.step):
-            self._keep_gradient(key, record, rate)
+        expert = self.states.experts[key]
+        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        if self.settings.is_delayed(self.step):  # as ZeRO-Offload does
+            self._catch_up(key, record, [*self._rates, rate])
+            expert.count += expert.pending is not None
+            expert.layout.kept_gradient(record).copy_(gradient)
+            expert.pending = self.step
             finish()
-        else:
-            self._use_gradient(key, record, rate, scale, finish)
-
-    def _keep_gradient(self, key: ExpertKey, record: Tensor, rate: float) -> None:
-        """Takes the step with the gradient of the step before, and keeps this one's.
-
-        Source: Ren et al., "ZeRO-Offload" (2021), one-step delayed parameter update.
-        """
-        expert = self.states.experts[key]
-        self._catch_up(key, record, [*self._rates, rate])
-        expert.count += expert.pending is not None
-        gradient = expert.layout.flat(record, Sections.GRADIENT)
-        expert.layout.kept_gradient(record).copy_(gradient)
-        expert.pending = self.step
-
-    def _use_gradient(
-        self, key: ExpertKey, record: Tensor, rate: float, scale: float, finish: Callable[[], None]
-    ) -> None:
-        expert = self.states.experts[key]
+            return
         is_exact = self.settings.untouched == "dense_exact"
-        step = UpdateStep(self.step + 1 if is_exact else expert.count + 1, rate)
-        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        step = UpdateStep(number if is_exact else expert.count + 1, rate)
         if scale != 1:
             gradient.mul_(scale)
         refreshes = expert.count % self.settings.galore_refresh == 0
@@ -306,11 +266,3 @@ class ExpertOptimizer:
             return
         take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
         finish()
-
-    def _exchange_tiers(self) -> None:
-        """Brings the experts used most into memory, where that changes enough."""
-        experts = self.states.experts
-        for arriving, leaving in self._uses.after_step(
-            self._norms, lambda key: experts[key].resident_slot is not None
-        ):
-            self.states.exchange_tiers(arriving, leaving)

@@ -1,10 +1,8 @@
 """Forward and backward passes of layers whose experts come and go.
 
-An expert is fetched once for all micro-batches of a window, in either direction: the loop over
-experts is the outer one (Harmony's input-batch grouping). The backward pass needs the experts of
-the forward pass in the reverse order of layers, so what it fetches ahead is exact.
-
-Sources: Li et al., "Harmony" (2022) for the grouping.
+An expert is fetched once for all micro-batches of a window, in either direction (Li et al.,
+"Harmony", 2022). The backward pass needs the experts of the forward pass in the reverse order of
+layers, so its prefetch is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,26 +62,19 @@ class LayerExecutor:
     """Computes layers, expert by expert.
 
     Args:
-        sites: the layers' experts; the position is the layer of an `ExpertKey`.
-        activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
-
-    Attributes:
-        copies: those weights, and what crosses the link.
     """
 
     def __init__(
         self,
         sites: Sequence[ExpertsModuleSpec],
         optimizer: ExpertOptimizer,
-        *,
-        activations: ActivationPolicy | None = None,
-        copy_bytes: int = 0,
-        link: DeviceLink | None = None,
+        activations: ActivationPolicy,
+        copy_bytes: int,
+        link: DeviceLink | None,
     ) -> None:
-        own = [site.recompute for site in sites]
-        self.activations = activations or ActivationPolicy("model", own)
+        self.activations = activations
         self._sites = list(sites)
         self._optimizer = optimizer
         self._states = optimizer.states
@@ -97,8 +88,8 @@ class LayerExecutor:
         """Forgets the visits; what follows is a new window.
 
         Args:
-            rate: learning rate if every gradient is final as soon as its layer's backward pass is
-                over; None if more windows add to the gradients.
+            rate: learning rate if gradients are final after this window; None if more windows add
+                to them.
         """
         self.visits = Visits(rate=rate)
 
@@ -112,8 +103,7 @@ class LayerExecutor:
         """One layer for all micro-batches that are there.
 
         Args:
-            inputs: one of each micro-batch.
-            is_visit: whether it will: not so for a pass that only computes activations again.
+            is_visit: a backward pass will follow; False where activations are only computed again.
 
         Returns:
             What the backward pass needs, and the outputs `[T, D]`.
@@ -144,10 +134,9 @@ class LayerExecutor:
     def backward(
         self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of a layer's inputs; those of its experts go to the optimizer.
+        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
 
-        Returns:
-            Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
+        Those of the experts go to the optimizer.
         """
         self.visits.went_back = True
         keys = visited(layer, calls)
@@ -259,7 +248,7 @@ class LayerExecutor:
         self, direction: Literal["forward", "backward"] | None, layer: int,
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
-        """Tells the plan of activations what passes take."""
+        """Reports what a pass took to the plan of activations."""
         before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
         yield
         if direction is None:
@@ -291,10 +280,7 @@ class LayerExecutor:
     def _ahead_of_forward(
         self, layer: int, keys: Sequence[ExpertKey], *, turns_back: bool
     ) -> Iterator[Need]:
-        """This layer's experts; then those of the layer after it, as the last pass had them.
-
-        Where the way back begins, what follows is known.
-        """
+        """This layer's experts; then those of the layer after it, as the last pass had them."""
         yield from self._optimizer.needs(keys)
         if turns_back:
             yield from self._ahead_of_backward(keys)
@@ -322,7 +308,7 @@ class LayerExecutor:
     def _scratch_like(
         self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
     ) -> list[Tensor]:
-        """Memory for an expert's gradient beside its weights; for a sum, in its record's type."""
+        """Memory for an expert's gradient; for a sum, in its record's type."""
         layout = self._states.experts[key].layout
         dtype = layout.dtype if is_sum else weights.dtype
         place = (key.layer, dtype, weights.device, is_sum)
@@ -338,12 +324,6 @@ class LayerExecutor:
         return self._scratch[place]
 
 
-class RoutedCall(Protocol):
-    """What a micro-batch has to do at a layer."""
-
-    experts: list[int]
-
-
 def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
     """A layer's experts, to be given one after another, for each micro-batch."""
     return [
@@ -352,6 +332,6 @@ def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[Stre
     ]
 
 
-def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+def visited(layer: int, calls: Sequence[Any]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

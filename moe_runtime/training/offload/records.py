@@ -1,17 +1,13 @@
 """The bytes of one expert in training: its weights, their two moments and their gradient.
 
-A record has four sections: parameters, first moment, second moment, gradient. Parameters and
-gradient hold the expert's tensors one after another, every tensor padded with zeros to whole
-vectors, so that AdamW treats each element as it would inside a large tensor: the last, partly
-filled vector of a tensor is computed by other instructions, and may be rounded otherwise. The
-moments' sections have sizes of their own: moments may be compressed, belong to a projection of the
-gradient, or not be there at all.
-
-What is known of every expert, of every slot in use, and of the bytes that moved.
+Parameters and gradient hold the expert's tensors one after another, every tensor padded with zeros
+to whole vectors: AdamW then treats each element as it would inside a large tensor. (The last,
+partly filled vector is computed by other instructions, and may be rounded otherwise.) Moments may
+be compressed, belong to a projection of the gradient, or not be there.
 
 A step decodes the moments of some elements, updates them in the parameters' dtype, and encodes them
-again. What is stored after a step is the whole state: the steps of an expert without tokens, made
-up for later, pass through the format one by one as well, so that tiers change no bit.
+again. Steps that are made up for later pass through the format one by one as well, so tiers change
+no bit.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ _MOST_EXPANSION = 16.0
 
 
 class MomentCodec:
-    """Moments as bytes: here in the dtype of the parameters, in place.
-
-    Attributes:
-        is_exact: decoding gives views of what is stored; encoding does nothing.
-    """
+    """Moments as bytes: here in the dtype of the parameters, in place."""
 
     is_exact = True
 
@@ -69,7 +61,7 @@ class MomentCodec:
 
         Args:
             stored: all bytes of the moment.
-            step: number of the optimizer step, which decides how ties and fractions are rounded.
+            step: number of the optimizer step, which decides how fractions are rounded.
             salt: tells the two moments apart.
         """
 
@@ -104,8 +96,8 @@ class Fp8Moments(MomentCodec):
 
     A group stores `sign(x) (|x| / max)^k`, scaled to E4M3's largest number, with `k` such that its
     own range fills that of the format; and `max` and `k` in fp32. Zeros do not count for the range,
-    `k` is at most 16. Where COAT never goes below `k = 1`, here a group that is wider than the
-    format is compressed: a second moment that underflows to zero would divide a step by `eps`.
+    `k` is at most 16. COAT never goes below `k = 1`; here a group wider than the format is
+    compressed, since a second moment of zero would divide a step by `eps`.
 
     Source: Xi et al., "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
     Training" (2024).
@@ -154,11 +146,6 @@ _CODECS = {"full": MomentCodec, "bf16": Bf16Moments, "fp8": Fp8Moments}
 
 
 def moment_codec(storage: MomentStorage) -> MomentCodec:
-    """The format of a name.
-
-    Raises:
-        ValueError: there is none of that name; says which is nearest.
-    """
     if storage not in _CODECS:
         raise ValueError(
             f"moments is {storage!r}; {nearest(str(storage), get_args(MomentStorage))}"
@@ -216,7 +203,7 @@ class ExpertTensor:
 
     Attributes:
         name: as its module calls the stack of them.
-        is_trained: whether it changes; a frozen one has neither gradient nor moments.
+        is_trained: a frozen one has neither gradient nor moments.
     """
 
     name: str
@@ -231,7 +218,7 @@ class ExpertTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """What a record holds beside parameters.
+    """What a record holds besides parameters.
 
     Attributes:
         rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
@@ -257,13 +244,8 @@ class StateFormat:
 
 @dataclass(frozen=True, slots=True)
 class MomentSpan:
-    """Where one tensor's moments lie among the moments of an expert.
-
-    Attributes:
-        shape: of each moment: the tensor's, or that of its projection.
-        start: first element.
-        stop: one past the last, padding included.
-    """
+    """Where one tensor's moments lie, padding included; `shape` is the tensor's or its
+    projection's."""
 
     shape: tuple[int, ...]
     start: int
@@ -326,7 +308,6 @@ class RecordLayout:
         }
 
     def bytes_of(self, sections: Sections) -> int:
-        """Bytes of some sections together."""
         return sum(size for section, size in self._sizes.items() if section in sections)
 
     @property
@@ -336,7 +317,6 @@ class RecordLayout:
 
     @property
     def record_bytes(self) -> int:
-        """All four sections."""
         return self.bytes_of(Sections.ALL)
 
     def place_of(self, section: Sections) -> tuple[int, int]:
@@ -401,7 +381,6 @@ class RecordLayout:
         }
 
     def clear(self, record: Tensor, sections: Sections) -> None:
-        """Sets sections to zero."""
         for section in ORDER:
             if section in sections:
                 self.section(record, section).zero_()
@@ -440,8 +419,8 @@ def _whole_blocks(num_bytes: int) -> int:
 def checksum(content: Tensor) -> str:
     """A digest of some bytes (``uint8``, a multiple of a block): any changed word changes it.
 
-    Words of a block are summed, modulo 2**64, and the sums hashed: as fast as memory is read, and
-    blocks in another order are told apart.
+    Words of a block are summed, modulo 2**64, and the sums hashed, which is as fast as memory is
+    read.
     """
     return _hashed(_block_sums(content))
 
@@ -460,10 +439,9 @@ class Version:
 
     Attributes:
         step: optimizer step up to which it goes.
-        digest: checksum of its bytes.
-        pending: step whose gradient is kept in it for the step after; None if there is none.
+        pending: step whose gradient is kept in it for the step after.
         is_written: whether all of its bytes were given to the disk.
-        sections: checksum of each section, which is compared whenever the section is read.
+        sections: checksum of each section, compared whenever the section is read.
     """
 
     slot: int
@@ -514,7 +492,6 @@ class RingEntry:
         step: step up to which its content goes.
         fresh: sections that were read and not asked for since.
         reads: those that have not ended, and the sections that each brings.
-        writes: those that have not ended.
     """
 
     slot: int
@@ -527,7 +504,6 @@ class RingEntry:
 
     @property
     def arriving(self) -> Sections:
-        """Sections on their way."""
         sections = Sections.NONE
         for brought in self.reads.values():
             sections |= brought
@@ -535,12 +511,10 @@ class RingEntry:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a read or a write is under way."""
         return bool(self.reads or self.writes)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the slot could be given to another expert."""
         return self.pins == 0 and not self.is_moving
 
     def forget(self, sections: Sections) -> None:
@@ -553,16 +527,13 @@ class RingEntry:
 class Traffic:
     """Bytes by way, whole sections; every needed byte is resident, reused or read.
 
-    Not `ExpertCounters`, which count requests: a record's sections come by different ways.
-
     Attributes:
         needed_bytes: sections that computation asked for.
         resident_bytes: of them, those whose tier is memory.
         reused_bytes: of them, those that still lay in a slot.
         useful_bytes: of them, those that were read from the disk for this use.
         read_bytes: read from the disk: useful, wasted, or not asked for yet.
-        wasted_bytes: read ahead and given up without having been asked for.
-        written_bytes: written to the disk.
+        wasted_bytes: read ahead and dropped without having been asked for.
         stall_s: seconds that computation waited for a transfer.
     """
 
@@ -592,38 +563,22 @@ class Traffic:
         }
 
     def recount(self, fresh_bytes: int) -> None:
-        """Has the counters add up again after an exception between two of them.
-
-        Args:
-            fresh_bytes: read and neither asked for nor given up so far.
-        """
+        """Has the counters add up again after an exception; `fresh_bytes` were read and not asked
+        for."""
         self.needed_bytes = self.resident_bytes + self.reused_bytes + self.useful_bytes
         self.read_bytes = self.useful_bytes + self.wasted_bytes + fresh_bytes
 
     def check(self, fresh_bytes: int) -> None:
-        """Proves that the counters add up.
-
-        Args:
-            fresh_bytes: read and neither asked for nor given up so far.
-
-        Raises:
-            AssertionError: they do not.
-        """
         assert self.needed_bytes == self.resident_bytes + self.reused_bytes + self.useful_bytes
         assert self.read_bytes == self.useful_bytes + self.wasted_bytes + fresh_bytes
 
 
 def records_path(folder: Path, layout: RecordLayout) -> Path:
-    """The file of records of a size."""
     return folder / f"experts-{layout.state_bytes}.records"
 
 
 def check_digest(path: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
-    """Compares what was read with what a checkpoint says.
-
-    Raises:
-        CheckpointError: they differ; names the expert.
-    """
+    """Compares what was read with what a checkpoint says."""
     found = checksum(content)
     if found != version.digest:
         raise CheckpointError(

@@ -1,9 +1,8 @@
 """The modules of routed experts in a model, and the processes that have them.
 
-A model is trained by one process or by several, each with experts, states and files of its own.
-Tokens travel to experts by the dispatch of `moe_runtime.parallel`, so a process sees all rows of
-its experts, and their gradients are whole where they are computed. What has to be added up besides
-are the gradients of everything else, and the numbers by which a step is clipped or skipped.
+Each process has its own experts, states and files. Tokens travel to experts by the dispatch of
+`moe_runtime.parallel`, so an expert's gradient is whole where it is computed. Summed over processes
+are the other gradients, and the numbers by which a step is clipped or skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from moe_runtime.parallel import LayoutGroups, ParallelExperts
 from moe_runtime.parallel.communication.agreement import processes_here
 from moe_runtime.parallel.communication.transport import FlatTransport
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
-from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.optimizer import decays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +33,11 @@ class ExpertsModuleSpec:
     """What has to be known of a module to take its place.
 
     Attributes:
-        module: the module; its expert parameters are stacked, one slice for each expert.
+        module: its expert parameters are stacked, one slice for each expert.
         own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
             when omitted.
         first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
         activation: a formula, or a function of the pre-activations as they lie.
-        recompute: the backward pass computes the pre-activations again.
         keeps_dtype: the output has the dtype of the input, under autocast too.
     """
 
@@ -76,10 +74,7 @@ class ExpertsModuleSpec:
         return self.module.get_parameter(self.first).shape[2 if self.is_transposed else 1]
 
     def put(self, model: nn.Module, experts: nn.Module) -> None:
-        """Has another module compute in the place of this one, which gives its parameters up.
-
-        Of experts that are spread over processes, it computes the rows that arrive here.
-        """
+        """Has another module compute in the place of this one, which gives its parameters up."""
         if isinstance(self.module, ParallelExperts):
             self.module.compute_with(experts)
             return
@@ -90,17 +85,15 @@ class ExpertsModuleSpec:
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """The stacked parameters that there are, in the order of a record: matrices first."""
-        names = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
         present = {name for name, _ in self.module.named_parameters(recurse=False)}
-        return tuple(name for name in names if name in present)
+        return tuple(name for name in self._names if name in present)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
 
     def layout(self, state: StateFormat | None = None) -> RecordLayout:
-        """Of the record of one of its experts: fp32, or fp64 for experts in fp64.
-
-        Args:
-            state: what it holds beside parameters; full moments when omitted. Parameters that
-                require no gradient have none of it.
-        """
+        """Of the record of one of its experts: fp32, or fp64 for experts in fp64."""
         parameters = {name: self.module.get_parameter(name) for name in self.parameter_names}
         dtypes = {parameter.dtype for parameter in parameters.values()}
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
@@ -120,8 +113,7 @@ class ExpertsModuleSpec:
     ) -> tuple[Tensor | None, ...]:
         """Some tensors of one expert, in the order of `StackedExperts.tensors`."""
         named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
-        order = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
-        return tuple(named.get(name) for name in order)
+        return tuple(named.get(name) for name in self._names)
 
     def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:
         """One expert's tensors as kernels take them, alone in slot 0."""
@@ -138,12 +130,7 @@ class ExpertsModuleSpec:
 
 
 def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
-    """The experts of every `MoELayer` in a model, in its order.
-
-    Raises:
-        UnsupportedModelError: a layer has experts of another kind, or several copies or slices of
-            them.
-    """
+    """The experts of every `MoELayer` in a model, in its order."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
     return [
         _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
@@ -152,50 +139,46 @@ def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
 
 def _site(name: str, experts: nn.Module) -> ExpertsModuleSpec:
     if isinstance(experts, Experts):
-        return ExpertsModuleSpec(
-            name=name,
-            module=experts,
-            num_experts=experts.num_experts,
-            first=experts.first_name,
-            has_gate=experts.activation.has_gate,
-            is_transposed=False,
-            is_concatenated=True,
-            activation=experts.activation.spec,
-            impl=experts.impl,
-            recompute=experts.recompute,
-            keeps_dtype=False,
-        )
+        kind: dict[str, Any] = {
+            "has_gate": experts.activation.has_gate,
+            "activation": experts.activation.spec,
+        }
     # those that lie elsewhere from batch to batch have no tier to be trained at
-    if type(experts) is not ParallelExperts:
+    elif type(experts) is ParallelExperts:
+        slots, own = experts.slots, [e for e in experts.experts_here if e >= 0]
+        if slots.num_slices > 1 or any(
+            len(held) > 1 for slices in slots.holders for held in slices
+        ):
+            raise UnsupportedModelError(
+                f"{name}: experts that are trained offloaded must lie in one process each, without "
+                "slices and copies"
+            )
+        if own != sorted(own):
+            raise UnsupportedModelError(
+                f"{name}: a process' experts must be placed in ascending order, got {own}"
+            )
+        kind = {
+            "has_gate": experts.has_gate,
+            "activation": resolve_activation(experts.activation),
+            "own": tuple(experts.experts_here),
+            "num_processes": slots.num_ranks,
+        }
+    else:
         raise UnsupportedModelError(
             f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
             "ParallelExperts"
-        )
-    slots = experts.slots
-    if slots.num_slices > 1 or any(len(held) > 1 for slices in slots.holders for held in slices):
-        raise UnsupportedModelError(
-            f"{name}: experts that are trained offloaded must lie in one process each, without "
-            "slices and copies"
-        )
-    own = [expert for expert in experts.experts_here if expert >= 0]
-    if own != sorted(own):
-        raise UnsupportedModelError(
-            f"{name}: a process' experts must be placed in ascending order, got {own}"
         )
     return ExpertsModuleSpec(
         name=name,
         module=experts,
         num_experts=experts.num_experts,
         first=experts.first_name,
-        has_gate=experts.has_gate,
         is_transposed=False,
         is_concatenated=True,
-        activation=resolve_activation(experts.activation),
         impl=experts.impl,
         recompute=experts.recompute,
         keeps_dtype=False,
-        own=tuple(experts.experts_here),
-        num_processes=slots.num_ranks,
+        **kind,
     )
 
 
@@ -223,20 +206,15 @@ class OneProcess:
         """
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over the processes, number by number."""
         return list(numbers)
 
     def gather(self, what: Any) -> list[Any]:
-        """What every process brings, by rank; for one thread at a time, beside the training."""
+        """What every process brings, by rank; for one thread at a time, next to the training."""
         return [what]
 
 
 class SpreadProcesses(OneProcess):
-    """One of the processes of a layout in which every expert lies in one of them, whole.
-
-    Raises:
-        UnsupportedModelError: the layout has copies or slices of experts, or pipeline stages.
-    """
+    """One of the processes of a layout in which every expert lies in one of them, whole."""
 
     def __init__(self, groups: LayoutGroups) -> None:
         layout = groups.layout
@@ -287,15 +265,7 @@ class SpreadProcesses(OneProcess):
 def processes_of(
     groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], parameters: Iterable[Tensor]
 ) -> OneProcess:
-    """Who trains a model together; a collective call.
-
-    Args:
-        groups: of a layout; None for this process alone.
-
-    Raises:
-        UnsupportedModelError: the layout or the model cannot be trained so.
-        ValueError: the experts are not spread over these processes.
-    """
+    """Who trains a model together; a collective call."""
     processes = OneProcess() if groups is None else SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:

@@ -1,13 +1,13 @@
 """Records of all experts: in slots of host memory and on the disk, and their versions.
 
-An expert's tier is host memory, where its record is worked on in place, or the disk, where every
-update makes a new version in another place; the one before stays until the step is done, and as
-long as a checkpoint names it. Experts on the disk pass through a ring of slots. What is needed next
-is said beforehand (`expect`), so that it arrives while other experts compute.
+An expert's tier is host memory, where its record is changed in place, or the disk, where every
+update makes a new version in another slot; the one before stays until the step is done, and as long
+as a checkpoint names it. Experts on the disk pass through a ring of slots. `expect` says what is
+needed next, so that it arrives while other experts compute.
 
-The lock is that of the stores of `moe_runtime.memory`. Their cache is not used here: it moves whole
-experts in one direction and chooses by a policy, while records come and go by sections, are changed
-in their slots and written back as versions, in an order that is known.
+The cache of `moe_runtime.memory` moves whole experts in one direction and chooses by a policy.
+Records come and go by sections, are changed in their slots and written back as versions, in a known
+order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
-from moe_runtime.training.offload.disk import Disk
+from moe_runtime.training.offload.disk import Disk, RecordFile, RecordPart
 from moe_runtime.training.offload.records import (
     BLOCK_BYTES,
     ExpertState,
@@ -46,13 +46,11 @@ Need = tuple[ExpertKey, Sections]
 
 
 class ExpertStates:
-    """Records of all experts, how they come and go, and the versions that were written.
-
-    One thread at a time may compute with records; transfers run beside it.
+    """Records of all experts. One thread at a time computes with them; transfers run next to it.
 
     Args:
-        ring_slots: slots for the others; 0 if there are none.
-        disk: where the others lie; None when all are resident.
+        ring_slots: slots for experts that are not resident; 0 if there are none.
+        disk: where those lie; None when all are resident.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class ExpertStates:
         self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
         sizes = (layout.record_bytes for layout in layouts.values())
         slot_bytes = max(sizes, default=BLOCK_BYTES)
-        self._slab = Slab(ring_slots + len(resident), slot_bytes)
+        self.slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
             self.experts[key].resident_slot = slot
         self._free = list(range(ring_slots))
@@ -81,11 +79,6 @@ class ExpertStates:
         self._changed = Monitor(self._reset)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
-
-    @property
-    def slab(self) -> Slab:
-        """All slots, to be locked in place."""
-        return self._slab
 
     def expect(self, needs: Iterable[Need]) -> None:
         """Says which sections will be acquired next, in order; replaces what was said before."""
@@ -101,9 +94,6 @@ class ExpertStates:
         Args:
             need: sections to be read; others may hold anything.
             writes: whether STATE sections will be changed: waits until none is being written.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
         """
         expert = self.experts[key]
         with self._changed:
@@ -111,7 +101,7 @@ class ExpertStates:
                 self.traffic.needed_bytes += self._bytes(key, need)
                 self.traffic.resident_bytes += self._bytes(key, need)
                 self._wait_for(lambda: not (writes and expert.captures))
-                return self._slab.slot(expert.resident_slot)
+                return self.slab.slot(expert.resident_slot)
             while self._expected and self._expected[0][0] == key:
                 self._expected.popleft()
             entry = self._entries.get(key) or self._admit(key)
@@ -127,14 +117,10 @@ class ExpertStates:
                 entry.pins -= 1
                 raise
             self.traffic.count_use(entry, need, expert.layout)
-            return self._slab.slot(entry.slot)
+            return self.slab.slot(entry.slot)
 
     def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
-        """Gives a record back.
-
-        Args:
-            has: sections that were filled in by computation and are valid now.
-        """
+        """Gives a record back; `has` are sections that computation filled in."""
         with self._changed:
             if self.experts[key].resident_slot is None:
                 entry = self._entries[key]
@@ -157,11 +143,6 @@ class ExpertStates:
                 self.experts[key].is_saved = False
 
     def wait_for_transfers(self) -> None:
-        """Returns when nothing is being read or written.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
-        """
         with self._changed:
             self._expected.clear()
             self._wait_for(
@@ -171,9 +152,7 @@ class ExpertStates:
                 )
             )
 
-    def _fill_now(
-        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
-    ) -> None:
+    def _fill_now(self, key: ExpertKey, version: Version, record: Tensor) -> None:
         """Reads a version into an unused record, and waits for it."""
         is_done = threading.Event()
 
@@ -181,41 +160,30 @@ class ExpertStates:
             self._failure = self._failure or read.error
             is_done.set()
 
-        read = Read(Priority.DEMAND, finish)
-        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
+        part = RecordPart(key, self.experts[key].layout, version, Sections.STATE, record)
+        self._on_disk.read(part, Read(Priority.DEMAND, finish))
         is_done.wait()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Ends the transfers; what was expected is not read any more."""
         with self._changed:
             self._expected.clear()
         if self.disk is not None:
             self.disk.close()
 
     def check(self) -> None:
-        """Proves that every slot of memory and every byte is accounted for.
-
-        Raises:
-            AssertionError: the entries contradict each other.
-        """
+        """Proves that every slot of memory and every byte is accounted for."""
         with self._changed:
             used = [entry.slot for entry in self._entries.values()]
-            resident = [
-                expert.resident_slot
-                for expert in self.experts.values()
-                if expert.resident_slot is not None
-            ]
-            assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
+            resident = [expert.resident_slot for expert in self.experts.values()]
+            slots = [slot for slot in used + self._free + resident if slot is not None]
+            assert sorted(slots) == list(range(self.slab.num_slots))
             self.traffic.check(self._fresh_bytes())
             assert all(entry.pins >= 0 for entry in self._entries.values())
 
     def write_state(self, key: ExpertKey) -> None:
-        """Sends changed parameters and moments to their tier; the old version stays until `commit`.
-
-        The record goes up to its `content_step` then.
-        """
+        """Writes a changed state to its tier; the old version stays until `commit`."""
         expert = self.experts[key]
         with self._changed:
             if expert.resident_slot is not None:
@@ -224,7 +192,7 @@ class ExpertStates:
             version = self._new_version(expert, entry.step)
             entry.have |= Sections.STATE
             expert.step = entry.step
-            self._write(key, expert, version, entry.slot, Sections.STATE)
+            self._write(key, version, Sections.STATE)
 
     def park_gradient(self, key: ExpertKey) -> None:
         """Keeps an expert's gradient in its tier until the step."""
@@ -232,26 +200,23 @@ class ExpertStates:
         with self._changed:
             expert.has_gradient = True
             if expert.resident_slot is None:
-                entry = self._entries[key]
-                entry.have |= Sections.GRADIENT
-                self._write(key, expert, None, entry.slot, Sections.GRADIENT)
+                self._entries[key].have |= Sections.GRADIENT
+                self._write(key, None, Sections.GRADIENT)
 
     def forget_gradient(self, key: ExpertKey) -> None:
-        """The gradient is not needed any more."""
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = False
             if (entry := self._entries.get(key)) is not None:
-                entry.have &= ~Sections.GRADIENT
-                entry.fresh &= ~Sections.GRADIENT
+                entry.forget(Sections.GRADIENT)
 
     def commit(self) -> None:
-        """The step is done: versions from before it are let go."""
+        """The step is done: versions from before it are dropped."""
         with self._changed:
             for expert in self.experts.values():
                 previous, expert.previous = expert.previous, None
                 if previous is not None:
-                    self._on_disk.drop(expert.layout, previous.slot)
+                    self._file_of(expert).drop(previous.slot)
 
     def roll_back(self) -> None:
         """The step is not to have happened: versions from before it come back."""
@@ -262,10 +227,7 @@ class ExpertStates:
                     self._drop(key)
 
     def abandon(self) -> None:
-        """Gives all records back, after a computation that failed half-way.
-
-        What it had may be half changed, and is read anew.
-        """
+        """Gives all records back after a failed computation; their state is read anew."""
         with self._changed:
             for key, entry in self._entries.items():
                 if entry.pins:
@@ -275,25 +237,17 @@ class ExpertStates:
             self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write records whose tier is memory to the disk, as new versions.
-
-        Computation may go on; a change of one of them waits for its write.
-        """
+        """Starts to write resident records as new versions; changes wait for the write."""
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
                 assert expert.resident_slot is not None, "what lives on the disk is saved"
                 expert.is_saved = False  # until it is: or the next checkpoint names an older state
-                version = self._new_version(expert, expert.step)
-                self._write(key, expert, version, expert.resident_slot, Sections.STATE)
+                self._write(key, self._new_version(expert, expert.step), Sections.STATE)
                 expert.is_saved = True
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
-        """Starts to save every expert as it is now; no version that is returned is overwritten.
-
-        Those that live in memory and changed since they were saved last are written in the
-        background.
-        """
+        """Starts to save every expert as it is now; no version that is returned is overwritten."""
         with self._changed:
             self.capture(
                 key
@@ -305,23 +259,19 @@ class ExpertStates:
                 stack.callback(self.drop_versions, held)
                 for key, expert in self.experts.items():
                     assert expert.version is not None, "every expert has a first version"
-                    self._on_disk.hold(expert.layout, expert.version.slot)
+                    self._file_of(expert).hold(expert.version.slot)
                     held[key] = expert.version
                 stack.pop_all()
             return held
 
     def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Lets go of what `hold_versions` held."""
+        """Drops what `hold_versions` held."""
         with self._changed:
             for key, version in versions.items():
-                self._on_disk.drop(self.experts[key].layout, version.slot)
+                self._file_of(self.experts[key]).drop(version.slot)
 
     def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Returns when versions lie on the disk, power cut or not; may be called from any thread.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
-        """
+        """Returns when versions lie on the disk; may be called from any thread."""
         with self._changed:
             while not all(version.is_written for version in versions.values()):
                 if self._failure is not None:
@@ -330,24 +280,18 @@ class ExpertStates:
         self._on_disk.sync()
 
     def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Takes up saved versions instead of first ones, and checks each.
-
-        The versions are held once more, as `hold_versions` holds them.
-
-        Raises:
-            CheckpointError: a record is damaged; names it.
-        """
+        """Takes up saved versions instead of first ones, checks each and holds it once more."""
         for key, version in versions.items():
             expert = self.experts[key]
             for _ in range(2):
-                self._on_disk.hold(expert.layout, version.slot)
+                self._file_of(expert).hold(version.slot)
             expert.version = version
             expert.take_over(version)
             expert.is_saved = version.is_written = True
-            record = self._slab.slot(
+            record = self.slab.slot(
                 self._free[-1] if expert.resident_slot is None else expert.resident_slot
             )
-            self._fill_now(key, expert, version, record)
+            self._fill_now(key, version, record)
             content = record[: expert.layout.state_bytes]
             path = records_path(self._on_disk.folder, expert.layout)
             check_digest(path, key, version, content)
@@ -366,11 +310,11 @@ class ExpertStates:
         self.write_state(key)
         self.release(key)
 
-    def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
-        """Lets go of slots on the disk that belong to experts of other processes."""
+    def drop_lent(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
+        """Drops slots on the disk that belong to experts of other processes."""
         with self._changed:
-            for layout, slot in slots:
-                self._on_disk.drop(layout, slot)
+            for file, slot in slots:
+                file.drop(slot)
 
     def exchange_tiers(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
         """Exchanges two tiers between steps: one expert leaves the memory for another."""
@@ -384,7 +328,7 @@ class ExpertStates:
             is_saved = entry.step == comes.step
             # An exception in between leaves both on the disk, and a slot more to the others.
             goes.resident_slot = None
-            self._slab.slot(slot).copy_(record)
+            self.slab.slot(slot).copy_(record)
             comes.is_saved, comes.step, comes.resident_slot = is_saved, entry.step, slot
             entry.pins -= 1
             self._drop(arriving)
@@ -407,7 +351,7 @@ class ExpertStates:
         for expert in self.experts.values():
             expert.captures.difference_update(self._not_started(expert.captures))
             used.add(-1 if expert.resident_slot is None else expert.resident_slot)
-        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
+        self._free = [slot for slot in range(self.slab.num_slots) if slot not in used]
         for key, expert in self.experts.items():
             entry = self._entries.get(key)
             if expert.version is None or expert.version.is_written or (entry and entry.writes):
@@ -427,6 +371,9 @@ class ExpertStates:
     def _on_disk(self) -> Disk:
         assert self.disk is not None, "there is no disk"
         return self.disk
+
+    def _file_of(self, expert: ExpertState) -> RecordFile:
+        return self._on_disk.files[expert.layout.state_bytes]
 
     def _bytes(self, key: ExpertKey, sections: Sections) -> int:
         return self.experts[key].layout.bytes_of(sections)
@@ -454,8 +401,8 @@ class ExpertStates:
         return entry
 
     def _make_room(self, *, may_drop_expected: bool) -> bool:
-        """Gives up the slot that was used longest ago, or what is expected last."""
-        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
+        """Drops the slot that was used longest ago, or what is expected last."""
+        expected = [key for key, _ in islice(self._expected, self.slab.num_slots)]
         idle = [key for key, entry in self._entries.items() if entry.is_idle]
         victim = next((key for key in idle if key not in expected), None)
         if victim is None and may_drop_expected and idle:
@@ -496,29 +443,27 @@ class ExpertStates:
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
-        record = self._slab.slot(entry.slot)
-        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
+        record = self.slab.slot(entry.slot)
+        part = RecordPart(key, expert.layout, expert.version, missing, record)
+        self._on_disk.read(part, read)
 
     def _arrive(self, entry: RingEntry, read: Read) -> None:
         with self._changed:
             entry.reads.pop(read, None)
             self._end(read)
 
-    def _write(
-        self,
-        key: ExpertKey,
-        expert: ExpertState,
-        version: Version | None,
-        slot: int,
-        sections: Sections,
-    ) -> None:
-        is_resident = expert.resident_slot is not None
-        writes = expert.captures if is_resident else self._entries[key].writes
+    def _write(self, key: ExpertKey, version: Version | None, sections: Sections) -> None:
+        expert, entry = self.experts[key], self._entries.get(key)
+        if (slot := expert.resident_slot) is not None:
+            writes = expert.captures
+        else:
+            assert entry is not None, "an expert on the disk is written from the ring"
+            slot, writes = entry.slot, entry.writes
         write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
         writes.add(write)
         self.traffic.written_bytes += self._bytes(key, sections)
-        record = self._slab.slot(slot)
-        self._on_disk.write(key, expert.layout, version, sections, record, write)
+        part = RecordPart(key, expert.layout, version, sections, self.slab.slot(slot))
+        self._on_disk.write(part, write)
 
     def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
         with self._changed:
@@ -528,7 +473,7 @@ class ExpertStates:
             self._end(write)
 
     def _end(self, transfer: Read) -> None:
-        """A transfer has ended: others may begin; what fails now fails the operations that wait."""
+        """A transfer has ended: others may begin; a failure now fails the operations that wait."""
         self._failure = self._failure or transfer.error
         try:
             self._read_ahead()
@@ -537,29 +482,22 @@ class ExpertStates:
         self._changed.notify_all()
 
     def _take_back(self, expert: ExpertState) -> bool:
-        """Puts the version from before the step in the place of the one after; whether it is kept.
-
-        Whatever strikes in between, a slot is let go of once at most.
-        """
+        """Puts the version from before the step, if any, in the place of the one after."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
             return False
-        expert.step, expert.count, expert.pending = old.step, old.count, old.pending
+        expert.take_over(old)
         expert.version, expert.previous = old, None
-        self._on_disk.drop(expert.layout, new.slot)
+        self._file_of(expert).drop(new.slot)
         return True
 
     def _new_version(self, expert: ExpertState, step: int) -> Version:
-        """A place for what an expert has become; a version of the step before is kept for it.
-
-        Raises:
-            CapacityError: the disk is full; nothing is changed.
-        """
-        slot = self._on_disk.take(expert.layout)
+        """A slot for what an expert has become; a version of the step before is kept for it."""
+        slot = self._file_of(expert).take()
         new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
         keeps_old = expert.resident_slot is None and expert.previous is None
         previous = old if keeps_old else expert.previous
         expert.version, expert.previous = new, previous
         if old is not None and not keeps_old:
-            self._on_disk.drop(expert.layout, old.slot)
+            self._file_of(expert).drop(old.slot)
         return new

@@ -7,12 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from emulated_models import (
-    bring_all,
-    counted_recordings,
-    emulated,
-    load_on_emulated_device,
-)
+from emulated_models import bring_all, counted_recordings, emulated, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 
@@ -30,7 +25,7 @@ def peer_of(checkpoint: Path, slots: int | None = None) -> Iterator[Any]:
     """The peer on the CPU, or with so many slots a layer on the emulated device."""
     device = "cpu" if slots is None else "cuda:0"
     settings = SETTINGS | {"model": str(checkpoint), "device": device}
-    peer = host._made(host._read(str(peer_file(OURS))), settings)
+    _, peer = host._made(str(peer_file(OURS)), settings)
     if slots is None:
         peer.load()
     else:

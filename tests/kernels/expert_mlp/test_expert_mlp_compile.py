@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.operators import FLOP_FORMULAS, static_arguments
+from moe_runtime.kernels.expert_mlp.operators import FLOP_FORMULAS
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")
@@ -120,7 +120,8 @@ def test_operator_check(impl: str) -> None:
     from moe_runtime.kernels.expert_mlp import ActivationSpec
 
     tensors = [t.requires_grad_() for t in (x, weights, *experts.tensors()) if t is not None]
-    static = static_arguments(experts, ActivationSpec("silu"), impl)
+    layout = (experts.has_gate, experts.is_transposed, experts.is_concatenated)
+    static = (*layout, "silu", ActivationSpec("silu").numbers(), impl)
     arguments = (tensors[0], ids, tensors[1], None, *tensors[2:], None, *static, True, False)
     torch.library.opcheck(
         torch.ops.moe_runtime.expert_mlp.default,

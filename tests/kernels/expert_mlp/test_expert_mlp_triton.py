@@ -259,9 +259,9 @@ def test_few_tokens(num_tokens: int, kind: str, layout: dict[str, bool]) -> None
 
 def test_few_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summed dimension in several parts, with a slot table and biases."""
-    from moe_runtime.kernels.expert_mlp.decode import decode_launches
+    from moe_runtime.kernels.expert_mlp import decode
 
-    monkeypatch.setattr(decode_launches, "_PROGRAMS_EACH", 8)
+    monkeypatch.setattr(decode, "_PROGRAMS_EACH", 8)
     table = torch.tensor([6, 2, 4])
     experts = make_experts(
         3, num_slots=7, slot_of_expert=table, dim_hidden=700, dtype=torch.float32

@@ -22,7 +22,7 @@ from moe_runtime.kernels.expert_mlp import (
     expert_mlp,
 )
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
-from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows
+from moe_runtime.kernels.expert_mlp.rows import RoutedBatch, SortedRows
 from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
@@ -138,8 +138,7 @@ def whole_layer() -> Callable[[], None]:
         batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
         for keeps in (True, False):
             out, z = path.forward(batch, keeps=keeps)
-            needs = Needs.of(*[True] * 6)
-            path.backward(out, batch, z, needs=needs)
+            path.backward(out, batch, z, [True] * 6)
 
     return call
 
@@ -175,8 +174,7 @@ def experts_of_different_widths() -> Callable[[], None]:
         batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
         for keeps in (True, False):
             out, kept = path.forward(batch, keeps=keeps)
-            needs = Needs.of(*[True] * 5, False, False, False)
-            path.backward(out, batch, kept, needs=needs)
+            path.backward(out, batch, kept, [True] * 5 + [False] * 3)
 
     return call
 
@@ -189,13 +187,7 @@ def rows_of_others() -> Callable[[], None]:
 
     def call() -> None:
         products = DecodeProducts(x, ids, weights, E, GpuLimits())
-        products.add(
-            experts.gate_up,
-            experts.down,
-            SILU,
-            experts.layout,
-            slot_of_expert=experts.slot_of_expert,
-        )
+        products.add(experts, SILU)
         products.give(rows, x[:2])
         products.sums()
 

@@ -13,10 +13,10 @@ import torch
 from low_precision import assert_as_good_as_eager
 from stacked_experts import make_experts
 
-from moe_runtime.kernels.expert_mlp import expert_mlp
+from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.triton_support import PreparedLaunch
 
 pytest.importorskip("triton")
@@ -126,10 +126,7 @@ def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(
 
     monkeypatch.setattr(PreparedLaunch, "__call__", start_with_room)
     for down, table in parts if rows_come_first else parts[::-1]:
-        products.add(
-            experts.gate_up.to(DEVICE), down.to(DEVICE), SILU, experts.layout,
-            slot_of_expert=table.to(DEVICE),
-        )  # fmt: skip
+        products.add(moved(replace(experts, down=down, slot_of_expert=table)), SILU)
     exact = expert_mlp(
         x.double(), ids, weights.double(), moved(experts, "cpu", torch.float64),
         activation="silu", impl="reference",
@@ -141,8 +138,8 @@ def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(
 def test_without_hidden_columns_the_biases_are_left() -> None:
     ids, weights = torch.tensor([[1, 0]], device=DEVICE), torch.rand(1, 2, device=DEVICE)
     x, bias = torch.ones(1, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
-    found = decode_expert_mlp(
-        x, ids, weights, x.new_empty(2, 0, 8), x.new_empty(2, 8, 0), SILU, GateLayout(),
-        down_bias_SD=bias,
-    )  # fmt: skip
+    experts = StackedExperts(
+        gate_up=x.new_empty(2, 0, 8), down=x.new_empty(2, 8, 0), down_bias=bias
+    )
+    found = decode_expert_mlp(x, ids, weights, experts, SILU)
     torch.testing.assert_close(found, weights @ bias[[1, 0]])

@@ -11,9 +11,9 @@ from stacked_experts import make_experts, make_routing
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import ParameterGradients, StackedExperts, expert_mlp
-from moe_runtime.kernels.expert_mlp.rows import NAMES
 from moe_runtime.kernels.native import native_library
 
+NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = [
     "triton",

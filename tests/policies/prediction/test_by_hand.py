@@ -205,10 +205,7 @@ class TestActivationMatrices:
 
 
 def test_the_path_is_foretold_better_than_by_the_last_token_or_the_last_layer() -> None:
-    """ExpertFlow's order: the path predictor above its baselines, on a router of tokens and noise.
-
-    Batch accuracy is the mean over layers of the share of experts found among as many guesses.
-    """
+    """ExpertFlow's order: the path predictor above its baselines, on a noisy router."""
     shape = Shape(num_layers=4, num_experts=8, top_k=2)
     routes = make_routes(shape, num_sequences=40, length=30, vocabulary=12, noise=0.3, seed=2)
     train, some = routes.select(range(30)), contexts(routes.select(range(30, 40)))

@@ -25,8 +25,7 @@ from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
 
-_CORRECTION = ("correction_bias", "correction.bias")
-"""What a name ends with, and as it is mapped."""
+_CORRECTION = ("correction_bias", "correction.bias")  # What a name ends with, and as it is mapped
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 VOCABULARY = (
     [chr(ord("!") + i) for i in range(89)]
@@ -39,21 +38,14 @@ WRITTEN_BY_GGUF = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q8_0, Kind.Q5_
 
 @dataclass(frozen=True)
 class Sample:
-    """A family in types of ggml.
+    """A family in types of ggml."""
 
-    Attributes:
-        name: of the sample.
-        architecture: ggml's name.
-        family: what model.
-        kinds: types of weights by a pattern of their names in the file; the first that matches.
-        is_fused: whether gates and ups of experts are one tensor.
-    """
-
-    name: str
-    architecture: str
-    family: Family
+    name: str  # of the sample
+    architecture: str  # ggml's name
+    family: Family  # what model
+    # types of weights by a pattern of their names in the file; the first that matches
     kinds: dict[str, Kind] = field(default_factory=dict)
-    is_fused: bool = False
+    is_fused: bool = False  # whether gates and ups of experts are one tensor
 
     def kind_of(self, name: str) -> Kind:
         if re.search(r"norm|\.bias$|_inp|_sinks|probs", name):
@@ -220,13 +212,7 @@ SAMPLES = [
 
 
 def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
-    """Writes a random model of the sample's family, and the plain twin.
-
-    Args:
-        sample: which.
-        folder: where to.
-        most_tensors: in a file; 0 for one file.
-    """
+    """Writes a random model of the sample's family, and the plain twin."""
     model = tiny_checkpoints.tiny_model(sample.family).bfloat16()
     plain = folder / "plain"
     tiny_checkpoints.save(model, plain, sharded=False)
@@ -254,13 +240,7 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
 
 
 def _turned(tensors: dict[str, torch.Tensor], config: Any, halves: int) -> dict[str, torch.Tensor]:
-    """Rows of queries and keys as Llama's files have them, the values of a pair together, or back.
-
-    Args:
-        tensors: all.
-        config: of the model.
-        halves: 2 for files' order, -1 for that of transformers.
-    """
+    """Rows of queries and keys as Llama's files have them, pairs together, or back."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     found = dict(tensors)
     for name, tensor in tensors.items():

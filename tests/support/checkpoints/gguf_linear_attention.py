@@ -32,13 +32,7 @@ NEXT = Family(
 def as_in_files(
     tensors: dict[str, torch.Tensor], config: Any, *, is_split: bool
 ) -> dict[str, torch.Tensor]:
-    """Weights by the names that llama.cpp's converter maps, as it writes them.
-
-    Args:
-        tensors: of the model.
-        config: of the model.
-        is_split: whether Qwen3-Next's `in_proj_qkvz` is two matrices.
-    """
+    """Weights by the names that llama.cpp's converter maps, as it writes them."""
     found = {}
     for name, tensor in (_apart(tensors, config) if is_split else tensors).items():
         part = name.rpartition("linear_attn.")[2]

@@ -21,13 +21,6 @@ def rewritten(
 ) -> Path:
     """Writes a file again.
 
-    Args:
-        source: the file.
-        target: where to.
-        without: tensors that are left out.
-        instead: tensors by name that are others, or are added.
-        numbers: metadata that are others, or are added; of a type that a key may not have, too.
-
     Returns:
         `target`.
     """

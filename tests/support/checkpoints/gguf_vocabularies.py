@@ -45,8 +45,7 @@ _CODE = (
     "#include <x>\n",
 )
 _OTHERS = (*_MARKS, *_SPACES.split("@")[1:], *_CODE)
-NUM_PLAIN = 500
-"""Strings that are also read without regard to control tokens."""
+NUM_PLAIN = 500  # Strings that are also read without regard to control tokens
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[gMASK]")
 ADDED = ("<think>", "</think>", "<|tool|>", "    #")
 UNUSED = ("[PAD1]", "[PAD22]")
@@ -109,13 +108,7 @@ def byte_alphabet() -> list[str]:
 
 
 def vocabulary(model: str, split: str | None = None, **others: Any) -> dict[str, Any]:
-    """Metadata of a vocabulary with tokens of every type.
-
-    Args:
-        model: `tokenizer.ggml.model`.
-        split: `tokenizer.ggml.pre`.
-        **others: further values of `tokenizer.ggml`.
-    """
+    """Metadata of a vocabulary with tokens of every type."""
     is_raw = model != "gpt2" or WORD_SPLITS[str(split)].is_raw
     characters, parts = _pieces(is_raw, 1200)
     number_of_bytes = 256 if is_raw else 0

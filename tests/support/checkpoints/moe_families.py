@@ -48,23 +48,16 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """One model family."""
 
-    Attributes:
-        folder: the family's folder under `models` in `transformers`.
-        model_class: name in `transformers` of the class a checkpoint of this family loads as.
-        config: overrides for the configuration, nested for sub-configurations.
-        part: attribute of the model that takes token ids; empty if the model itself does.
-        inputs: token ids the forward pass needs beyond the prompt, by argument name.
-        decodes: whether a second step can be run with the cache of the first.
-    """
-
-    folder: str
-    model_class: str
+    folder: str  # the family's folder under `models` in `transformers`
+    model_class: str  # name in `transformers` of the class a checkpoint of this family loads as
+    # overrides for the configuration, nested for sub-configurations
     config: dict[str, Any] = field(default_factory=dict)
-    part: str = ""
+    part: str = ""  # attribute of the model that takes token ids; empty if the model itself does
+    # token ids the forward pass needs beyond the prompt, by argument name
     inputs: dict[str, list[int]] = field(default_factory=dict)
-    decodes: bool = True
+    decodes: bool = True  # whether a second step can be run with the cache of the first
 
     @property
     def computes_in_bf16(self) -> bool:

@@ -19,11 +19,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def values_of(config: Mapping[str, Any], tensors: Tensors, module: str) -> Tensor:
-    """The values in fp32 of a module's weight, `[N, K]` or `[E, N, K]`.
-
-    Raises:
-        Exception: of any kind, where there is no such weight.
-    """
+    """The values in fp32 of a module's weight, `[N, K]` or `[E, N, K]`."""
     return _METHODS[config["quant_method"]](config, tensors, module)
 
 

@@ -40,23 +40,15 @@ EXPERTS = r"experts\.\d+\."
 
 @dataclass(frozen=True)
 class Quantized:
-    """A family in a format.
+    """A family in a format."""
 
-    Attributes:
-        name: of the format.
-        family: what model.
-        config: the quantization part of its configuration.
-        packers: by a pattern of weights' names; the first that matches is taken.
-        dtype: of everything else.
-        has_stacks: whether the experts of a layer are one tensor in the files.
-    """
-
-    name: str
-    family: Family
-    config: dict[str, Any]
+    name: str  # of the format
+    family: Family  # what model
+    config: dict[str, Any]  # the quantization part of its configuration
+    # by a pattern of weights' names; the first that matches is taken
     packers: dict[str, Packer] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
-    has_stacks: bool = False
+    dtype: torch.dtype = torch.bfloat16  # of everything else
+    has_stacks: bool = False  # whether the experts of a layer are one tensor in the files
 
     def __str__(self) -> str:
         return self.name

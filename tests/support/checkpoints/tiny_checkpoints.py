@@ -70,15 +70,7 @@ def randomise(model: PreTrainedModel) -> None:
 
 
 def save(model: PreTrainedModel, folder: Path, *, sharded: bool, own_names: bool = False) -> Path:
-    """Write a checkpoint.
-
-    Args:
-        model: what to write.
-        folder: where to.
-        sharded: whether to cut it into files of a few tensors each.
-        own_names: whether to write the model's own tensors, experts stacked, where the family's
-            published checkpoints have other names or every expert apart.
-    """
+    """Write a checkpoint."""
     num_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     size = num_bytes // 4 if sharded else 2 * num_bytes
     model.save_pretrained(folder, max_shard_size=size, save_original_format=not own_names)

@@ -183,8 +183,6 @@ def in_words(numbers: np.ndarray, bits: int, order: Sequence[int] = ()) -> np.nd
 
     Args:
         numbers: `[rows, cols]`.
-        bits: of a number.
-        order: which of a word's rows is in its lowest bits, and so on; as they come by default.
     """
     in_word = 32 // bits
     order = order or range(in_word)
@@ -285,10 +283,7 @@ def _decompressed(compressor: Any, stored: dict[str, Tensor], scheme: Any) -> Te
 
 
 def nvfp4_modelopt(name: str, weight: Tensor) -> Packed:
-    """The codes that compressed-tensors has, with the reciprocal of its global scale.
-
-    Of a stack of experts, those of each.
-    """
+    """The codes that compressed-tensors has, with the reciprocal of its global scale."""
     if weight.ndim == 3:
         each = [nvfp4_modelopt("x.weight", matrix) for matrix in weight]
         ends = {f"x.weight{end}": end and f"_weight{end}" for end in ("", "_scale", "_scale_2")}

@@ -26,6 +26,7 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
+from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
@@ -142,19 +143,17 @@ def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits, *, num_tokens:
     up, down = meta(E, 2 * F, D, dtype=dtype), meta(E, D, F, dtype=dtype)
     if is_gpt_oss:
         up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
-    decode_expert_mlp(
-        meta(num_tokens, D, dtype=dtype),
-        meta(num_tokens, K, dtype=torch.int64),
-        meta(num_tokens, K, dtype=torch.float32),
-        up,
-        down,
-        GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu"),
-        GateLayout(True, not is_gpt_oss),
-        gate_up_bias_SZ=meta(E, 2 * F, dtype=dtype) if is_gpt_oss else None,
-        down_bias_SD=meta(E, D, dtype=dtype) if is_gpt_oss else None,
+    experts = StackedExperts(
+        gate_up=up,
+        down=down,
+        gate_up_bias=meta(E, 2 * F, dtype=dtype) if is_gpt_oss else None,
+        down_bias=meta(E, D, dtype=dtype) if is_gpt_oss else None,
+        is_concatenated=not is_gpt_oss,
         slot_of_expert=meta(E, dtype=torch.int64) if is_gpt_oss else None,
-        device=device,
     )
+    x, ids = meta(num_tokens, D, dtype=dtype), meta(num_tokens, K, dtype=torch.int64)
+    weights, spec = meta(num_tokens, K, dtype=torch.float32), ActivationSpec("silu")
+    decode_expert_mlp(x, ids, weights, experts, GPT_OSS_GATE if is_gpt_oss else spec, device)
 
 
 def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: int) -> Any:
@@ -186,12 +185,12 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Gp
     spec = GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu")
     slots = meta(E, dtype=torch.int32)
     if tile is None:
-        decode_expert_mlp(
-            meta(8, D, dtype=dtype), meta(8, K, dtype=torch.int64), meta(8, K, dtype=dtype),
-            gate, down, spec, GateLayout(),
-            gate_up_bias_SZ=biases[0], down_bias_SD=biases[2], up=(up, biases[1]),
-            slot_of_expert=slots, device=device,
+        experts = QuantizedExperts(
+            gate=gate, up=up, down=down, gate_bias=biases[0], up_bias=biases[1],
+            down_bias=biases[2], slot_of_expert=slots,
         )  # fmt: skip
+        ids, weights = meta(8, K, dtype=torch.int64), meta(8, K, dtype=dtype)
+        decode_expert_mlp(meta(8, D, dtype=dtype), ids, weights, experts, spec, device)
         return
     rows = T * K
     groups = Groups(

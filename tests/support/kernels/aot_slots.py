@@ -11,6 +11,7 @@ from aot_small import meta
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
@@ -39,7 +40,9 @@ def few_from_slab(dtype: torch.dtype, device: GpuLimits) -> None:
     """Of eight tokens, which the device can hold."""
     ids, weights = meta(8, K, dtype=torch.int64), meta(8, K, dtype=dtype)
     products = DecodeProducts(meta(8, D, dtype=dtype), ids, weights, E, device)
-    products.add(*_slab(dtype), SPEC, LAYOUT, slot_of_expert=meta(E, dtype=torch.int32))
+    up, down = _slab(dtype)
+    slots = meta(E, dtype=torch.int32)
+    products.add(StackedExperts(gate_up=up, down=down, slot_of_expert=slots), SPEC)
     products.sums()
 
 
@@ -85,11 +88,11 @@ def training_from_slab(dtype: torch.dtype, device: GpuLimits) -> None:
 
 
 def added_up(gradients: torch.dtype, device: GpuLimits) -> None:
-    """A product with biases whose rows go back to their slots, weighted; and gradients of some
+    """A product with biases whose rows go back to their slots; and gradients of some
     type that are added to those there are, the products' two among them."""
     dtype = torch.bfloat16
     (_, down), groups, out = _slab(dtype), _groups(), meta(T * K, D, dtype=dtype)
-    more: dict[str, Any] = {"bias_SN": meta(E + 8, D, dtype=dtype), "scale_R": meta(T * K)}
+    more: dict[str, Any] = {"bias_SN": meta(E + 8, D, dtype=dtype)}
     tile = _tile("plain", D, dtype, device)
     hidden = meta(T * K, F, dtype=dtype)
     plain_product(hidden, down, groups, out=out, scatters=True, tile=tile, **more)

@@ -4,17 +4,8 @@ import pytest
 
 from moe_runtime.benchmarks import kernels_table
 
-MACHINE = {
-    "cpu": "CPU",
-    "cpu_features": ["avx2", "avx512f"],
-    "num_cores": 2,
-    "memory_bytes": 2**34,
-}
-HEAD = {
-    "machine": MACHINE,
-    "versions": {"torch": "2", "transformers": "5"},
-    "commit": "abc",
-}
+MACHINE = {"cpu": "CPU", "cpu_features": ["avx2", "avx512f"], "num_cores": 2, "memory_bytes": 2**34}
+HEAD = {"machine": MACHINE, "versions": {"torch": "2", "transformers": "5"}, "commit": "abc"}
 
 
 def system(name: str, **medians: float) -> dict[str, object]:

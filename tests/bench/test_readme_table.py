@@ -15,12 +15,7 @@ def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dic
         "commit": "0123456789abcdef",
         "ended": ended,
         "machine": {"cpu": "CPU", "memory_bytes": 2**33},
-        "settings": {
-            "model": "shape",
-            "cap_bytes": cap,
-            "prompt_tokens": [8, 8],
-            "num_threads": 2,
-        },
+        "settings": {"model": "shape", "cap_bytes": cap, "prompt_tokens": [8, 8], "num_threads": 2},
         "measurements": [
             {
                 "system": system,

@@ -20,7 +20,6 @@ from moe_runtime.benchmarks.load.client import (
     LoadRequest,
     TimedAnswer,
     arrivals,
-    is_this_machine,
     parse_lengths,
 )
 from moe_runtime.benchmarks.load.generator import (
@@ -30,7 +29,6 @@ from moe_runtime.benchmarks.load.generator import (
     parse_goodput,
     run_level,
     run_load,
-    spread,
     summarize,
 )
 
@@ -90,12 +88,7 @@ def test_every_figure_is_that_of_the_delays() -> None:
     }.items():
         cuts = statistics.quantiles(values, n=100, method="inclusive")
         assert row[name] == pytest.approx(
-            {
-                "mean": statistics.fmean(values),
-                "p50": cuts[49],
-                "p90": cuts[89],
-                "p99": cuts[98],
-            },
+            {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]},
             abs=NEAR,
         )
     assert row["goodput"]["share"] == 0.5
@@ -104,20 +97,6 @@ def test_every_figure_is_that_of_the_delays() -> None:
     (level,) = results["measurements"]
     sent = sorted(one["sent_s"] for one in level["repetitions"] if "sent_s" in one)
     assert sent == pytest.approx([0, 0, 0.14, 0.24], abs=NEAR)
-
-
-def test_percentiles_of_any_number_of_values() -> None:
-    random = Random(3)
-    assert spread([]) is None
-    assert spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
-    for count in (2, 3, 10, 101, 1000):
-        values = [random.expovariate(1.0) for _ in range(count)]
-        cuts = statistics.quantiles(values, n=100, method="inclusive")
-        found = spread(iter(values))
-        assert found is not None
-        assert [found["p50"], found["p90"], found["p99"]] == pytest.approx(
-            [cuts[49], cuts[89], cuts[98]], rel=1e-12
-        )
 
 
 def test_an_open_loop_waits_for_nobody() -> None:
@@ -168,7 +147,7 @@ FAILURES: dict[str, tuple[Script, str, str]] = {
         )
         for count, usage in (
             (count, f'{{"prompt_tokens": 3, "completion_tokens": {count}}}')
-            for count in ("1e400", "NaN", "-1", "1" + "0" * 30, '"5"', "true", "2.5")
+            for count in ("1e400", "-1", '"5"', "2.5")
         )
     },
     "slow": (lambda _: pieces([3.0, 3.0]), "timed out", "not whole after 5 s"),
@@ -252,11 +231,7 @@ def asked_with(
         async with scripted(note) as http:
             client = LoadClient(http, chat=chosen.chat, fields={"temperature": 0}, timeout_s=9.0)
             return await run_load(
-                client,
-                chosen,
-                on_answer=lambda *_: None,
-                is_stopping=is_stopping,
-                meters=meters,
+                client, chosen, on_answer=lambda *_: None, is_stopping=is_stopping, meters=meters
             )
 
     return *run_virtually(work), asked
@@ -291,21 +266,6 @@ def test_a_server_is_warmed_up_and_its_models_asked_in_turn() -> None:
     assert [body["model"] for body in asked] == [*"ab" * 9, "a"]
     assert len({body["prompt"] for body in asked}) == len(asked)
     assert [len(measured.answers) for measured in found] == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("host", "is_here"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("localhost.example", False),
-    ],
-)
-def test_which_servers_run_on_this_machine(host: str, is_here: bool) -> None:
-    assert is_this_machine(host) is is_here
 
 
 def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:
@@ -350,9 +310,7 @@ def test_a_stop_before_the_first_answer_waits_for_nobody(model: str | None) -> N
     """The server would take an hour for each first request; it is stopped at the third look."""
     looks = itertools.count()
     name, found, asked = asked_with(
-        settings(model=model),
-        lambda body: pieces([3600.0]),
-        is_stopping=lambda: next(looks) >= 2,
+        settings(model=model), lambda body: pieces([3600.0]), is_stopping=lambda: next(looks) >= 2
     )
     assert (found, len(asked)) == ([], 1)
     assert name == (model or "")
