@@ -89,7 +89,8 @@ class AdapterSettings:
         self._alpha = self._value("lora_alpha", alpha, _is_number, 8)
         self._ranks = self._value("rank_pattern", f"{rank} by pattern", _by_name(_is_rank)) or {}
         self._alphas = self._value("alpha_pattern", f"{alpha} by pattern", _by_name(_is_number))
-        self._is_root = self._value("use_rslora", "true or false", _is_bool) or False
+        is_truth = (True, False).__contains__
+        self._is_root = self._value("use_rslora", "true or false", is_truth) or False
 
     def targets(self, layer: str) -> bool:
         """Whether a linear layer has an adapter; not for the output layer."""
@@ -173,10 +174,6 @@ def _is_named(layer: str, names: Any) -> bool:
     return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -245,18 +242,14 @@ class AdapterFolder:
         self.settings = AdapterSettings(config)
         self._state = self._state_of_file()
         self._layers = self._read_layers()
-        self._scales = {
-            layer: self.settings.scale(layer, parts["A"][0])
-            for layer, parts in self._layers.items()
-        }
-        shapes = {
-            layer: (parts["A"][1], parts["B"][0], parts["A"][0])
-            for layer, parts in self._layers.items()
-        }
-        self.widths = {layer: (inputs, outputs) for layer, (inputs, outputs, _) in shapes.items()}
-        self.num_bytes = sum(
-            4 * rank * (inputs + outputs) for inputs, outputs, rank in shapes.values()
-        )
+        self._scales: dict[str, float] = {}
+        self.widths: dict[str, tuple[int, int]] = {}
+        self.num_bytes = 0
+        for layer, parts in self._layers.items():
+            (rank, inputs), (outputs, _) = parts["A"], parts["B"]
+            self._scales[layer] = self.settings.scale(layer, rank)
+            self.widths[layer] = inputs, outputs
+            self.num_bytes += 4 * rank * (inputs + outputs)
 
     def workspace_bytes(self, num_rows: int) -> int:
         """Memory of a pass of so many tokens in addition to that of the model."""
