@@ -127,7 +127,7 @@ class ExpertMap:
 def _packed_bytes(entry: Weight) -> int:
     if not isinstance(entry, TensorEntry):
         return entry.resident_bytes
-    from moe_runtime.checkpoints.packed_parameter import coded_bytes
+    from moe_runtime.checkpoints.dense_weights import coded_bytes
 
     rows, cols = entry.shape
     return coded_bytes(rows, cols)
@@ -308,7 +308,7 @@ def _convert(
                 if name in buffers:
                     experts.buffers.add(entry.name)
                 if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
-                    from moe_runtime.checkpoints.packed_parameter import may_stay_packed
+                    from moe_runtime.checkpoints.dense_weights import may_stay_packed
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name

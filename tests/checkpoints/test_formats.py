@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_runtime.checkpoints.formats import compressed_tensors
-from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.formats.packed_weight import Settings
 from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
 from moe_runtime.types import ExpertKey
 

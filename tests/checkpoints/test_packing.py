@@ -140,7 +140,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
     pack_checkpoint(source, tmp_path / "at-once")
     num_files = len(list((tmp_path / "at-once").glob("experts-*")))
     assert num_files > 3
-    whole = writer._Growing._write_file
+    whole = writer.CheckpointWriter._write_file
 
     def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
         if number == 2:
@@ -149,7 +149,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
 
     out = tmp_path / "packed"
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Growing, "_write_file", be_interrupted)
+        patch.setattr(writer.CheckpointWriter, "_write_file", be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pack_checkpoint(source, out)
     assert not out.exists()
@@ -170,7 +170,7 @@ def test_nothing_of_another_checkpoint_is_taken_up(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(source, other)
-    monkeypatch.setattr(writer._Growing, "write_rest", lambda _: 1 / 0)
+    monkeypatch.setattr(writer.CheckpointWriter, "_write_rest", lambda _: 1 / 0)
     for code in ("planes", "none"):
         with pytest.raises(ZeroDivisionError):
             pack_checkpoint(other, tmp_path / "packed", code)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.checkpoints.formats.settings import matches
+from moe_runtime.checkpoints.formats.packed_weight import matches
 from moe_runtime.checkpoints.packing import Scheme, pack_checkpoint, staging_of, writer
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -230,7 +230,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
     source = source_of(GPT_OSS, tmp_path / "source")
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 16)
     pack_checkpoint(source, tmp_path / "at-once", quantize=scheme)
-    whole, out = writer._Growing._write_file, tmp_path / "out"
+    whole, out = writer.CheckpointWriter._write_file, tmp_path / "out"
 
     def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
         if number == 2:
@@ -238,7 +238,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
         return whole(self, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Growing, "_write_file", be_interrupted)
+        patch.setattr(writer.CheckpointWriter, "_write_file", be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pack_checkpoint(source, out, quantize=scheme)
     assert not out.exists()
