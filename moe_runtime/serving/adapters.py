@@ -89,8 +89,7 @@ class AdapterSettings:
         self._alpha = self._value("lora_alpha", alpha, _is_number, 8)
         self._ranks = self._value("rank_pattern", f"{rank} by pattern", _by_name(_is_rank)) or {}
         self._alphas = self._value("alpha_pattern", f"{alpha} by pattern", _by_name(_is_number))
-        is_truth = (True, False).__contains__
-        self._is_root = self._value("use_rslora", "true or false", is_truth) or False
+        self._is_root = self._value("use_rslora", "true or false", _is_bool) or False
 
     def targets(self, layer: str) -> bool:
         """Whether a linear layer has an adapter; not for the output layer."""
@@ -172,6 +171,10 @@ def _is_named(layer: str, names: Any) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None if names else False
     return any(layer == name or layer.endswith(f".{name}") for name in names)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_whole(value: Any) -> bool:
