@@ -213,13 +213,11 @@ class PackedWeight:
     num_cols: int  # K
     format: WeightFormat
     codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with bytes that are not used
-    # `[*lead, groups of rows, groups of columns]`; None where blocks hold them
-    scales: TensorEntry | None = None
+    scales: TensorEntry | None = None  # `[*lead, groups of rows, of columns]`, or in blocks
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None  # one number, or one for each matrix, or None
     is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
-    # makes the model's values of those in the file; None where they are these
-    convert: Callable[[Tensor], Tensor] | None = None
+    convert: Callable[[Tensor], Tensor] | None = None  # values of the file to the model's
     moves_codes: bool = False  # whether it only moves values, and codes as well
     orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
     along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are

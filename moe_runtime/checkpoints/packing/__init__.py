@@ -172,8 +172,7 @@ class PackSummary:
     packed_bytes: int
     num_experts: int
     kept_files: int  # files of experts that an earlier, interrupted run had written
-    # of quantised matrices, for each layer and each of its matrices
-    errors: tuple[MatrixError, ...] = ()
+    errors: tuple[MatrixError, ...] = ()  # of quantised matrices by layer
 
     @property
     def ratio(self) -> float:

@@ -56,9 +56,7 @@ class WrittenFile:
 
     file: str
     pieces: list[list[int]]  # begin, bytes and digest of what it holds, the header too
-    # for each expert what its writer wants to know again: the rooms of its escapes, or the squares
-    # of its errors
-    notes: list[list[Any]]
+    notes: list[list[Any]]  # of each expert: the rooms of its escapes, or squares of its errors
 
     @property
     def num_bytes(self) -> int:
