@@ -338,11 +338,7 @@ def given_to_callees(
 def test_every_option_arrives(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The value of the table, which does not arrive where options are left out.
-
-    They are left out together, so no two of a command may become the same value: one could stand
-    for the other.
-    """
+    """The value of the table, which does not arrive where options are left out."""
     arrives = CASES[name].arrives
     put_files(tmp_path)
     words = [word for words, _ in arrives.values() for word in words.split()]

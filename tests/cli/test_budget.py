@@ -1,8 +1,4 @@
-"""A run keeps within its budget: peak less baseline, whatever reads, chooses, records or computes.
-
-Each run is a process of its own, because a peak is never forgotten. Resident memory is counted by
-the kernel, and what a run takes does not depend on how fast it is.
-"""
+"""A run keeps within its budget: peak less baseline, whatever reads, records or computes."""
 
 import json
 import os

@@ -228,7 +228,7 @@ def _texts(name: str) -> list[str]:
 def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `-p $'\\xff\\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
+    r"""As `-p $'\xff\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
     params = COMMANDS[name].params
     needed = ["none" for p in params if p.param_type_name == "argument"]
     for option in _texts(name):
