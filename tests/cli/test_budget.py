@@ -25,7 +25,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_run_keeps_within_its_budget(native: str, tmp_path: Path):
     records = ["--trace", str(tmp_path / "t.npz"), "--timeline", str(tmp_path / "t.json")]
     options = ["--policy", "reuse", "--prefetch", "enforce", *records]
-    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "64", "--json"]
+    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
     run = subprocess.run(
         [sys.executable, "-P", "-c", _RUN, native, *words, "--host-memory", "24MiB", *options],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},

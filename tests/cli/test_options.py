@@ -176,29 +176,6 @@ def test_a_rate_of_zero_is_not_the_default(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("max-new-tokens = 3.7", "--max-new-tokens"),
-        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
-        ("policy = true", "policy must be a single value, got True"),
-        ("chat = 1", "chat must be true or false, got 1"),
-    ],
-)
-def test_a_configuration_file_takes_no_other_values_than_the_command_line(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    message: str,
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert main(["run", str(checkpoint), "--prompt", "x", "--config", str(file)]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "words",
     [
         ["run", "--json", "--polcy", "lru"],
