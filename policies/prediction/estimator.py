@@ -27,14 +27,9 @@ class Contexts:
     path: np.ndarray  # ``[B, L, K]`` int64, experts of the current token; E where not known
     path_weights: np.ndarray  # ``[B, L, K]`` float32, its gate weights
     previous: np.ndarray  # ``[B, L, K]`` int64, experts of the previous token
-    # ``[B, L, K]`` int64, experts of the last token of this sequence that had the same id as the
-    # current one
-    recalled: np.ndarray
-    # ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-Infinity's
-    # request-level activation matrix)
-    counts: np.ndarray
-    # ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES
-    recent: np.ndarray
+    recalled: np.ndarray  # ``[B, L, K]`` int64, of the sequence's last token with the same id
+    counts: np.ndarray  # ``[B, L, E]`` float32, tokens of the sequence that visited each expert
+    recent: np.ndarray  # ``[B, R, L, E]`` float32, running means with RECENT_RATES
     hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
     # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
     # a step runs; by the estimator's name

@@ -22,8 +22,7 @@ class WordSplit:
     expressions: tuple[str, ...]  # applied one after another
     keeps_tokens: bool = False  # a word that is a token stays whole, whatever its merges
     adds_bos: bool = False  # where the file does not say
-    # words are merged from characters, with a mark for the space, and not from bytes
-    is_raw: bool = False
+    is_raw: bool = False  # words are merged from characters, not bytes, with a mark for the space
 
 
 _ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # english contractions
