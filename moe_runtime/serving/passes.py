@@ -323,7 +323,7 @@ class ModelPasses:
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         assert self._graphs is not None
-        return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
+        return RowMemory(self._model.config, self._graphs.store.device, like, num_rows, num_tokens)
 
     def step_of_rows(
         self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]

@@ -195,7 +195,6 @@ class AbsentExperts(AbsentParameters):
         return f"{self.num_experts} experts of {self._site.name}, not in this module"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Converts what is here; records of experts keep their type and place."""
         with self._without_absent():
             return nn.Module._apply(self, fn, recurse)
 
