@@ -105,9 +105,7 @@ class SkippedSteps:
 class TrainableModel(Protocol):
     """What the loop asks of a model; `LanguageModel` is one."""
 
-    def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses:
-        """Losses of token ids `[B, C]` and the tokens after them."""
-        ...
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses: ...
 
     def after_step(self, *, skipped: bool = False) -> None: ...
 
@@ -150,7 +148,6 @@ class Trainer:
         self._saved_step = -1
 
     def restore(self, state: TrainingState) -> None:
-        """Goes on from a checkpoint, or refuses one that does not fit."""
         model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
@@ -197,7 +194,6 @@ class Trainer:
         return self.step >= run.steps
 
     def close(self) -> None:
-        """Ends background work; the model is of no use then, if it is offloaded."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -271,7 +267,6 @@ class Trainer:
         )
 
     def _backward(self, rate: float) -> list[Losses]:
-        """Adds up the gradients of the step; the losses of this process's micro-batches."""
         micro_batches = self._micro_batches()
         losses: list[Losses] = []
         # a caller's autocast would keep narrow copies of weights for the steps that follow
@@ -301,7 +296,6 @@ class Trainer:
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
     def _micro_batches(self) -> list[Tensor]:
-        """This process's tokens of the step, in the parts that are computed one after another."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)

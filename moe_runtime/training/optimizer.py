@@ -53,13 +53,9 @@ class StepOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
-        """Computes the losses of a step's micro-batches and adds up their gradients.
+        """Computes the losses of a step's micro-batches, one a part, and adds up their gradients.
 
         After an exception of a part, no gradient is left behind.
-
-        Args:
-            parts: each computes the loss of one micro-batch.
-            rate: learning rate of the step that follows.
         """
 
     @abc.abstractmethod
@@ -71,11 +67,7 @@ class StepOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            CheckpointError: the state is damaged, or belongs to other parameters.
-        """
+        """Takes up what `state_dict` gave, or refuses it with a `CheckpointError`."""
 
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
@@ -99,7 +91,6 @@ class StepOptimizer(abc.ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Counters of offloaded experts so far; empty where all are in memory."""
         return {}
 
     def close(self) -> None:
@@ -136,7 +127,6 @@ class DenseAdamW:
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def bad_gradients(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are not finite."""
         return tuple(
             name
             for name, parameter in self._named.items()
@@ -144,7 +134,6 @@ class DenseAdamW:
         )
 
     def step(self, rate: float, scale: float = 1.0) -> None:
-        """Scales the gradients (unless by 1) and updates."""
         if scale != 1:
             for gradient in self.gradients():
                 gradient.mul_(scale)
@@ -189,7 +178,6 @@ class DenseAdamW:
         return {} if self._adamw is None else self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, or refuses it with a `CheckpointError`."""
         own = self.state_dict()
         kinds = {"state": MAPPING, "param_groups": MAPPING.listed()} if own else {}
         require_kinds(state, kinds, "the optimizer's state")
@@ -216,8 +204,6 @@ class DenseAdamW:
 
 
 class Optimizer(StepOptimizer):
-    """Gradients in, changed parameters out, all of it in memory."""
-
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, ranks: OneRank | None = None
     ) -> None:

@@ -122,7 +122,6 @@ class DataConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of full length in one optimizer step."""
         return self.tokens_per_step // self.context
 
     @property
@@ -200,7 +199,6 @@ class OffloadConfig:
         AdamW(**self.optimizer_options())
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Those of them that are options of the optimizer."""
         options = dataclasses.asdict(self)
         del options["activations"]
         return options
@@ -342,11 +340,7 @@ class TrainConfig:
     """A whole training run.
 
     Attributes:
-        run: how long, where to, how.
         model: its architecture; `vocab_size` is the tokenizer's.
-        data: text and batches.
-        tokenizer: where it comes from.
-        optimizer: AdamW and its schedule.
         parallel: how several processes divide the model.
     """
 

@@ -35,15 +35,12 @@ class Settings:
     place: str = CONFIG
 
     def get(self, name: str) -> Any:
-        """A value of any kind."""
         return self.values.get(name)
 
     def text(self, name: str) -> str | None:
-        """A text."""
         return self._checked(name, lambda value: isinstance(value, str), "a name")
 
     def size(self, name: str) -> int | None:
-        """A positive whole number."""
         return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
@@ -60,7 +57,6 @@ class Settings:
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of a block."""
         expected = "two positive whole numbers, rows and columns of a block"
         value = self._checked(name, _is_pair, expected)
         return value and (value[0], value[1])
@@ -127,7 +123,6 @@ class Contents(ExitStack):
     """Reads the few tensors whose content decides how a weight is read; files stay open."""
 
     def __init__(self) -> None:
-        """Opens nothing yet."""
         super().__init__()
         self._files: dict[Path, BinaryIO] = {}
 
@@ -213,13 +208,11 @@ class PackedWeight:
     num_cols: int  # K
     format: WeightFormat
     codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with bytes that are not used
-    # `[*lead, groups of rows, groups of columns]`; None where blocks hold them
-    scales: TensorEntry | None = None
+    scales: TensorEntry | None = None  # `[*lead, groups of rows, of columns]`, or in blocks
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None  # one number, or one for each matrix, or None
     is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
-    # makes the model's values of those in the file; None where they are these
-    convert: Callable[[Tensor], Tensor] | None = None
+    convert: Callable[[Tensor], Tensor] | None = None  # values of the file to the model's
     moves_codes: bool = False  # whether it only moves values, and codes as well
     orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
     along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are
@@ -227,29 +220,24 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the weight, as the model has it."""
         sides = (self.num_rows, self.num_cols)
         return self.lead + (sides[::-1] if self.is_transposed else sides)
 
     @property
     def dtype(self) -> str:
-        """Element type of the codes, as safetensors names it."""
         return self.codes.dtype
 
     @property
     def packing(self) -> Packing:
-        """What the parts of each matrix mean."""
         return Packing(self.format, self.num_cols)
 
     @property
     def parts(self) -> dict[str, TensorEntry]:
-        """The tensors that hold the weight."""
         names = ("codes", "scales", "zero_points", "global_scale")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of them all."""
         return sum(entry.num_bytes for entry in self.parts.values())
 
     @property
@@ -264,7 +252,6 @@ class PackedWeight:
 
     @property
     def total_rows(self) -> int:
-        """Rows of all matrices."""
         return math.prod(self.lead) * self.num_rows
 
     def as_model_has(self, values: Tensor) -> Tensor:
@@ -347,7 +334,6 @@ class PackedWeight:
                 yield rows, cols, packing, self._cut(first, last)
 
     def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
-        """Where the parts of some rows or columns lie."""
         is_by_rows, kind = self.along == "rows", self.format
         size = self.num_rows if is_by_rows else self.num_cols
         rows = last - first if is_by_rows else self.num_rows

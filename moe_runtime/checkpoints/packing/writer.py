@@ -56,9 +56,7 @@ class WrittenFile:
 
     file: str
     pieces: list[list[int]]  # begin, bytes and digest of what it holds, the header too
-    # for each expert what its writer wants to know again: the rooms of its escapes, or the squares
-    # of its errors
-    notes: list[list[Any]]
+    notes: list[list[Any]]  # of each expert: the rooms of its escapes, or squares of its errors
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +113,6 @@ class GrowingFile:
         self.pool = pool
 
     def put(self, content: bytes | memoryview, begin: int) -> None:
-        """Writes a piece, and notes what must be read back."""
         write_at(self._descriptor, content, begin)
         self.pieces.append([begin, len(content), zlib.crc32(content)])
 
@@ -225,7 +222,6 @@ class CheckpointWriter(abc.ABC):
                 self._write_done()
 
     def _write_rest(self) -> None:
-        """Writes what is no expert: dense weights, index, configuration and tokenizer."""
         staging = self._staging
         name = self.file_name(len(self._plan), len(self._plan))
         offsets, header, total = widest_first(self._outside)

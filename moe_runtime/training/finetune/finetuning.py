@@ -109,7 +109,6 @@ def divide_budget(
     sites: list[ExpertsModuleSpec],
     place: torch.device,
 ) -> TrainingMemory | FrozenMemory:
-    """The budgets' division, before anything of the model is in memory."""
     method = config.method
     activations = activation_bytes(
         checkpoint.config,
@@ -190,7 +189,6 @@ def _routed_bytes(
 def _adapter_bytes(
     config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsModuleSpec]
 ) -> int:
-    """Weights, gradients and moments of adapters, counted for every matrix of two dimensions."""
     assert config.lora is not None
     total = 0
     if "experts" in config.lora.places:
@@ -329,14 +327,6 @@ def prepare(
         on_stage: called with a word on what is being done.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
         keeps_text: the encoded text is written to the run's folder.
-
-    Raises:
-        CapacityError: the budget is too small; names the smallest that works.
-        CheckpointError: the checkpoint cannot be read.
-        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so, or it is
-            quantised or packed and every parameter is to be trained.
-        ValueError: the text or an option cannot be as given.
-        OSError: a file cannot be read or written.
     """
     output, trace = config.run.output, config.run.trace
     device = device_of(config)
