@@ -65,8 +65,6 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     budget: str
     kernels: str
     requests: int = 1
@@ -77,7 +75,6 @@ class Case:
 
 
 def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
-    """What is run with one kind of kernels."""
     for budget in ("less", "smallest", *BUDGETS):
         yield Case(budget=budget, kernels=kernels)
     for budget in ("smallest", TIGHT):
@@ -145,7 +142,6 @@ def smallest_budget(kernels: str, requests: int, cache: Path) -> int:
 
 
 def rows_of(kernels: str, *, all_policies: bool) -> Iterator[dict[str, Any]]:
-    """Runs the cases of one kind of kernels."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder)
         run(Case(budget=TIGHT, kernels=kernels, policy="reuse", prefetch="observe"), kept)
@@ -175,12 +171,10 @@ def is_broken(row: dict[str, Any]) -> bool:
 
 
 def label(row: dict[str, Any]) -> str:
-    """A run's case in words."""
     return " ".join(str(row[name]) for name in Case.__dataclass_fields__)
 
 
 def told(row: dict[str, Any]) -> str:
-    """A row as a line."""
     if row["exit_code"]:
         result = f"refused: {row['refused']}"
     else:

@@ -144,7 +144,6 @@ class Bench:
         return time.time() - self.began_s > self.options.seconds
 
     def add(self, name: str, found: Any) -> None:
-        """Takes a row, and says it."""
         self.results.add(name, found)
         since_s = time.time() - self.began_s
         print(f"{since_s:5.1f} s  {decode_line(self.results, name)}", flush=True)
@@ -357,7 +356,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def decode_line(results: GpuResults, name: str) -> str:
-    """One row in words."""
     if isinstance(found := results.systems[name], str):
         return f"{name}: {found}"
 

@@ -145,7 +145,6 @@ def measure(
 
 
 def note_aims(results: GpuResults) -> None:
-    """Writes what is aimed at beside what came out."""
     (resident, steps), (partial, others) = results.systems.items()
     speed, whole = (results.value(name, "tokens_per_s") or 0.0 for name in (partial, resident))
     results.aim(partial, "speed beside resident", AIM, speed / whole)
@@ -159,7 +158,6 @@ def note_aims(results: GpuResults) -> None:
 
 
 def line(results: GpuResults, name: str) -> str:
-    """One row for the terminal."""
     found = {metric: results.value(name, metric) or 0.0 for metric in METRICS}
     text = f"{name} ({found['experts_with_slots']:.0f} experts) {found['tokens_per_s']:,.0f} "
     text += f"tokens/s, {format_bytes(round(found['copied_bytes']))} copied a step"

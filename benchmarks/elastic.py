@@ -54,13 +54,10 @@ Change = Callable[[], "Future[ChangeReport]"]
 
 
 class TokenTimes:
-    """When every request got its tokens."""
-
     def __init__(self, num_requests: int) -> None:
         self._times: list[list[float]] = [[] for _ in range(num_requests)]
 
     def add(self, request: int, token: int) -> None:
-        """A request has got a token."""
         self._times[request].append(time.perf_counter())
 
     def longest_wait_s(self, begin_s: float, end_s: float) -> float:

@@ -160,7 +160,6 @@ def walk(root: Path, budget: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Counts, prints, and writes the results file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--budget", default="20MiB", help="of the run with misses")

@@ -366,7 +366,6 @@ def main() -> int:
 
 
 def add_products(results: GpuResults, rows: Mapping[str, dict[str, float]]) -> None:
-    """Takes rows of products, and says them."""
     for name, row in rows.items():
         results.add(name, [row])
         note_aims(results)
@@ -529,8 +528,6 @@ def graph_s(call: Callable[[], Any], device: str) -> float | None:
 
 
 def line(name: str, backend: str, row: dict[str, float | None], shape: Shape) -> str:
-    """One row for the terminal."""
-
     def milliseconds(field: str) -> str:
         seconds = row[field]
         return "       -" if seconds is None else f"{seconds * 1e3:8.3f}"

@@ -36,8 +36,6 @@ LATE = "its time ended"
 
 
 class Part(NamedTuple):
-    """One command."""
-
     name: str
     seconds: float
     command: Callable[[float], Sequence[str]]
@@ -131,13 +129,11 @@ SHAPES = ("16384,2048,768,128,8", "1,2048,768,128,8")
 
 
 def test_files(pattern: re.Pattern[str]) -> list[str]:
-    """Files of tests in which the pattern is found."""
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text())]
 
 
 def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
-    """The command that runs the tests of such files."""
     words = [sys.executable, "-P", "-m", "pytest", "-v", "-m", f"{marked} and not long"]
     return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *test_files(pattern)]
 
@@ -154,7 +150,6 @@ def decoding(shape: str, layers: int, seconds: float) -> list[str]:
 
 
 def bench(case: str, *words: str) -> list[str]:
-    """The command of a case of the suite."""
     return [str(Path(sys.executable).with_name("moe-runtime")), "bench", case, *words]
 
 
@@ -167,7 +162,6 @@ def beside_transformers(shape: str, layers: int) -> list[str]:
 
 
 def tuning() -> list[str]:
-    """The command that chooses tiles."""
     return bench("kernels", "--tune", *(word for one in SHAPES for word in ("--shape", one)))
 
 

@@ -178,7 +178,6 @@ def with_template(model: Path, folder: Path) -> Path:
 
 
 def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs the server and its clients; returns what was found."""
     model = with_template(arguments.model, folder / "model")
     command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py")]
     command += [str(arguments.fetches_per_fault), str(model), "--name", MODEL, "--port", "0"]
@@ -225,7 +224,6 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """The promises that were not kept."""
     memory, failed = found["memory"], found["requests"].get("failed", 0)
     checks = {
         f"{len(found['wrong'])} wrong answers": bool(found["wrong"]),
@@ -331,8 +329,6 @@ _BAD: tuple[tuple[str, Any], ...] = (
 
 @dataclass
 class Tally:
-    """What became of requests."""
-
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -366,8 +362,6 @@ def draw_request(random: Random) -> tuple[str, dict[str, Any]]:
 
 
 class Client:
-    """One client, which asks one thing after the other."""
-
     def __init__(
         self, http: httpx2.AsyncClient, tally: Tally, random: Random, *, has_failures: bool
     ) -> None:
@@ -405,7 +399,6 @@ class Client:
         goes_after: int | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """A sound request."""
         if body["stream"]:
             await self._stream(path, body, goes_after, on_begun)
         elif goes_after is not None:

@@ -70,8 +70,6 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A configuration to train."""
-
     name: str
     config: TrainConfig
     changes: Mapping[str, Any]
@@ -173,7 +171,6 @@ class TrainedVariant(BenchSystem):
         self.device = preparation.device
 
     def repeat(self) -> Mapping[str, Number]:
-        """Trains with the next seed."""
         records: list[Record] = []
         try:
             is_complete = self._train(records)

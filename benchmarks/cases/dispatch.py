@@ -32,8 +32,6 @@ LOADS = ("balanced", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """One exchange."""
-
     num_tokens: int
     dim: int
     num_experts: int
@@ -46,7 +44,6 @@ class ExchangeShape:
         return self.dim * getattr(torch, self.dtype).itemsize
 
     def ids_TK(self, rank: int) -> Tensor:
-        """Experts of a rank's tokens."""
         random = torch.Generator().manual_seed(17)
         order_E = torch.randperm(self.num_experts, generator=random)
         random = torch.Generator().manual_seed(rank)
@@ -171,13 +168,10 @@ SIDES = ("moe_runtime", "padded")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchBenchPlan:
-    """What is asked of both sides."""
-
     shapes: Sequence[ExchangeShape]
     rounds: int
 
     def name(self, shape: ExchangeShape) -> str:
-        """What its metrics are called by."""
         return f"{shape.load}_{shape.dtype}"
 
 
@@ -233,7 +227,6 @@ class DispatchSide(BenchSystem):
         self._rounds = rounds
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every shape; before the first time, compares results."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}

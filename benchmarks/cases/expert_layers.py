@@ -71,11 +71,9 @@ class CallsPlan:
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """As `kinds_of_calls`."""
         return kinds_of_calls(self.tokens, trains=self.trains)
 
     def metrics(self) -> dict[str, Metric]:
-        """Seconds of each kind of call."""
         return {name: Metric("s") for name, _, _ in self.calls()}
 
 
@@ -152,17 +150,14 @@ class ExpertLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and tokens."""
         return next(self.module.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where weights and tokens are."""
         return next(self.module.parameters()).device
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
     @property
@@ -308,8 +303,6 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsPlan(CallsPlan):
-    """What is asked of every implementation of a layer of experts."""
-
     layer: ExpertLayer
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:

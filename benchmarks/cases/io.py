@@ -40,8 +40,6 @@ Layouts = Mapping[ExpertKey, ExpertLayout]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """What is asked of every system."""
-
     layouts: Layouts
     num_experts: int
     in_flight: int
@@ -61,7 +59,6 @@ class ReadSystem(BenchSystem):
         self._number = 0
 
     def repeat(self) -> Mapping[str, Number]:
-        """Reads the experts of one repetition."""
         keys = self.plan.keys(self._number)
         self._number += 1
         layouts = self.plan.layouts
@@ -197,7 +194,6 @@ def make_read_systems(plan: ReadPlan) -> Iterator[list[ReadSystem]]:
 
 
 def measure_reads(plan: ReadPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures all ways to read; the content of a results file."""
     with make_read_systems(plan) as systems:
         return measure_systems("io", systems, METRICS, rules, settings)
 

@@ -33,8 +33,6 @@ _FEW = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan(CallsPlan):
-    """What is asked of every system: sizes of the layer, type of weights and tokens."""
-
     sizes: LayerSizes
     dtype: torch.dtype
 
@@ -134,8 +132,6 @@ def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
 
 
 class BlockSystem(CallsSystem):
-    """A block under test."""
-
     def __init__(
         self, name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
     ) -> None:
@@ -157,7 +153,6 @@ class BlockSystem(CallsSystem):
 
 
 def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures `MoELayer` and transformers' blocks; the content of a results file."""
     layer = make_layer(plan)
     expected = {
         name: expect(layer, plan, tokens, trains=trains) for name, tokens, trains in plan.calls()

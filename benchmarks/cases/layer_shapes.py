@@ -22,8 +22,6 @@ class ExpertsShape:
 
 
 class LayerSizes(NamedTuple):
-    """E, K, D and F of a layer."""
-
     num_experts: int
     top_k: int
     dim_model: int
@@ -51,7 +49,6 @@ TRAINING_SHAPES = {
 
 
 def sizes_of_shape(name: str) -> LayerSizes:
-    """Sizes of a known model."""
     require_known("shape", name, LAYER_SHAPES)
     shape = LAYER_SHAPES[name]
     return LayerSizes(shape.num_experts, shape.top_k, shape.dim_model, shape.dim_hidden)

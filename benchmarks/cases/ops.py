@@ -47,8 +47,6 @@ class OpCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OpsPlan(CallsPlan):
-    """What is asked of every op: sizes of the layer, type of tokens and weights."""
-
     sizes: LayerSizes
     dtype: torch.dtype
 
@@ -68,7 +66,6 @@ class LayerWeights(NamedTuple):
 
 
 def draw_weights(sizes: LayerSizes, dtype: torch.dtype) -> LayerWeights:
-    """Weights of a layer, the same ones each time."""
     num_experts, _, dim_d, dim_f = sizes
     generator = torch.Generator().manual_seed(0)
     first, second, third = (_leaf(generator, dtype, num_experts * dim_f, dim_d) for _ in range(3))
@@ -131,7 +128,6 @@ class OpSystem(BenchSystem):
         self._calls, self._plan = calls, plan
 
     def repeat(self) -> Mapping[str, Number]:
-        """The median of a block of calls of each kind; before the first time, compares results."""
         with peer_failures():
             return self._times()
 
@@ -174,7 +170,6 @@ def _is_near(op: OpCall) -> bool:
 
 
 def measure_ops(plan: OpsPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures every op in turn; the content of a results file."""
     weights = draw_weights(plan.sizes, plan.dtype)
     by_tokens = {tokens: list(op_calls(tokens, plan.sizes, weights)) for tokens in plan.tokens}
     systems = [

@@ -94,7 +94,6 @@ class PlacedExperts(BenchSystem):
         self._plan, self._make = plan, make
 
     def repeat(self) -> Mapping[str, Number]:
-        """Places and scores."""
         plan = self._plan
         start = time.perf_counter()
         with peer_failures():
@@ -125,6 +124,5 @@ class PlacedExperts(BenchSystem):
 def measure_placements(
     plan: PlacementsPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the algorithms; the content of a results file."""
     importlib.import_module("scipy.optimize")  # else the time of the first one that solves
     return measure_systems("placements", plan.systems(), METRICS, rules, settings)

@@ -29,8 +29,6 @@ _COMPARED_EVENTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesPlan:
-    """What is replayed."""
-
     workload: Workload
     policies: Sequence[str]
     capacities: Sequence[float]
@@ -41,7 +39,6 @@ class PoliciesPlan:
     sizes: Mapping[ExpertKey, int] | None = None
 
     def experiment(self, policy: str) -> Experiment:
-        """The replays of a policy."""
         asked = self.predictor if policy == "predicted" else None
         return Experiment(
             policies=[policy],
@@ -78,7 +75,6 @@ class PolicyReplays(BenchSystem):
         self._experiment = plan.experiment(name)
 
     def repeat(self) -> Mapping[str, Number]:
-        """Replays the trace at every capacity."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}
@@ -126,7 +122,6 @@ def beginning(workload: Workload, num_events: int) -> Workload:
 def measure_policies(
     plan: PoliciesPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the policies; the content of a results file."""
     systems = [PolicyReplays(name, plan) for name in plan.policies]
     return measure_systems("policies", systems, metrics_of(plan), rules, settings)
 

@@ -25,8 +25,6 @@ _TIMED_STEPS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorsPlan:
-    """What is measured."""
-
     predictors: Sequence[str]
     training: Routes
     test: Routes
@@ -137,7 +135,6 @@ def measure_predictors(
     settings: Mapping[str, Any],
     on_count: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Measures the predictors; the content of a results file."""
     systems: list[MeasuredPredictor] = []
     for name in plan.predictors:
         on_count(name)

@@ -186,7 +186,6 @@ METRICS = {
 
 
 def name_of(level: Level) -> str:
-    """What a level is called in tables and files."""
     if level.concurrency is None:
         return f"{level.rate:g} requests/s"
     return f"{level.concurrency} at a time"
@@ -199,7 +198,6 @@ def serve_results(
     settings: Mapping[str, Any],
     is_interrupted: bool,
 ) -> dict[str, Any]:
-    """The content of a results file."""
     rows = [(one, summarize(one, bounds)) for one in found]
     has_answers = any(row["answered"] for _, row in rows)
     ended = "interrupted" if is_interrupted else "most" if has_answers else "failed"

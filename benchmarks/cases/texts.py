@@ -137,10 +137,7 @@ class ThroughputPlan(TextPlan):
 
 
 class TextSystem(BenchSystem):
-    """A peer that continues texts."""
-
     def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Any]) -> None:
-        """What it is held to."""
         super().__init__(program.name, {})
         self.program, self.energy = program, EnergyMeter()
         self._plan, self._expected = plan, plan.sequences(expected)
@@ -215,7 +212,6 @@ def measure_texts(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures this project and its peers."""
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]

@@ -62,7 +62,6 @@ Cap = Annotated[
 
 
 def cap_bytes(cap: str | None) -> int | None:
-    """The bytes of ``--cap``."""
     if cap is None:
         return None
     from moe_runtime.benchmarks.suite.memory_cap import why_unavailable
@@ -87,7 +86,6 @@ class CaseRun:
         precision: float = 0.05,
         quick: bool = False,
     ) -> None:
-        """Takes the options."""
         self.ctx, self.quick, self.output = ctx, quick, output
         self.session: Session = ctx.obj
         self.as_json, self._precision = as_json, precision
@@ -218,7 +216,6 @@ def case(
 
 
 def say_repetition(name: str, number: int) -> None:
-    """A line of progress."""
     say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
 
 
@@ -285,12 +282,10 @@ def show_systems(
 
 
 def num_repetitions(one: dict[str, Any]) -> str:
-    """How many repetitions a system has."""
     return str(len(one["repetitions"]))
 
 
 def equal_cell(one: dict[str, Any]) -> str:
-    """How many answers of a system agreed."""
     found = one["quality"]
     return "–" if found is None else f"{found['equal']} of {found['compared']}"
 

@@ -52,8 +52,6 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSettings:
-    """What is measured."""
-
     url: str
     key: str | None
     model: str | None
@@ -71,8 +69,6 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLevel:
-    """What became of a level's requests."""
-
     level: Level
     began_s: float
     seconds: float
@@ -115,7 +111,6 @@ async def run_load(
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level."""
     first = asyncio.ensure_future(_first_requests(client, settings))
     if await _run([first], is_stopping):
         return settings.model or "", []
@@ -170,7 +165,6 @@ async def run_level(
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
 ) -> MeasuredLevel:
-    """Sends the requests of a level."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     answers: list[TimedAnswer] = []

@@ -136,7 +136,6 @@ def cap_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def device_words(results: Mapping[str, Any]) -> str:
-    """Where systems computed."""
     settings, gpu = results["settings"], results["machine"].get("gpu")
     if not _is_on_gpu(settings):
         return f"on {_CPU}"

@@ -199,7 +199,6 @@ def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_schema() -> dict[str, Any]:
-    """The JSON Schema of results files."""
     return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
 
 

@@ -99,7 +99,6 @@ class MeasuredSystem:
     failure: str | None = None
 
     def values(self, metric: str) -> list[float]:
-        """One value for each repetition; the median of those that have several."""
         return [middle(found[metric]) for found in self.repetitions if metric in found]
 
 

@@ -29,8 +29,6 @@ _MARK = "shape.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigShape:
-    """A model that a configuration describes."""
-
     name: str
     content: str
     num_layers: int
@@ -58,12 +56,10 @@ class ConfigShape:
         (folder / _MARK).write_text(self.content)
 
     def write_settings(self, folder: Path) -> None:
-        """Writes configuration and tokenizer alone."""
         write_tokenizer(folder, self.vocab_size)
         (folder / "config.json").write_text(self.content)
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether a folder holds this model, whole."""
         if not all((folder / name).is_file() for name in (_MARK, TOKENIZER_NAME, "config.json")):
             return False
         sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))

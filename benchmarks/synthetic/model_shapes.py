@@ -53,7 +53,6 @@ class TensorPlan:
 
     @property
     def parts(self) -> tuple[StoredPart, ...]:
-        """The tensors that hold it."""
         if self.stored == "bf16":
             return (StoredPart(self.name, "BF16", self.shape),)
         if self.stored == "fp8":
@@ -100,7 +99,6 @@ class ModelShape:
         yield TensorPlan("lm_head.weight", table, WEIGHT_STD)
 
     def layer(self, prefix: str) -> Iterator[TensorPlan]:
-        """The weights of a layer, whose names begin with ``prefix``."""
         yield from self._block(prefix)
         yield from self._attention(prefix)
         for part in "qk":
@@ -147,16 +145,13 @@ class ModelShape:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors of the checkpoint."""
         return self.num_layers * self.num_experts * self.expert_bytes + self.dense_bytes
 
     def describe(self) -> dict[str, int | str]:
-        """The sizes as plain values, for reports."""
         sizes = ("expert_bytes", "dense_bytes", "total_bytes")
         return asdict(self) | {name: getattr(self, name) for name in sizes}
 
     def _block(self, prefix: str) -> Iterator[TensorPlan]:
-        """Norms, experts one by one, and their router."""
         width, hidden, stored = self.model_width, self.expert_width, self.stored
         yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
         for expert in range(self.num_experts):

@@ -47,7 +47,6 @@ class ShapeFiles(NamedTuple):
 
 
 def shapes_folder() -> Path:
-    """Where checkpoints of shapes lie."""
     return platformdirs.user_cache_path("moe-runtime") / "shapes"
 
 

@@ -30,13 +30,10 @@ class Losses:
 
     cross_entropy: Tensor  # mean over the tokens, nats; a scalar
     auxiliary: Tensor  # the gates' losses with their coefficients, mean over the routed layers
-    # demand of the busiest expert over the mean, mean over the routed layers; None in a dense model
-    max_load: Tensor | None = None
-    # share of the choices that capacity took away, mean likewise
-    dropped_share: Tensor | None = None
+    max_load: Tensor | None = None  # demand of the busiest expert over the mean, mean over layers
+    dropped_share: Tensor | None = None  # share of the choices that capacity took away, likewise
 
     def detach(self) -> "Losses":
-        """The same numbers without their graphs."""
         known = {name: loss.detach() for name, loss in vars(self).items() if loss is not None}
         return replace(self, **known)
 
@@ -157,7 +154,6 @@ class LanguageModel(nn.Module):
             layer.after_step(self.replicas, skipped=skipped)
 
     def routed_layers(self) -> Iterator[MoELayer]:
-        """The routed layers from first to last."""
         for block in self.own_blocks():
             if block.routed is not None:
                 yield block.routed

@@ -62,8 +62,7 @@ class TensorEntry:
     shape: tuple[int, ...]  # sizes of the dimensions, row-major; empty for a scalar
     offset: int  # first byte, counted from the beginning of the file
     num_bytes: int  # length in bytes; the tensor is contiguous
-    # makes the model's values of those in the file; None where they are these
-    convert: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] | None = None  # values of the file to the model's
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -117,7 +116,6 @@ def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes,
 
 
 def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Writes which file has which tensor."""
     index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

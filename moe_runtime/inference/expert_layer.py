@@ -205,7 +205,8 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
-        self._announce(rows, hidden_TD, top_k_index, top_k_weights)
+        if self.listeners.routed:
+            self._announce(rows, hidden_TD, top_k_index, top_k_weights)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
@@ -223,7 +224,7 @@ class OffloadedExperts(AbsentParameters):
         return out_RD
 
     def _announce(self, rows: Iterable[int], *routed: torch.Tensor) -> None:
-        if self.listeners.routed and not _is_recomputing():
+        if not _is_recomputing():
             keys = [self._keys[expert] for expert in rows]
             for listener in self.listeners.routed:
                 listener.routed(LayerRouting(self.layer, keys, *routed))
@@ -256,10 +257,12 @@ class OffloadedExperts(AbsentParameters):
     def _activation_now(self) -> KernelGate | GateFunction:
         """The module's own activation where it is observed: a kernel would not call it."""
         module = self._modules.get("act_fn")
-        if module is None or not is_kernels(self._activation):
+        if module is None or not (
+            is_observed(module) or torch.nn.modules.module._has_any_global_hook()
+        ):
             return self._activation
-        is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
-        return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
+        is_ours = is_kernels(self._activation)
+        return _own_gate(self.__dict__["replaced"]) if is_ours else self._activation
 
     def end_leases(self) -> None:
         assert self.store is not None

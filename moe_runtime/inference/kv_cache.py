@@ -141,7 +141,8 @@ class _Growing:
             room is None
             or cached is not self.view
             or room.dtype is not dtype
-            or not _has_place(room, self.start + num_tokens)
+            or self.start + num_tokens > room.shape[-2]
+            or (room.is_inference() and not torch.is_inference_mode_enabled())
         ):
             self.start = 0
             num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
@@ -160,7 +161,9 @@ class _Growing:
         if room is None or cached is None or cached is not self.view:
             return None
         num_tokens = cached.shape[-2] + 1
-        if not _has_place(room, self.start + num_tokens):
+        if self.start + num_tokens > room.shape[-2]:
+            return None
+        if room.is_inference() and not torch.is_inference_mode_enabled():  # cannot be written to
             return None
         self.view = room.narrow(-2, self.start, num_tokens)
         return self.view
@@ -173,9 +176,3 @@ class _Growing:
             self.start += dropped
             self.view = view = view.narrow(-2, dropped, num_tokens)
         return view
-
-
-def _has_place(room: torch.Tensor, num_tokens: int) -> bool:
-    # what was made in inference mode cannot be written to outside of it
-    may_write = torch.is_inference_mode_enabled() or not room.is_inference()
-    return may_write and num_tokens <= room.shape[-2]

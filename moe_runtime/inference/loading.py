@@ -192,7 +192,7 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
-        from moe_runtime.checkpoints.packed_parameter import round_activations
+        from moe_runtime.checkpoints.dense_weights import round_activations
 
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())

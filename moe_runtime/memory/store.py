@@ -288,7 +288,8 @@ class Lease(Generic[W]):
                 self._resident.append(key)
             else:
                 counters.late_hits += 1
-                store._hasten(key, entry, self._priority)
+                above = self._above
+                store._hasten(key, entry, above.priority if above else Priority.DEMAND)
                 self._arriving.append(key)
             if key not in store._streamed:
                 touch(key)
@@ -315,7 +316,9 @@ class Lease(Generic[W]):
 
     def _admit(self) -> None:
         """Demands what is missing, as far as there are slots."""
-        store, priority = self._store, self._priority
+        store, above = self._store, self._above
+        # which may change while a slot is waited for
+        priority = Priority.DEMAND if above is None else above.priority
         while self._wanted:
             key = self._wanted[0]
             entry = store._entries.get(key)
@@ -331,11 +334,6 @@ class Lease(Generic[W]):
                 )
             entry.pins += 1
             self._arriving.append(self._wanted.popleft())
-
-    @property
-    def _priority(self) -> Priority:
-        """Of missing experts; may change while a slot is waited for."""
-        return Priority.DEMAND if self._above is None else self._above.priority
 
     def _take_ready(self) -> list[ExpertKey]:
         """Takes what may be computed now."""

@@ -85,7 +85,6 @@ class TrainingTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes the file. Later calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -150,7 +149,6 @@ def open_trace(
 
 
 def trace_bytes(config: LoopConfig, signature: ModelSignature) -> int:
-    """Memory that the trace of a run takes until it is written."""
     steps = min(config.run.steps, config.run.trace_steps or config.run.steps)
     tokens = steps * config.data.tokens_per_step
     id_bytes = 1 if signature.num_experts <= 0xFF else 2

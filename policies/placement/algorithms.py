@@ -32,7 +32,6 @@ class RoundRobin:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places without looking at the profile's counts."""
         each = slots_needed(profile.num_experts, num_replicas, devices.num_gpus)
         slots = np.arange(each * devices.num_gpus) % profile.num_experts
         return _placed(np.tile(slots, (profile.num_layers, 1)), profile, devices)
@@ -120,11 +119,9 @@ class PlacementOptions:
     """What policies can be told; each reads what concerns it."""
 
     num_groups: int = 1  # groups of experts that stay on one node (EPLB)
-    # seconds for searches and solvers; the best placement found by then counts
-    time_limit_s: float = 30.0
+    time_limit_s: float = 30.0  # for searches and solvers; the best placement by then counts
     load_slack: float = 0.1  # how far loads may exceed the best balance for fewer hops
-    # rename devices of each layer to save hops, where a policy looks at loads only
-    aligned: bool = True
+    aligned: bool = True  # rename devices to save hops, where a policy looks at loads only
 
 
 Algorithms = Mapping[str, Callable[[PlacementOptions], PlacementPolicy]]
@@ -164,7 +161,6 @@ def place_experts(
 
 
 def check_algorithm(algorithm: str, algorithms: Algorithms = ALGORITHMS) -> None:
-    """Refuses names of no algorithm."""
     if algorithm not in algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, algorithms)}")
 

@@ -27,14 +27,9 @@ class Contexts:
     path: np.ndarray  # ``[B, L, K]`` int64, experts of the current token; E where not known
     path_weights: np.ndarray  # ``[B, L, K]`` float32, its gate weights
     previous: np.ndarray  # ``[B, L, K]`` int64, experts of the previous token
-    # ``[B, L, K]`` int64, experts of the last token of this sequence that had the same id as the
-    # current one
-    recalled: np.ndarray
-    # ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-Infinity's
-    # request-level activation matrix)
-    counts: np.ndarray
-    # ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES
-    recent: np.ndarray
+    recalled: np.ndarray  # ``[B, L, K]`` int64, of the sequence's last token with the same id
+    counts: np.ndarray  # ``[B, L, E]`` float32, tokens of the sequence that visited each expert
+    recent: np.ndarray  # ``[B, R, L, E]`` float32, running means with RECENT_RATES
     hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
     # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
     # a step runs; by the estimator's name
@@ -132,7 +127,6 @@ def stack_states(
 
 
 def _empty(shape: Shape, num_rows: int) -> Contexts:
-    """Arrays to be filled with rows."""
     experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
     return Contexts(
         shape=shape,
@@ -193,7 +187,6 @@ class Estimator(ABC):
 
     @classmethod
     def from_state(cls, shape: Shape, state: State) -> Self:
-        """The estimator whose ``state`` this is."""
         estimator = cls(shape)
         estimator.restore(state)
         return estimator
@@ -223,12 +216,10 @@ class Popularity(Estimator):
         self.share_LE = popularity_of(routes)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """The same for every row."""
         return np.broadcast_to(self.share_LE[layer], (len(contexts), self.shape.num_experts))
 
 
 def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]) -> np.ndarray:
-    """One array of a state, verified."""
     array = state.get(name)
     if array is None:
         raise ValueError(f"array {name!r} is missing")

@@ -16,8 +16,7 @@ class PrefetchRules:
     """When a guess is read."""
 
     horizon: int = 2  # most layers to look ahead
-    # a guess must be at least this likely, however much waste is allowed
-    min_probability: float = 0.2
+    min_probability: float = 0.2  # a guess must be at least this likely, whatever the waste
     waste: float = 0.15  # share of the experts loaded that may be loaded and never used
     allowance: float = 16.0  # most unused waste that is saved up, in experts
     min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts
@@ -52,7 +51,6 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """How many experts may be prefetched now."""
         return int(self._credit) if self._allowance > 0 else 0
 
     @property
@@ -62,7 +60,6 @@ class Admission:
         return 1.0 - unused * (1.0 - self.rules.min_probability)
 
     def horizon(self, top_k: int) -> int:
-        """How many layers ahead to look now."""
         fits = 0.0 < top_k * self._transfer_s <= self._layer_s
         return 1 if fits else self.rules.horizon
 

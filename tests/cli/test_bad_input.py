@@ -64,6 +64,8 @@ def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train", "FILE"),
         ("simulate", "--machine", "FILE"),
         ("run", "MODEL", "-p", "The", "--config", "FILE"),
+        ("run", "MODEL", "-p", "The", "-n", "1", "--placement", "FILE"),
+        ("run", "MODEL", "-p", "The", "-n", "1", "--predictor", "./FILE"),
     ],
 )
 def test_files_without_an_end_are_refused_unread(
@@ -79,7 +81,7 @@ def test_files_without_an_end_are_refused_unread(
         path.symlink_to("/dev/zero")
     os.mkfifo("pipe.npz")
     for name in (*endless, "pipe.npz"):
-        given = {"FILE": name, "MODEL": str(checkpoint)}
+        given = {"FILE": name, "./FILE": f"./{name}", "MODEL": str(checkpoint)}
         line = refused([given.get(word, word) for word in words], capsys)
         assert "a pipe, socket or device, expected a regular file" in line
     assert sorted(os.listdir()) == sorted([*endless, "pipe.npz"])
@@ -273,7 +275,7 @@ def test_a_lack_of_memory_is_no_bug_of_ours(error: Exception) -> None:
     assert "memory could not be allocated" in line
 
 
-@pytest.mark.parametrize("kib", [100_000, 150_000, 1_000_000])
+@pytest.mark.parametrize("kib", [100_000, 1_000_000])
 def test_too_little_address_space_is_refused_before_libraries_hang(
     kib: int, checkpoint: Path
 ) -> None:
@@ -290,17 +292,6 @@ def test_a_message_is_one_printable_line_of_bounded_length() -> None:
     assert line.startswith("a b\\x1b[31mxxx")
     assert line.endswith("the end")
     assert len(line) < 1100
-
-
-@pytest.mark.parametrize("option", ["--predictor", "--placement"])
-def test_files_of_run_without_an_end_are_refused_unread(
-    option: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "zero.npz").symlink_to("/dev/zero")
-    line = refused(
-        ["run", str(checkpoint), "-p", "The", "-n", "1", option, str(tmp_path / "zero.npz")], capsys
-    )
-    assert "a pipe, socket or device, expected a regular file" in line
 
 
 @pytest.mark.parametrize(

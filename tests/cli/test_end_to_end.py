@@ -124,25 +124,6 @@ def test_inspect_agrees_with_run_and_with_the_file(
     assert 0 < stored - summary["expert_bytes"] - summary["dense_bytes"] < 2**15
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--policy", "lur"], "did you mean 'lru'"),
-        (["--device", "abacus"], "device must be auto, cpu, cuda or cuda:N"),
-        (["--dtype", "float3"], "float3"),
-    ],
-)
-def test_wrong_values_get_one_line(
-    checkpoint: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", str(checkpoint), "--prompt", PROMPT, *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe-runtime: error: ")
-    assert err.count("\n") == 1
-    assert message in err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_cleanly_with_the_text_so_far(
     checkpoint: Path, tmp_path: Path, number: signal.Signals
@@ -194,8 +175,8 @@ def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> No
 
 def test_text_is_utf8_in_every_locale() -> None:
     """A prompt, the name of a file and what is printed; the encoding would be ASCII."""
-    command = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "inspect", "./weiß-日本"]
+    command = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "doctor", "./weiß-日本"]
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 2
-    assert "./weiß-日本 is not a directory" in done.stderr.decode("utf-8")
+    assert "weiß-日本: no such file or folder" in done.stderr.decode("utf-8")

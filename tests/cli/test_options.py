@@ -176,29 +176,6 @@ def test_a_rate_of_zero_is_not_the_default(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("max-new-tokens = 3.7", "--max-new-tokens"),
-        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
-        ("policy = true", "policy must be a single value, got True"),
-        ("chat = 1", "chat must be true or false, got 1"),
-    ],
-)
-def test_a_configuration_file_takes_no_other_values_than_the_command_line(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    message: str,
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert main(["run", str(checkpoint), "--prompt", "x", "--config", str(file)]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "words",
     [
         ["run", "--json", "--polcy", "lru"],
@@ -228,7 +205,7 @@ def _texts(name: str) -> list[str]:
 def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `-p $'\\xff\\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
+    r"""As `-p $'\xff\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
     params = COMMANDS[name].params
     needed = ["none" for p in params if p.param_type_name == "argument"]
     for option in _texts(name):

@@ -216,6 +216,9 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
         ("policy = ['lru']", "policy must be a single value"),
         ("max-new-tokens = 'many'", "max-new-tokens"),
         ("policy = ", "not a TOML file"),
+        ("max-new-tokens = 3.7", "--max-new-tokens"),
+        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
+        ("chat = 1", "chat must be true or false, got 1"),
     ],
 )
 def test_a_wrong_config_file_gets_one_line(

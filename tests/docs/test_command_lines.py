@@ -1,9 +1,4 @@
-"""The command lines of the pages run, each page's in their order, on a tiny model.
-
-Files that the pages name are there (`conftest.py`). `SMALLER` says what stands for placeholders and
-for sizes, `BRIEFLY` what ends a command soon, `NOT_RUN` which lines are only held against the
-program's parser, and why.
-"""
+"""The command lines of the pages run, each page's in their order, on a tiny model."""
 
 import io
 import shlex

@@ -1,8 +1,4 @@
-"""The Python of the pages runs, each page's in one namespace, on a tiny model.
-
-Paths that the pages name are there (`conftest.py`). What else stands for something larger, or is
-taken for granted by a page, has a row in a table here.
-"""
+"""The Python of the pages runs, each page's in one namespace, on a tiny model."""
 
 import ast
 from collections.abc import Callable

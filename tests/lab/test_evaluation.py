@@ -64,11 +64,6 @@ def test_unrecorded_layers_have_no_recall() -> None:
     assert control.at(1).mean_at_k == 1.0
 
 
-def test_a_sample_is_a_sample() -> None:
-    routes = make_routes(SHAPE)
-    assert evaluate([], routes, max_tokens=50)[0].num_tokens == 50
-
-
 @pytest.mark.parametrize("with_token_ids", [True, False])
 def test_repeated_sequences_are_left_out(with_token_ids: bool) -> None:
     routes = make_routes(SHAPE, num_sequences=4, vocabulary=1000)
@@ -93,8 +88,3 @@ def test_split_keeps_sequences_whole_and_apart() -> None:
     assert sorted(texts) == sorted(parts)
     with pytest.raises(ValueError, match="leaves nothing"):
         split_sequences(routes, test_share=0.01)
-
-
-def test_distances_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="positive distances"):
-        evaluate([], make_routes(SHAPE), distances=(0,))

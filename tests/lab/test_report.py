@@ -149,13 +149,6 @@ def test_words_and_drawings_stand_out_on_light_and_on_dark(page):
         assert min(contrast(colour, colours["surface"]) for colour in SERIES) >= 3
 
 
-def test_what_scrolls_is_reached_with_the_keyboard(page):
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<table>") == text.count('<div class="scroll" tabindex="0" role="region"') > 0
-    assert text.count("<svg") == text.count('<div role="img" tabindex="0"')
-    assert "<details open>\n  <summary>7 sections</summary>" in text
-
-
 def test_experts_have_the_size_that_the_trace_says(page):
     assert "experts of 16 MiB (assumed: the trace does not say) over" in page.read_text()
     written = read_trace(page.parent / "trace.npz")
@@ -228,13 +221,6 @@ def test_a_long_trace_is_cut_and_one_request_is_no_obstacle():
     assert "Not measured" in text
 
 
-def test_steps_of_several_tokens():
-    routes = make_routes(SHAPE, num_sequences=4, length=16)
-    found = find(trace_of(routes, [16, 1] * 3 + [13]), settings())
-    assert found.rows
-    assert "<svg" in render(trace_page(found, "prompts"))
-
-
 def test_names_cannot_break_out_of_the_page(tmp_path, capsys):
     stats = tmp_path / "run.json"
     stats.write_text(json.dumps({**RUN, "model": "<script>alert(1)</script>"}), encoding="utf-8")
@@ -276,13 +262,6 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content, expected):
     assert main(["report", str(stats), "-o", str(tmp_path / "r.html")]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
-
-
-def test_statistics_that_are_missing_are_not_said_to_be_there(tmp_path, capsys):
-    words = ["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]
-    assert main([*words, "--capacity", "20%"]) == 2
-    assert "none.json: " in (line := capsys.readouterr().err)
-    assert "--capacity" not in line
 
 
 @pytest.mark.parametrize(

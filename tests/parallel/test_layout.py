@@ -70,8 +70,8 @@ class TestBadInput:
 
 
 def one_of_each_programme(layouts: Iterable[ParallelLayout]) -> list[ParallelLayout]:
-    """Layouts that have the same groups for everything and average the loss over as many parts
-    run the same programme: TP, CP and DP enter it only through these."""
+    """Layouts that have the same groups for everything and average the loss over as many parts run
+    the same programme: TP, CP and DP enter it only through these."""
     found: dict[str, ParallelLayout] = {}
     for layout in layouts:
         groups = [

@@ -13,7 +13,7 @@ from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.files import write_atomically
 from moe_runtime.layer import MoELayer
 from moe_runtime.training.offload import OffloadedTraining
-from moe_runtime.training.offload.dense_adamw import DenseAdamW, clip_scale
+from moe_runtime.training.optimizer import DenseAdamW, clip_scale
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 
@@ -178,3 +178,20 @@ def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None
     for layer in range(len(expected.layers)):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)
+
+
+def assert_trains_as_in_memory(
+    folder: Path | None,
+    settings: moe_runtime.AdamW,
+    windows: list[list[Tensor]],
+    *,
+    experts_in_memory: float,
+    **options: Any,
+) -> None:
+    """The same parameters to the bit after the same windows."""
+    expected, model = stack(), stack()
+    train_in_memory(expected, windows, settings)
+    training = offloaded(model, settings, folder, experts_in_memory=experts_in_memory, **options)
+    train_offloaded(training, model.loss, windows)
+    assert_same_parameters(training, expected)
+    training.close()

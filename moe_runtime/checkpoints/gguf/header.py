@@ -46,15 +46,12 @@ class GgufHeader:
     """What a file says before its tensors."""
 
     file: Path  # the file, or the first of several
-    # by key; of an array of texts, how many there are, unless they were asked for
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # of arrays of texts the number, unless the texts are asked for
     tensors: list[GgufTensor]
-    # ends of the architecture's keys whose values have been used
-    understood: set[str] = field(default_factory=set, compare=False)
+    understood: set[str] = field(default_factory=set, compare=False)  # keys that were used
 
     @property
     def name(self) -> Any:
-        """The name of the architecture."""
         return self.metadata.get("general.architecture")
 
     @property
@@ -80,7 +77,6 @@ class GgufHeader:
 def refuse(
     file: Path, expected: str, found: str, kind: type[MoERuntimeError] = CheckpointError
 ) -> NoReturn:
-    """Raises an error of a kind that names the file, what was expected and what was found."""
     raise kind(f"{one_line(str(file))}: expected {expected}, found {found}")
 
 
@@ -98,7 +94,6 @@ BLOCK_SIZES = {
 def read_header(
     file: Path, beginning: IO[bytes] | None = None, *, with_texts: bool = False
 ) -> GgufHeader:
-    """Reads and checks the header of one file."""
     try:
         with nullcontext(beginning) if beginning else file.open("rb") as stream:
             return _Reader(file, stream, file.stat().st_size, with_texts).header()

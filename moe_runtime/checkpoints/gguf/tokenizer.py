@@ -22,8 +22,7 @@ class WordSplit:
     expressions: tuple[str, ...]  # applied one after another
     keeps_tokens: bool = False  # a word that is a token stays whole, whatever its merges
     adds_bos: bool = False  # where the file does not say
-    # words are merged from characters, with a mark for the space, and not from bytes
-    is_raw: bool = False
+    is_raw: bool = False  # words are merged from characters, not bytes, with a mark for the space
 
 
 _ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # english contractions
@@ -208,7 +207,6 @@ class TextVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> TextVocabulary:
-    """Reads the tokens of a file."""
     found = metadata.get("tokenizer.ggml.tokens")
     if not found or not isinstance(found, list) or not isinstance(found[0], str):
         refuse(file, "tokenizer.ggml.tokens, the texts of tokens", "none")

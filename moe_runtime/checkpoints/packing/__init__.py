@@ -44,7 +44,6 @@ from moe_runtime.checkpoints.packing.writer import (
     GrowingFile,
     read_progress,
     staging_of,
-    write_checkpoint,
 )
 from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, header_of
 from moe_runtime.checkpoints.strict_json import parse_object
@@ -77,21 +76,17 @@ class PackedWriter(CheckpointWriter):
         self.expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
 
     def units(self) -> Iterable[list[ExpertKey]]:
-        """Each expert alone."""
         return ([key] for key in sorted(self.experts.layouts))
 
     def file_name(self, number: int, num_files: int) -> str:
-        """Experts and dense weights have files of different names."""
         if number == num_files:
             return "dense.safetensors"
         return f"experts-{number + 1:05}-of-{num_files:05}.safetensors"
 
     def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
-        """One for each expert."""
         return [tensor_name(key.layer, key.expert) for key in keys]
 
     def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
-        """What experts take that could not be smaller."""
         size = sum(self.experts.layouts[key].tensor_bytes for key in keys)
         return int(size * _LEAST_RATIO[self._code])
 
@@ -113,11 +108,9 @@ class PackedWriter(CheckpointWriter):
         file.put(header, 0)
 
     def quantization(self) -> Mapping[str, Any]:
-        """What only this runtime reads."""
         return {"quant_method": QUANT_METHOD, "code": self._code}
 
     def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
-        """The manifest."""
         layers = []
         for layer, module in enumerate(self.experts.modules):
             keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
@@ -173,12 +166,10 @@ class PackSummary:
     packed_bytes: int
     num_experts: int
     kept_files: int  # files of experts that an earlier, interrupted run had written
-    # of quantised matrices, for each layer and each of its matrices
-    errors: tuple[MatrixError, ...] = ()
+    errors: tuple[MatrixError, ...] = ()  # of quantised matrices by layer
 
     @property
     def ratio(self) -> float:
-        """Bytes now to bytes before."""
         return self.packed_bytes / self.expert_bytes
 
 
@@ -230,15 +221,15 @@ def pack_checkpoint(
         writer = PackedWriter(checkpoint, experts, code)
     else:
         writer = QuantizedWriter(checkpoint, experts, quantize)
-    written, kept = write_checkpoint(writer, Path(folder), io_threads=io_threads, progress=progress)
+    writer.write(Path(folder), io_threads=io_threads, progress=progress)
     return PackSummary(
         folder=Path(folder),
         code=code,
         quantize=quantize,
         expert_bytes=writer.expert_bytes,
-        packed_bytes=sum(file.num_bytes for file in written),
+        packed_bytes=sum(file.num_bytes for file in writer.done),
         num_experts=len(experts.layouts),
-        kept_files=kept,
+        kept_files=writer.num_kept,
         errors=tuple(writer.errors) if isinstance(writer, QuantizedWriter) else (),
     )
 

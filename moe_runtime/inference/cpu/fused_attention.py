@@ -64,6 +64,8 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
 
 
 _EPS = operator.attrgetter("eps")
+_ROTARY, _CLIP = ("sliding_window", "is_sliding", "use_qk_norm"), "clip_qkv"
+"""Settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
 
 
 class FusedAttention:
@@ -156,15 +158,18 @@ class FusedAttention:
 
     def _may_fuse(self, num_sequences: int) -> bool:
         """Whether the kernels take so many sequences, with the settings and weights of now."""
+        own = vars(self._module)
         settings = [
             *self._places_now(),
             self._module.scaling,
             *map(_EPS, self._norms),
-            *(usual := rotary_settings(self._module, self._config)),
+            *map(own.get, _ROTARY),
+            own.get("indexer", own["_modules"].get("indexer")),
+            vars(self._config).get(_CLIP),
         ]
         if settings != self._settings:
             self._settings = []  # until all that depends on them is known
-            may_fuse = is_usual_rotary(self._module, usual) and self._bind()
+            may_fuse = is_usual_rotary(self._module, self._config) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
         return num_sequences <= self.most_sequences
@@ -289,7 +294,7 @@ def merge(*parts: SmallBatchLinear) -> None:
         if not parameters:
             continue
         if isinstance(parameters[0], AbsentTensor):
-            from moe_runtime.checkpoints.packed_parameter import join_packed
+            from moe_runtime.checkpoints.dense_weights import join_packed
 
             join_packed(parts)
             continue
@@ -305,7 +310,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Tensors that lie one behind the other as one, or None where they do not."""
     first = parameters[0]
     if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
-        from moe_runtime.checkpoints.packed_parameter import whole_of
+        from moe_runtime.checkpoints.dense_weights import whole_of
 
         return whole_of(parameters)
     if first is None:
@@ -362,25 +367,13 @@ def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
     return HeadNorm(part.weight.detach(), part.eps)
 
 
-def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
-    """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
-    own = vars(layer)
-    return (
-        own.get("sliding_window"),
-        own.get("is_sliding"),
-        own.get("use_qk_norm"),
-        vars(config).get("clip_qkv"),
-        own.get("indexer", layer._modules.get("indexer")),
-    )
-
-
-def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
-    """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
-    angles."""
-    window, is_sliding, norms_heads, clip, indexer = settings
+def is_usual_rotary(layer: Any, config: Any) -> bool:
+    """Whether a layer clips nothing, chooses no keys, and uses its norms and angles."""
+    window, is_sliding, norms_heads = map(vars(layer).get, _ROTARY)
     turns = is_sliding is None or is_sliding or window is None
     has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
-    return bool(turns and has_its_norms and clip is None and indexer is None)
+    indexer = vars(layer).get("indexer", layer._modules.get("indexer"))
+    return bool(turns and has_its_norms and indexer is None and vars(config).get(_CLIP) is None)
 
 
 def single_query_attention(

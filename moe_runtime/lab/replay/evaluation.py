@@ -50,8 +50,6 @@ class Recall:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result for one predictor."""
-
     name: str
     recalls: tuple[Recall, ...]
     calibration: tuple[tuple[float, float, int], ...]
@@ -60,7 +58,6 @@ class Evaluation:
     num_tokens: int
 
     def at(self, distance: int) -> Recall:
-        """The recall at one distance."""
         for recall in self.recalls:
             if recall.distance == distance:
                 return recall

@@ -33,16 +33,12 @@ WIDTH = 9.2
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers behind a drawing."""
-
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One subject of the page."""
-
     name: str
     title: str
     lesson: str
@@ -54,8 +50,6 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A report."""
-
     title: str
     subtitle: str
     facts: Sequence[tuple[str, str]]
@@ -93,7 +87,6 @@ def _with_code(text: str) -> "Markup":
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes the page."""
     text = render(page)
     with named_failure(path, "report"):
         write_text(path, text)

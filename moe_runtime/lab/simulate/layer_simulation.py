@@ -21,8 +21,6 @@ FREE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SimulatedTimeline:
-    """When every task ran."""
-
     start_s: np.ndarray
     finish_s: np.ndarray
     resource: np.ndarray
@@ -113,8 +111,6 @@ class LayerWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSchedule:
-    """How communication and computation are interleaved."""
-
     degree: int = 1
     hierarchical: bool = False
     is_local_first: bool = False
@@ -127,8 +123,6 @@ class LayerSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPrediction:
-    """Predicted times of one layer."""
-
     layer_s: float
     compute_s: float
     exposed_s: float
@@ -326,8 +320,6 @@ class ShortcutCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortcutSchedule:
-    """One place of the experts."""
-
     position: int
     block_s: float
     exposed_s: float

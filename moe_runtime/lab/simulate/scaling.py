@@ -68,8 +68,6 @@ class Imbalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """One simulated layer."""
-
     num_ranks: int
     hierarchical: bool
     degree: int

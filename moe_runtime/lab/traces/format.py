@@ -375,7 +375,6 @@ class JournalWriter:
             return self._output.write_at(at, frame if at else _MAGIC + frame)
 
     def remove(self) -> None:
-        """Closes and deletes the file."""
         self._output.discard()
 
 

@@ -30,8 +30,6 @@ _DTYPES = {"|u1", "<u2", "<i8", "<f4", "<f8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """One kind of such files."""
-
     format: str
     version: int
     owner: str

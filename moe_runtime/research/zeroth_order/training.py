@@ -36,7 +36,6 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.checkpoint import AMOUNT, MAPPING, NUMBER, PLAIN, require_kinds
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import StepOutcome, decays
 from moe_runtime.training.offload.handle import (
     ExpertTraining,
     fill,
@@ -45,7 +44,6 @@ from moe_runtime.training.offload.handle import (
     trained_around_experts,
 )
 from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
-from moe_runtime.training.offload.offloaded_experts import AbsentExperts, MicroBatchBarrier
 from moe_runtime.training.offload.offloading import (
     find_sites,
     layouts_of,
@@ -54,10 +52,17 @@ from moe_runtime.training.offload.offloading import (
     require_whole_saves,
     stacked_parameters,
 )
-from moe_runtime.training.offload.passes import LayerInput, streamed, visited
+from moe_runtime.training.offload.passes import (
+    AbsentExperts,
+    LayerInput,
+    MicroBatchBarrier,
+    streamed,
+    visited,
+)
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 
 Untouched = Literal["dense_exact", "sparse_skip"]

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.records import (
     CHUNK_ELEMENTS,
     MomentStorage,
@@ -34,6 +33,7 @@ from moe_runtime.training.offload.records import (
     Sections,
     StateFormat,
 )
+from moe_runtime.training.optimizer import DenseAdamW
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
@@ -274,7 +274,6 @@ def _take_in_subspaces(
 
 
 def project(gradient: Tensor, basis: Tensor) -> Tensor:
-    """A matrix' part in a subspace of its smaller side: ``[r, n]`` or ``[m, r]``."""
     is_wide = gradient.shape[0] <= gradient.shape[1]
     return basis.T @ gradient if is_wide else gradient @ basis
 
@@ -315,7 +314,6 @@ def _encode(
 def _parts(
     layout: RecordLayout, settings: AdamW, start: int, stop: int
 ) -> Iterator[tuple[slice, float]]:
-    """The parts of some elements that decay and that do not, relative to the first."""
     border = min(max(layout.decaying - start, 0), stop - start)
     if border:
         yield slice(0, border), settings.weight_decay

@@ -102,7 +102,6 @@ class SavedExperts:
         self._files: dict[Path, CheckpointFile] = {}
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuses a checkpoint that lacks experts, or has others."""
         expected = set(names)
         if others := self.rows.keys() - expected:
             raise CheckpointError(f"the checkpoint has an expert {shown(min(others))}")
@@ -111,7 +110,6 @@ class SavedExperts:
             raise CheckpointError(f"the checkpoint lacks {len(missing)} experts: {missing[0]}, ...")
 
     def read(self, name: str, key: ExpertKey, layout: RecordLayout, record: Tensor) -> Version:
-        """Reads an expert's state into a record, and checks its digest."""
         folder, version = self.rows[name]
         path = records_path(self.storage / folder, layout)
         if path not in self._files:
@@ -152,7 +150,6 @@ def remove_left_behind(storage: Path, size: int) -> None:
 
 
 def remove_own_files(folder: Path) -> None:
-    """Removes the files of experts in a folder."""
     for pattern in _OWN_FILES:
         for file in folder.glob(pattern):
             file.unlink(missing_ok=True)
@@ -326,7 +323,6 @@ class ExpertCheckpoints:
             )
 
     def _everyone(self) -> Iterable[ExpertKey]:
-        """The experts of all processes."""
         for layer, site in enumerate(self._sites):
             for expert in range(site.num_experts):
                 yield ExpertKey(layer, expert)
@@ -335,7 +331,6 @@ class ExpertCheckpoints:
         return f"{self._sites[key.layer].name}.{key.expert}"
 
     def _shapes(self) -> dict[str, list[Any]]:
-        """Number of experts, dtype and shapes of each module, and which tensors are frozen."""
         shapes = {}
         for site, layout in zip(self._sites, self._layouts, strict=True):
             tensors = [

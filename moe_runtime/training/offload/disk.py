@@ -100,11 +100,13 @@ class RecordFile(CheckpointFile):
             raise self._failure("read", error) from None
 
     def sync(self) -> None:
-        """Returns when what was written lies on the disk."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             raise self._failure("write", error) from None
+
+    def require_unchanged(self) -> None:
+        """It changes all the time; digests are compared instead."""
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -149,7 +151,6 @@ class RecordPart:
 
 
 OpenFile = Callable[[Path, int, int], RecordFile]
-"""Opens a file of records: path, bytes of a slot, slots to allocate."""
 
 
 class Disk:
@@ -214,7 +215,6 @@ class Disk:
         return self._queue.is_under_way(transfer)
 
     def sync(self) -> None:
-        """Returns when all versions that were written lie on the disk."""
         for file in self.files.values():
             file.sync()
 

@@ -34,17 +34,20 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
-from moe_runtime.training.offload.offloaded_experts import (
+from moe_runtime.training.offload.passes import (
+    LayerInput,
     OffloadedTrainingExperts,
+    Visits,
     run_window,
+    streamed,
+    visited,
 )
-from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -85,13 +88,11 @@ class ExpertAdapters(nn.Module):
             )
 
     def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
-        """Adds an expert's adapters to a copy of its matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
 
     def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
-        """Adds to the adapters' gradients, by those of the adapted matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             grad = self._by_rows(gradients[name]).to(first)
@@ -402,7 +403,6 @@ class FrozenPasses:
     def _tensors(
         self, layer: int, use: str, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
-        """Memory for one expert, used again for the next."""
         site = self._sites[layer]
         shapes = {n: site.module.get_parameter(n).shape[1:] for n in site.parameter_names}
         place = (use, dtype, str(device), tuple(shapes.items()))
@@ -417,7 +417,6 @@ class FrozenPasses:
 def adapters_for(
     sites: Sequence[ExpertsModuleSpec], rank: int, scale: float
 ) -> list[ExpertAdapters]:
-    """Adapters for all matrices of all experts; biases have none."""
     return [
         ExpertAdapters(
             {
@@ -480,7 +479,6 @@ class AdapterTraining(StepOptimizer):
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
-        """Forward and backward passes of a step's micro-batches; returns the losses, detached."""
         del rate  # for optimizers that update inside the backward pass
         self._passes.begin()
         with contextlib.ExitStack() as failed:
@@ -517,7 +515,6 @@ class AdapterTraining(StepOptimizer):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters in fp32, adapters included, by name."""
         return self._passes.expert(key)
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,7 +536,6 @@ class AdapterTraining(StepOptimizer):
         }
 
     def check(self) -> None:
-        """Proves that the stores account for every slot and byte."""
         for store in self._stores:
             store.check()
 

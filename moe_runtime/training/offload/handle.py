@@ -20,19 +20,19 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
-from moe_runtime.training.offload.offloaded_experts import (
+from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.passes import (
+    LayerExecutor,
     OffloadedTrainingExperts,
     run_window,
 )
-from moe_runtime.training.offload.optimizer import ExpertOptimizer
-from moe_runtime.training.offload.passes import LayerExecutor
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 
@@ -60,7 +60,6 @@ class OffloadStats:
     peak_rss_bytes: int
 
     def report(self) -> dict[str, Any]:
-        """What a run says of its tiers: bytes, waiting, memory."""
         return {
             "experts": self.num_experts,
             "experts_in_memory": self.resident_experts,
@@ -98,8 +97,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def num_steps(self) -> int:
-        """Steps that were taken."""
+    def num_steps(self) -> int: ...
 
     @abc.abstractmethod
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
@@ -135,7 +133,6 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         return self.states.traffic.by_way()
 
     def check(self) -> None:
-        """Proves that the entries of all records agree with each other."""
         self.states.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -163,7 +160,6 @@ def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
-    """Refuses parameters that came after the optimizer was made, which would not be trained."""
     ids = set(map(id, known))
     for name, parameter in trained_around_experts(model).items():
         if id(parameter) not in ids:
@@ -186,7 +182,6 @@ def fill(
     layouts: Mapping[ExpertKey, RecordLayout],
     tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
 ) -> None:
-    """Writes the first version of every expert: given weights, moments of zero."""
     for key, layout in layouts.items():
         record = states.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)

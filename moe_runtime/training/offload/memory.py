@@ -32,10 +32,8 @@ DEFAULT_ACTIVATION_SHARE = 0.25
 
 
 SPARE_BYTES = 32 * 2**20
-"""On top of counted activations, for libraries and the allocator."""
 
 _STEP_BYTES = 4
-"""AdamW's count of steps for each tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,11 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
-from moe_runtime.training.offload.dense_adamw import clip_scale
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
 from moe_runtime.training.offload.states import ExpertStates, Need
+from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
 _KINDS = {
@@ -69,7 +69,6 @@ class ExpertOptimizer:
         return Sections.STATE if self._is_behind(key) else Sections.PARAMETERS
 
     def needs(self, keys: Iterable[ExpertKey], more: Sections = Sections.NONE) -> Iterator[Need]:
-        """`need` of several experts, for `ExpertStates.expect`."""
         return ((key, self.need(key) | more) for key in keys)
 
     def fetch(
@@ -165,11 +164,9 @@ class ExpertOptimizer:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether an expert got a gradient since the last step."""
         return bool(self._norms)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the steps; the records are not in it."""
         return {
             "step": self.step,
             "rates": list(self._rates),
@@ -194,7 +191,6 @@ class ExpertOptimizer:
 
     @property
     def _mean(self) -> float:
-        """Makes a mean of gradients that were summed over processes."""
         return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:

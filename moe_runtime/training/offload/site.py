@@ -24,8 +24,8 @@ from moe_runtime.parallel import LayoutGroups, ParallelExperts
 from moe_runtime.parallel.communication.agreement import processes_here
 from moe_runtime.parallel.communication.transport import FlatTransport
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
-from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.optimizer import decays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class ExpertsModuleSpec:
 
     @property
     def experts_here(self) -> tuple[int, ...]:
-        """Experts of this process, in ascending order."""
         if self.own is None:
             return tuple(range(self.num_experts))
         return tuple(sorted(expert for expert in self.own if expert >= 0))
@@ -130,7 +129,6 @@ class ExpertsModuleSpec:
 
 
 def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
-    """The experts of every `MoELayer` in a model, in its order."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
     return [
         _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
@@ -265,7 +263,6 @@ class SpreadProcesses(OneProcess):
 def processes_of(
     groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], parameters: Iterable[Tensor]
 ) -> OneProcess:
-    """Who trains a model together; a collective call."""
     processes = OneProcess() if groups is None else SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:

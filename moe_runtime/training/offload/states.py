@@ -120,7 +120,6 @@ class ExpertStates:
             return self.slab.slot(entry.slot)
 
     def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
-        """Gives a record back; `has` are sections that computation filled in."""
         with self._changed:
             if self.experts[key].resident_slot is None:
                 entry = self._entries[key]
@@ -153,7 +152,6 @@ class ExpertStates:
             )
 
     def _fill_now(self, key: ExpertKey, version: Version, record: Tensor) -> None:
-        """Reads a version into an unused record, and waits for it."""
         is_done = threading.Event()
 
         def finish(read: Read) -> None:
@@ -173,7 +171,6 @@ class ExpertStates:
             self.disk.close()
 
     def check(self) -> None:
-        """Proves that every slot of memory and every byte is accounted for."""
         with self._changed:
             used = [entry.slot for entry in self._entries.values()]
             resident = [expert.resident_slot for expert in self.experts.values()]
@@ -195,7 +192,6 @@ class ExpertStates:
             self._write(key, version, Sections.STATE)
 
     def park_gradient(self, key: ExpertKey) -> None:
-        """Keeps an expert's gradient in its tier until the step."""
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = True
@@ -265,7 +261,6 @@ class ExpertStates:
             return held
 
     def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Drops what `hold_versions` held."""
         with self._changed:
             for key, version in versions.items():
                 self._file_of(self.experts[key]).drop(version.slot)
@@ -311,7 +306,6 @@ class ExpertStates:
         self.release(key)
 
     def drop_lent(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
-        """Drops slots on the disk that belong to experts of other processes."""
         with self._changed:
             for file, slot in slots:
                 file.drop(slot)
@@ -418,7 +412,6 @@ class ExpertStates:
         self._free.append(entry.slot)
 
     def _read_ahead(self) -> None:
-        """Starts reads of what is expected next, as far as there are slots."""
         for key, need in self._expected:
             entry = self._entries.get(key)
             if entry is None:
