@@ -480,10 +480,7 @@ def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> 
 
 
 def refuse_numbers(
-    matrix: str,
-    numbers: Sequence[int],
-    start: int,
-    of_experts: Sequence[PlacedMatrix],
+    matrix: str, numbers: Sequence[int], start: int, of_experts: Sequence[PlacedMatrix]
 ) -> NoReturn:
     """Refuses experts that are as many as they must be, but are not those."""
     place = next(place for place, number in enumerate(numbers) if number != start + place)
