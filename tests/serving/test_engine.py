@@ -54,7 +54,6 @@ def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
 
 
 def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
-    """Five texts take little more steps than one; with one at a time, five times as many."""
     steps = []
     for most in (32, 1):
         with Engine(pocket, EngineOptions(most_running=most)) as engine:
@@ -68,7 +67,6 @@ def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> N
 def test_a_prompt_is_read_in_the_passes_of_an_answer(
     pocket: Any, prompts: list[tuple[int, ...]], exact: bool
 ) -> None:
-    """40 tokens in pieces of 16 take no pass of their own, unless bits must not depend on them."""
     options = EngineOptions(
         prompt_tokens=16, max_slowdown=math.inf, reuses_prefixes=False, exact=exact
     )

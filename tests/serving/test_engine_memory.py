@@ -38,8 +38,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
 
 
 class AnswerWithHandle(Answer):
-    """Holds its request as the server's answers do."""
-
     handle: EngineHandle
 
 

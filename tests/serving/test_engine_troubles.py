@@ -55,7 +55,6 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(
 
 
 def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
-    """The second turn of a conversation reads what is new of it."""
     first = prompts[4]
     with Engine(pocket) as engine:
         answer = ask(engine, request_of(first, NEW))[0].wait()
@@ -79,8 +78,6 @@ def test_a_prefix_that_cannot_be_kept_fails_nobody(
     texts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its copy takes memory of its own, which may be lacking; the engine goes on."""
-
     def copy(self: BlockCopies, cache: Any, index: int) -> Any:
         raise MemoryError("no memory for a block")
 
@@ -248,7 +245,6 @@ def test_constraint_that_fails_fails_its_own_request(
 def test_failed_read_fails_the_requests_that_need_it_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An expert that cannot be read: together, just those fail that fail alone."""
     lost = ExpertKey(2, 5)
     real = ExpertSource.fetch
 

@@ -14,8 +14,6 @@ from moe_runtime.serving.requests import EngineOptions
 
 
 class Ends(Listener):
-    """Notes which requests begin and end."""
-
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.ended: list[int] = []

@@ -26,7 +26,6 @@ def sampler_of(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
 
 
 def shares(num: int = 1000, **options: Any) -> list[float]:
-    """How often each token is drawn."""
     sampler = sampler_of(temperature=options.pop("temperature", 1.0), seed=0, **options)
     drawn = Counter(sampler.choose(LOGITS, []).token_id for _ in range(num))
     return [drawn[token] / num for token in range(len(LOGITS))]

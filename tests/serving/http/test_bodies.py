@@ -172,7 +172,6 @@ def test_long_bodies_are_read_outside_the_loop(
 
 
 def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
-    """It has fields that no message of this server has, and leaves them null."""
     raw = (
         b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b",'
         b'"refusal":null,"annotations":null,"audio":null,"function_call":null,"tool_calls":null}]}'

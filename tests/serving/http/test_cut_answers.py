@@ -21,28 +21,6 @@ WEATHER = Function(
 ROME = ParsedCall("weather", '{"city": "Rome"}')
 CUT: list[tuple[str, str, list[Any]]] = [
     (
-        'See <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
-        '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>',
-        "hermes",
-        [("content", "See"), ROME, ROME],
-    ),
-    (
-        "See <tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
-        "</tool_call>",
-        "qwen-xml",
-        [("content", "See"), ROME],
-    ),
-    (
-        'See [TOOL_CALLS]weather[CALL_ID]12[ARGS]{"city": "Rome"}[TOOL_CALLS]weather[ARGS]{}',
-        "mistral-args",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
-    ),
-    (
-        'See [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
-        "mistral",
-        [("content", "See"), ROME],
-    ),
-    (
         '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "weather"}',
         "llama-json",
         [ROME, ParsedCall("weather", "{}")],
@@ -82,7 +60,6 @@ CUT: list[tuple[str, str, list[Any]]] = [
 def test_a_call_that_has_only_begun_is_no_content(
     text: str, tools: str, expected: Any, step: int
 ) -> None:
-    """Wherever `max_tokens` cuts a call, no part of it is text; a call is whole or missing."""
     whole = [part for part in expected if isinstance(part, ParsedCall)]
     before = "".join(part[1] for part in expected if isinstance(part, tuple))
     for end in range(len(before), len(text) + 1):
@@ -119,6 +96,11 @@ def test_a_call_that_has_only_begun_is_no_content(
         ("llama-json", '{"available": [{"name": "weather", "note'),
         ("llama-json", '{"name": "weather", "note": "r'),
         ("llama-json", '{"name": "weather", "parameters": {}} and text'),
+        # JSON that begins no call
+        *(
+            ("llama-json", text)
+            for text in ('{"names": ["a"', '{"name": "Ann", "ag', "{ 7", "a < b", "no call [TOOL")
+        ),
     ],
 )
 def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
@@ -133,7 +115,6 @@ def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
 
 
 def content_of(sections: AnswerSections, text: str, cut_by: str) -> str:
-    """The content where every character comes alone."""
     parts: list[Any] = [part for char in text for part in sections.add(char)]
     parts += sections.end(cut_by=cut_by)
     return "".join(part[1] for part in parts if part[0] == "content")
@@ -184,15 +165,6 @@ def test_a_mark_that_has_only_begun_is_no_text(text: str, begins: Kind, expected
     sections = AnswerSections(THINK, FORMATS["hermes"], [WEATHER], begins)
     ended: list[Any] = [*sections.add(text), *sections.end()]
     assert text.endswith(ended[-1][1])  # where the model ends by itself all of it is text
-
-
-@pytest.mark.parametrize(
-    "text", ['{"names": ["a"', '{"name": "Ann", "ag', "{ 7", "a < b", "no call [TOOL"]
-)
-def test_json_that_is_cut_stays_text_where_it_begins_no_call(text: str) -> None:
-    sections = AnswerSections(None, FORMATS["llama-json"], [WEATHER])
-    parts = [*sections.add(text), *sections.end(cut_by="")]
-    assert "".join(part[1] for part in parts if isinstance(part, tuple)) == text
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

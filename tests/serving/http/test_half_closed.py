@@ -17,7 +17,6 @@ BODY = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 def test_a_client_that_sends_no_more_is_answered(
     staged: Any, version: bytes, is_late: bool
 ) -> None:
-    """Its end comes with the request, or while the answer is made; the connection ends then."""
     told: list[Any] = []
     engine = ScriptedEngine(lambda _: [PromptRead(0)])
     submit = engine.submit

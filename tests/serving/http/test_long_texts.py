@@ -10,8 +10,6 @@ from moe_runtime.serving.requests import Event, GenerationRequest, QueueFullErro
 
 @pytest.fixture
 def refusing(staged: Any) -> tuple[Served, ScriptedEngine]:
-    """A server whose engine takes no request, however long it is."""
-
     def script(request: GenerationRequest) -> list[Event]:
         raise QueueFullError("many wait")
 
@@ -23,7 +21,6 @@ def refusing(staged: Any) -> tuple[Served, ScriptedEngine]:
 def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
     refusing: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Encoding takes hundreds of bytes a token, and a body may have megabytes of text."""
     longest = max(tokenizer.get_vocab(), key=len)
     site, engine = refusing
     vocabulary, encoded = site.server.models["pocket"].vocabulary, []
@@ -54,7 +51,6 @@ def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
 def test_a_text_that_is_far_too_long_is_not_encoded_as_a_whole(
     refusing: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Although its characters are fewer than those of as many of the longest tokens."""
     site, engine = refusing
     vocabulary, encoded = site.server.models["pocket"].vocabulary, []
     real = vocabulary._encode

@@ -35,7 +35,6 @@ def at_once() -> ScriptedEngine:
 
 
 def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
-    """A server whose engine answers at once."""
     return served([model_of("pocket", at_once(), tokenizer, 4096)], **options)
 
 
@@ -94,7 +93,6 @@ def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
 
 
 def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
-    """Each is allowed; all of them would take memory that nobody set aside."""
     limits = Limits(body_bytes=1000)
     with serve_scripted(tokenizer, limits=limits) as site, contextlib.ExitStack() as clients:
         waiting = [clients.enter_context(connected(site)) for _ in range(5)]
@@ -115,7 +113,6 @@ def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
 def test_a_body_counts_until_the_engine_has_its_tokens(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many more requests are open than bodies may be read; nothing of their texts is left."""
     bodies: list[weakref.ref[Any]] = []
 
     def parse(kind: Any, raw: bytes) -> Any:
@@ -191,7 +188,6 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
 
 
 def test_names_are_those_of_pages_in_browsers(tokenizer: Any) -> None:
-    """A client without a name is no browser; names have no upper and lower case."""
     heads = {b"1.1\r\nhost: LocalHost:80": 200, b"1.1\r\nhost: evil.example": 403}
     with serve_scripted(tokenizer, access=Access(hosts=["localhost"])) as site:
         for head, status in {b"1.0": 200, b"1.1\r\nhost: [": 403, **heads}.items():
@@ -261,7 +257,6 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
 
 
 def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
-    """Its answer would be held, and an end of the server with it, for as long as it likes."""
     log: list[Mapping[str, Any]] = []
     server = Server(
         {}, Limits(sending_seconds=0.02), Access(), lambda _, fields: log.append(fields)
@@ -284,7 +279,6 @@ def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
 
 
 def test_a_server_whose_engine_has_ended_is_not_ready(staged: Any) -> None:
-    """Whoever watches over it starts another; it would refuse every request until then."""
     engine = ScriptedEngine(lambda _: [])
     site = staged(engine)
     assert site.ask("/health")[0] == 200

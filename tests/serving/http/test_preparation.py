@@ -17,8 +17,6 @@ BODY = {"prompt": [5, 6], "max_tokens": 3}
 
 
 class SlowPreparation:
-    """Takes until it is told to end."""
-
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
         self._real = completions.prepare
