@@ -137,9 +137,6 @@ def reshard(
 
     The hottest `num_copied` experts of a layer are copied anyway, so their owners do not matter;
     the others are balanced within their layer.
-
-    Raises:
-        ValueError: The experts of all layers do not divide by the devices.
     """
     _check_nodes(num_devices, devices_per_node)
     total = sum(len(loads_E) for loads_E in loads_LE)
