@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_types import Capsys
 from http_server import model_of, served
 from page_blocks import PAGES, blocks_of
 
@@ -115,7 +116,7 @@ def imports_of(text: str) -> str:
 
 @pytest.mark.usefixtures("workplace", "group")
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SNIPPETS))
-def test_the_snippets_of_a_page_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippets_of_a_page_run(name: str, capsys: Capsys) -> None:
     names: dict[str, Any] = {}
     for place in (one for one in SNIPPETS if one[0] == name and one != SERVED):
         text = made_small(snippet_of(*place))
