@@ -400,11 +400,7 @@ def copy_rights(place: Path, descriptor: int) -> None:
 
 @contextlib.contextmanager
 def held(
-    path: Path,
-    kind: int = fcntl.LOCK_EX,
-    advice: str = "remove it",
-    *,
-    without_locks: bool = False,
+    path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it", *, without_locks: bool = False
 ) -> Iterator[None]:
     """Locks a file or folder that a process left; within the block no other one takes it.
 

@@ -149,11 +149,7 @@ def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         ('"$@" <&-', 0, ""),
         ('"$@" >&- 2>&- <&-', 2, ""),
         ('"$@" >&- 2>/dev/full', 2, ""),
-        (
-            '"$@" >/dev/full',
-            2,
-            "moe-runtime: error: stdout cannot be written: No space left",
-        ),
+        ('"$@" >/dev/full', 2, "moe-runtime: error: stdout cannot be written: No space left"),
         ('{ "$@"; echo $? >&2; } | true', 0, "2"),
         ('{ PYTHONUNBUFFERED=1 "$@"; echo $? >&2; } | true', 0, "2"),
     ],

@@ -153,10 +153,7 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
 def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:
     words = [*WORDS, str(checkpoint), "--prompt", PROMPT, "-n", "60"]
     process = subprocess.Popen(
-        [warm_python(), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENVIRONMENT,
+        [warm_python(), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
     )
     assert process.stdout is not None
     assert process.stderr is not None

@@ -18,11 +18,7 @@ LAYERS, EXPERTS, TOP_K = 4, 16, 2
 def record(path: Path, *, model_type: str = "olmoe", tokens: int = 400, seed: int = 0) -> Path:
     """Tokens that keep to one of four groups of experts."""
     signature = ModelSignature(
-        model_type=model_type,
-        num_layers=LAYERS,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        vocab_size=10,
+        model_type=model_type, num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, vocab_size=10
     )
     random = np.random.default_rng(seed)
     with TraceRecorder(path, signature) as recorder:

@@ -37,9 +37,7 @@ SMALLER = {
     "tp_size=2, ep_size=2": "tp_size=1, ep_size=1",
     "MoELayer(2048, 1024, 64, 8,": "MoELayer(32, 16, 4, 2,",
 }
-NOT_RUN = {
-    ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
-}
+NOT_RUN = {("elasticity.md", 0): "starts three processes; tests/research/elastic do the same"}
 """Snippets of which only the imports are run, and why."""
 WRITTEN = {("training.md", 0): "out/model/config.json"}
 """What a snippet leaves."""

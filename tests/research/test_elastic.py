@@ -236,10 +236,7 @@ def make_requests() -> list[ElasticRequest]:
     sampled = {"temperature": 1.2, "top_p": 0.9}
     return [
         ElasticRequest(
-            prompt=prompt,
-            max_new_tokens=NEW_TOKENS,
-            seed=index,
-            **(sampled if index > 2 else {}),
+            prompt=prompt, max_new_tokens=NEW_TOKENS, seed=index, **(sampled if index > 2 else {})
         )
         for index, prompt in enumerate(PROMPTS)
     ]

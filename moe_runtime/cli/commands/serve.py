@@ -246,12 +246,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         ]
         adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
         print_json(
-            {
-                "address": ready.address,
-                **described[0],
-                "models": described,
-                "adapters": adapters,
-            }
+            {"address": ready.address, **described[0], "models": described, "adapters": adapters}
         )
         return
     from moe_runtime.inference.generation import sampling_words

@@ -127,11 +127,7 @@ def _device_loads(
 
 
 def reshard(
-    loads_LE: Sequence[Sequence[float]],
-    *,
-    num_devices: int,
-    devices_per_node: int,
-    num_copied: int,
+    loads_LE: Sequence[Sequence[float]], *, num_devices: int, devices_per_node: int, num_copied: int
 ) -> list[list[int]]:
     """`owner[layer][expert]`: the same number of experts for every device (Hecate's algorithm 2).
 
