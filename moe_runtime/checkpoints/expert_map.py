@@ -74,7 +74,6 @@ class ExpertMap:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that holds any of the experts."""
         return max(layout.slot_bytes for layout in self.layouts.values())
 
     @property
@@ -467,7 +466,6 @@ def refuse_dense(
 
 
 def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
-    """Refuses experts whose matrices one product could not take together."""
     kinds = [(placed.described, placed.packing) for placed in of_experts]
     usual = Counter(kinds).most_common(1)[0][0]
     expert = next(number for number, kind in enumerate(kinds) if kind != usual)
@@ -549,7 +547,6 @@ def _require_one_shape(found: Mapping[int, Weight]) -> None:
 
 
 def _shape_of(weight: Weight) -> str:
-    """The shape of a weight, and of the codes that it is made of."""
     codes = getattr(weight, "codes", None)
     return f"{[*weight.shape]}" + (f" in {codes.name} {[*codes.shape]}" if codes else "")
 

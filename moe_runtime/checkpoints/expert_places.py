@@ -122,7 +122,6 @@ class PlacedMatrix:
 
     @property
     def described(self) -> str:
-        """Its type, for messages."""
         if self.packing is not None:
             return self.packing.described
         return str(self.ranges[None].dtype).removeprefix("torch.")

@@ -172,7 +172,6 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str,
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a checkpoint."""
     if not folder.is_file():
         read_config(folder)  # what is wrong with it is not the tokenizer's fault
     tokenizer = read_tokenizer(folder)

@@ -116,7 +116,6 @@ def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes,
 
 
 def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Writes which file has which tensor."""
     index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -82,7 +82,6 @@ class ExpertBuffering(LRU[ExpertKey]):
         self.watcher = self._active = active
 
     def touch(self, key: ExpertKey) -> None:
-        """A use changes nothing."""
         if key not in self._held:
             raise KeyError(key)
 
@@ -120,7 +119,6 @@ class Scored(Stamped[ExpertKey]):
         self.may_decline = may_decline
 
     def worths(self, keys: Sequence[ExpertKey]) -> list[float]:
-        """The present scores, looked up once for each layer."""
         scores = {layer: self._scorer.scores(layer) for layer in {layer for layer, _ in keys}}
         return [scores[layer][expert] for layer, expert in keys]
 
@@ -161,7 +159,6 @@ class RecentScores:
         pass
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` the averages of a layer."""
         return self._scores[layer, :-1].tolist()
 
 
@@ -174,7 +171,6 @@ class PredictedUse:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores."""
         if setting.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
         return partial(Scored, cls(setting.shape, setting.predictor), may_decline=True)
@@ -283,7 +279,6 @@ class ActivationMatrices:
         self.collection.restore(state)
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` probability of activation."""
         if layer not in self._scores:
             self._scores[layer] = self._mix(layer)
         return self._scores[layer]
@@ -557,7 +552,6 @@ class Episodes:
         return total[:-1]
 
     def finish(self, sequence: int) -> None:
-        """Forgets that a request was running; what it did stays remembered."""
         self._requests.pop(sequence, None)
 
     def _open_row(self, request: _Request, token: int, token_id: int, is_last: bool) -> None:

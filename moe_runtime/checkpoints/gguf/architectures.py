@@ -198,7 +198,6 @@ ARCHITECTURES = {
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The row of a file's architecture."""
     name = header.name
     if isinstance(name, str) and name in _MADE:
         return _MADE[name](header)
@@ -428,7 +427,6 @@ def glm4moe(header: GgufHeader) -> Architecture:
 
 
 def ernie4_5_moe(header: GgufHeader) -> Architecture:
-    """The row of a file of ERNIE 4.5."""
     parts, head_dim = header.parts, _head_dim(header)
     if (rotated := _rotated(header, head_dim)) != 1:
         header.unsupported("positions that turn all values of a head", f"{rotated} of them")
@@ -451,7 +449,6 @@ def ernie4_5_moe(header: GgufHeader) -> Architecture:
 
 
 def minimax_m2(header: GgufHeader) -> Architecture:
-    """The row of a file of MiniMax-M2."""
     head_dim = _head_dim(header)
     _require_sigmoid(header, otherwise=None)
     own = {
@@ -606,7 +603,6 @@ def _head_dim(header: GgufHeader) -> int:
 
 
 def _rotated(header: GgufHeader, head_dim: int) -> float:
-    """The share of a head's values that positions turn."""
     turned = header.value("rope.dimension_count", head_dim)
     if type(turned) is not int or not 0 < turned <= head_dim:
         header.refuse(f"rope.dimension_count of 1 to {head_dim}", clipped(turned))
@@ -621,7 +617,6 @@ def _require_sigmoid(header: GgufHeader, otherwise: int | None) -> None:
 
 
 def _choice_of_groups(header: GgufHeader) -> dict[str, Any]:
-    """Settings of gates that choose groups of experts first."""
     value = header.value
     return {
         "routed_scaling_factor": value("expert_weights_scale", 0.0) or 1.0,
@@ -764,7 +759,6 @@ class SplitProjection(nn.Module):
     """
 
     def __init__(self, attention: Any) -> None:
-        """Takes the sizes of a layer of linear attention."""
         super().__init__()
         dim = attention.hidden_size
         self.num_keys = attention.num_k_heads

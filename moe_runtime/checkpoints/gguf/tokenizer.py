@@ -207,7 +207,6 @@ class TextVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> TextVocabulary:
-    """Reads the tokens of a file."""
     found = metadata.get("tokenizer.ggml.tokens")
     if not found or not isinstance(found, list) or not isinstance(found[0], str):
         refuse(file, "tokenizer.ggml.tokens, the texts of tokens", "none")
