@@ -1,5 +1,5 @@
-"""Static caches of `generate` and recorded steps that are used again, what a call leaves to the next
-one, and who may change a model in its midst."""
+"""Static caches of `generate` and recorded steps that are used again, what a call leaves to the
+next one, and who may change a model in its midst."""
 
 from __future__ import annotations
 
