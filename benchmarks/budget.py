@@ -1,12 +1,9 @@
 """What runs take of their memory budgets: `python benchmarks/budget.py --save`.
 
-The pocket model writes under budgets from too small to unlimited, with the native library and as
-where no compiler was there: one request, and five of different lengths in one process that begins
-with what an earlier one kept. The smallest budget that loads and one byte less are tried too: that
-must be refused. `--all` adds every eviction policy beside every way of prefetching, and every
-predictor. Each run is a process of its own, since a peak is never forgotten. What counts is the
-kernel's counter of resident memory at its peak, less what the process held before it loaded. The
-exit code is 1 where a run exceeds its budget or fails.
+The pocket model runs under budgets from too small to unlimited, with and without the native
+library, each run a process of its own. The peak of resident memory, less what the process held
+before it loaded, must be within the budget. The smallest budget that loads, less one byte, must be
+refused. `--all` adds every eviction policy and predictor. A broken promise is exit code 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The case ``placements``: where experts lie by each algorithm, scored on routing to come.
+"""The case ``placements``: where experts lie by each algorithm, scored on later routing.
 
-A repetition makes the placement from the first part of the trace, which is timed, and scores it on
-the rest. Scores are the same in every repetition, except of a search that its time limit ended.
+A repetition places the experts by the first part of the trace and scores them on the rest.
 """
 
 import importlib
@@ -46,11 +45,7 @@ _REPLICATING = ("round-robin", "eplb")
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementsPlan:
-    """What is placed.
-
-    Attributes:
-        future: ``[T, L, K]`` routing that they are scored on.
-    """
+    """What is placed; ``future`` is the routing ``[T, L, K]`` of the scores."""
 
     profile: RoutingProfile
     future: np.ndarray

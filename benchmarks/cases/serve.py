@@ -1,8 +1,7 @@
-"""The case ``serve``: a server that is started if wanted, and what its clients waited for.
+"""The case ``serve``: a server, started if wanted, and what its clients waited for.
 
-A level, so many clients or requests a second, is a system, and each answered request one of its
-repetitions; what concerns a level as a whole, such as its tokens a second, is one more. Requests of
-a level are not independent, so an interval of theirs says less than one of repetitions elsewhere.
+A level (so many clients, or requests a second) is a system, each answered request a repetition.
+Requests of a level are not independent: their interval says less than one of repetitions.
 """
 
 import os

@@ -132,10 +132,7 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """Fails everything that waits: the service is broken."""
         self._take_commands(wait_s=0)
-        resizes = [
-            *self._resizes,
-            *([self._pending] if self._pending else []),
-        ]
+        resizes = [*self._resizes, *([self._pending] if self._pending else [])]
         for future in [one.future for one in (*self._served.values(), *resizes)]:
             future.set_exception(error)
         self._served.clear()
