@@ -181,11 +181,7 @@ class Grammars:
         self._making = threading.Lock()
 
     def compile(self, lark: str, param: str, owner: str = "") -> llguidance.LLMatcher:
-        """Compiles a grammar, or finds one of the last that the same owner asked for.
-
-        Args:
-            lark: the grammar, in the dialect of llguidance.
-            param: the field that it came from.
+        """Compiles a grammar in llguidance's Lark, or finds one of the last of the same owner.
 
         Raises:
             FieldError: it is no grammar, too large, takes too much, or is one that no text is of.

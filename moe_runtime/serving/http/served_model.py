@@ -42,13 +42,8 @@ _ASKED_OF_ALL = frozenset({"enable_thinking"})
 class ChatTemplate:
     """Renders conversations, and knows from its source what the model's answers look like.
 
-    Args:
-        process: where conversations are rendered within limits; None for here and without.
-
-    Attributes:
-        reasoning: marks of reasoning; None where the template has none.
-        tools: how the model calls tools; None where the template has none that is known.
-        is_harmony: answers are messages in channels; then the two above are None.
+    ``process`` renders within limits; None does it here and without. ``reasoning`` and ``tools``
+    are None where the template has none that are known; with ``is_harmony`` both are.
     """
 
     def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
@@ -74,11 +69,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation, special tokens included.
-
-        Raises:
-            ApiError: the template refuses the conversation, or has no use for what is given.
-        """
+        """The prompt of a conversation, special tokens included."""
         given = {
             name: value
             for name, value in (variables or {}).items()
@@ -162,13 +153,9 @@ _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model that requests can name, or a model with an adapter.
+    """One model that requests can name, or a ``parent`` with an adapter.
 
-    Attributes:
-        template: of its conversations; None where it was trained for none.
-        defaults: of sampling, as the checkpoint says, else as OpenAI does.
-        created_s: when it was loaded, in seconds since 1970.
-        parent: the model whose adapter it is; None for a model.
+    ``defaults`` are of sampling, as the checkpoint says, else as OpenAI does.
     """
 
     name: str
