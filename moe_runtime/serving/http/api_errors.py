@@ -72,6 +72,16 @@ class ApiError(Exception):
         }
 
 
+def shutting_down() -> ApiError:
+    message, closing = "the server is shutting down", {"connection": "close"}
+    return ApiError(message, status=503, code="shutting_down", headers=closing)
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """A field asks for what this model or this server cannot do."""
+    return FieldError(param, problem, code="unsupported_parameter")
+
+
 class FieldError(ApiError):
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
         super().__init__(f"{param}: {problem}", param=param, code=code or "invalid_value")

@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.engine import EngineHandle
 from moe_runtime.serving.http.answer_text import AnswerText, AnswerToken, Piece
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
 from moe_runtime.serving.http.metrics import RequestTimes
 from moe_runtime.serving.http.schema import GenerationFields, Message
 from moe_runtime.serving.http.served_model import ServedModel
@@ -173,7 +173,7 @@ class Generation:
             code = "generation_failed"
             raise ApiError(problem, status=500, code=code, logged=event.problem)
         if event.reason == "cancelled":
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            raise shutting_down()
         return choice.text.end(event.reason)
 
     def _end(self, index: int, choice: AnswerChoice, reason: str, now_s: float) -> None:

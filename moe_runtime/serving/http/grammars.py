@@ -19,7 +19,7 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answer_text import ReasoningMarks
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import (
@@ -421,9 +421,8 @@ class _Arguments:
         value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
         return f"{value} {_lark(self.writing.after_value, self.tokens)}"
 
-    def _refused(self, what: str) -> FieldError:
-        problem = f"{what} cannot be enforced in calls as this model writes them"
-        return FieldError("tools", problem, code="unsupported_parameter")
+    def _refused(self, what: str) -> ApiError:
+        return unsupported("tools", f"{what} cannot be enforced in calls as this model writes them")
 
 
 def _has_bounds(schema: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, Tool
@@ -77,15 +77,10 @@ class ChatTemplate:
         }
         for name in given:
             if name in _OWN_VARIABLES or not self.knows(name):
-                raise FieldError(
-                    f"chat_template_kwargs.{name}",
-                    "is no variable of this model's chat template",
-                    code="unsupported_parameter",
-                )
+                place = f"chat_template_kwargs.{name}"
+                raise unsupported(place, "is no variable of this model's chat template")
         if tools and not self.knows("tools"):
-            raise FieldError(
-                "tools", "this model's chat template has none", code="unsupported_parameter"
-            )
+            raise unsupported("tools", "this model's chat template has none")
         conversation = [self._plain(message, at) for at, message in enumerate(messages)]
         given |= {
             "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,

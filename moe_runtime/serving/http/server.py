@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.served_model import ServedModel
@@ -22,15 +22,6 @@ from moe_runtime.serving.http.served_model import ServedModel
 Log = Callable[[str, Mapping[str, Any]], None]
 
 ValueT = TypeVar("ValueT")
-
-
-def shutting_down() -> ApiError:
-    return ApiError(
-        "the server is shutting down",
-        status=503,
-        code="shutting_down",
-        headers={"connection": "close"},
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
