@@ -415,9 +415,7 @@ def kept_baseline(earlier: dict[str, Any]) -> Baseline:
         return known["dense"]
 
     return Baseline(
-        spent=earlier["training"]["dense"],
-        parameters=earlier["parameters"]["dense"],
-        scores=scores,
+        spent=earlier["training"]["dense"], parameters=earlier["parameters"]["dense"], scores=scores
     )
 
 

@@ -164,11 +164,7 @@ def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
 
 
 def _refuse_values(
-    name: str,
-    numbers: Tensor,
-    remedy: str = _AGAIN,
-    matrix: str = "",
-    key: ExpertKey | None = None,
+    name: str, numbers: Tensor, remedy: str = _AGAIN, matrix: str = "", key: ExpertKey | None = None
 ) -> None:
     whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
     count = int(numbers.isfinite().logical_not().sum())

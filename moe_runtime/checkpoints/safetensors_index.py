@@ -18,11 +18,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_runtime.checkpoints.strict_json import (
-    clipped,
-    one_line,
-    parse_object,
-)
+from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import open_regular, read_bounded
 

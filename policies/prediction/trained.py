@@ -170,10 +170,7 @@ class TokenEvidence(Popularity):
         self.after_token = TokenTable.count(routes, previous_ids(routes))
 
     def features(
-        self,
-        contexts: Contexts,
-        layers: slice,
-        shares: tuple[np.ndarray, np.ndarray] | None = None,
+        self, contexts: Contexts, layers: slice, shares: tuple[np.ndarray, np.ndarray] | None = None
     ) -> np.ndarray:
         """What is known of each expert before the token's path: ``[B, F, layers, E]``.
 

@@ -239,7 +239,7 @@ INLINE void part_by_panel(int kind, int panel_rows, const Int8Group weights[][IN
     }
 }
 
-static void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT8_GROUPS], int64_t blocks, const char *x, Int8Sums acc) {
+static __attribute__((noinline)) void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT8_GROUPS], int64_t blocks, const char *x, Int8Sums acc) {
 #define INT8_CASE(kind, rows) \
     case rows: part_by_panel(kind, rows, weights, blocks, x, acc); break;
     if (kind == KIND_QUANT_INT4)

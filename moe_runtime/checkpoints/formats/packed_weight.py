@@ -448,10 +448,7 @@ def other_groups(
 
 
 def codes_shape(
-    entry: TensorEntry,
-    dtypes: Sequence[str],
-    dims: Sequence[int] = (2, 3),
-    place: str = CONFIG,
+    entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3), place: str = CONFIG
 ) -> tuple[int, ...]:
     """The sizes of codes, which must have one of some types and numbers of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
