@@ -1,12 +1,9 @@
 """LoRA fine-tuning on a GPU with slots for a part of the experts, beside all of them resident.
 
-One command: `python benchmarks/device_training.py --layers 4 --save`. Makes a checkpoint of whole
-layers of Qwen3-30B-A3B with random weights and takes the same steps of `moe-runtime finetune
---lora` twice: with all experts on the GPU, and with a `device_memory` that holds as large a part of
-them as 24 GB hold of the whole model's 60 GB. Measured are tokens a second in the median of the
-steps but the first, bytes over the link and the time that they take alone, waits for experts, the
-most memory that torch had on the GPU beside the budget, and the losses, which must agree.
-`--device cpu --tiny` is a rehearsal without a GPU: there the host's memory takes the part.
+`python benchmarks/device_training.py --layers 4 --save` takes the same steps of `moe-runtime
+finetune --lora` on layers of Qwen3-30B-A3B twice: with all experts on the GPU, and with as large a
+part of them as 24 GB hold of the whole model's 60 GB. It measures tokens a second, bytes over the
+link, waits, peak memory, and losses, which must agree. `--device cpu --tiny` is a rehearsal.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Tests and measures on a GPU in nine minutes: what `make gpu` runs, in the order of its worth.
+"""Tests and measures on a GPU in nine minutes: `python benchmarks/on_a_gpu.py --results FOLDER`.
 
-One command: `python benchmarks/on_a_gpu.py --results FOLDER`. Tests marked `gpu` come first, then
-decoding of whole layers, the same beside transformers by the suite, fine-tuning, the tests of
-kernels, layers of experts beside transformers', and tiles for this model of GPU. Each part is ended
-when its time is over, and what one leaves of its own is the next one's; whoever has more gives
-`--times`. Logs, results and tiles lie in the folder as soon as a part is over, and a part that
-fails keeps no other from its turn: the exit code is 1 then, and no figure counts before it is known
-why. `--only` runs some parts.
+Each part is ended when its time is over; the next one gets what it leaves. `--times` gives more,
+`--only` runs some parts. Logs and results are in the folder as soon as a part is over. A part that
+fails stops no other: the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -104,7 +100,7 @@ def _end(program: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         print("it does not end by an interrupt, and is killed", flush=True)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError):  # none is left
             os.killpg(program.pid, signal.SIGKILL)
         program.wait()
 

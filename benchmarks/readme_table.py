@@ -3,9 +3,6 @@
 python benchmarks/readme_table.py --measure   # half an hour, 28 GB of disk, root for the cap
 python benchmarks/readme_table.py             # rewrite the table from the newest results
 python benchmarks/readme_table.py --check     # only say whether it is up to date
-
-`--measure` runs `moe-runtime bench latency` with all memory there is and under a cap, peers
-beside it, and writes a results file for each.
 """
 
 import argparse
@@ -103,7 +100,7 @@ def _counts(found: list[Results]) -> str:
 
 
 def _interrupted(found: list[Results]) -> str:
-    """Names the rows whose measurement somebody stopped before its time was up."""
+    """Names the rows whose measurement was stopped early."""
     rows = [each for each in found if each["ended"] == "interrupted"]
     return "".join(
         f"; the row of {_memory(each['settings']['cap_bytes'])} was interrupted after "

@@ -1,17 +1,14 @@
 """A server for minutes under everything clients do: `python benchmarks/serve_soak.py --save`.
 
-`moe-runtime serve` runs in a process of its own under a budget that its experts do not fit in.
-Eight clients send requests of random lengths, go away in the middle of answers, begin conversations
-alike, and send what is no request; now and then an expert cannot be read for some seconds. At the
-end SIGTERM comes while every client waits for a long answer. What must hold:
+Eight clients send requests of random lengths, leave in the middle of answers, and send what is no
+request; some experts cannot be read for seconds. At the end SIGTERM comes during long answers. The
+exit code is 1 unless all of this holds:
 
 - resident memory does not grow: its slope over the last two thirds is within the noise;
-- every accepted request is answered, or fails in OpenAI's form, and none is stuck or left behind;
+- every accepted request is answered or fails in OpenAI's form, and none is stuck or left behind;
 - experts that cannot be read fail some requests: the engine's second tries have met them;
-- resident memory at its peak, less what the process held before it loaded, is within the budget;
+- the peak of resident memory, less what was held before loading, is within the budget;
 - the running answers are finished, and the process ends as by SIGTERM (exit code 143).
-
-The exit code is 1 where one of them does not.
 """
 
 from __future__ import annotations
@@ -130,7 +127,7 @@ async def ask_for_minutes(
     for task in tasks:
         task.result()
     found.num_requests = found.tally.counts.total()
-    await asyncio.sleep(1.0)  # the server hears last of those who went away
+    await asyncio.sleep(1.0)  # the server notices last that clients went away
 
 
 async def end_while_answering(
@@ -243,8 +240,8 @@ def main() -> int:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         found = soak(arguments, Path(folder))
-    told = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
-    print(json.dumps(told, indent=1))
+    shown = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
+    print(json.dumps(shown, indent=1))
     for line in found["wrong"][:20]:
         print(f"wrong: {line}")
     complaints = broken(found)

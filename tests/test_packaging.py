@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fixture_types import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("benchmarks", "kernels", "policies", "models")
@@ -177,7 +178,7 @@ def test_platform_of_the_built_library_agrees_with_binutils() -> None:
     assert found == f"manylinux_{newest[0]}_{newest[1]}_x86_64"
 
 
-def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: Patch) -> None:
     command = ["git", "rev-parse", "HEAD"]
     head = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     script = setup_script()

@@ -1,12 +1,8 @@
 """The case ``dispatch``: dispatch and combine between processes, beside a padded all-to-all.
 
-The first rank runs the case and tells the others what comes next; a round begins after a barrier,
-and the slowest rank's time counts. Before the first repetition both sides compute the same tokens:
-where a bit differs on any rank, the peer gets no numbers.
-
-The peer does what GShard and Tutel do: every expert gets the same number of slots, as many as the
-busiest one needs, so that nothing is dropped; they travel in equal parts, and come back. It takes
-its places from the same sort, so the difference is what travels, and how often it is copied.
+A round begins after a barrier, and the slowest rank's time counts. The peer does what GShard and
+Tutel do: every expert gets as many slots as the busiest one needs, and equal parts travel. Where a
+bit of its results differs on any rank, it gets no numbers.
 
 Shape suffixes: T tokens, D model, K choices, E experts, R rows, P ranks.
 """

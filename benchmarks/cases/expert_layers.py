@@ -1,20 +1,16 @@
 """The case ``experts``: one layer of experts by this project, by transformers and by peers.
 
-A repetition of an implementation takes every number of tokens, forward and if asked with backward,
-for a while. Every call has other routing than the one before, so that at few tokens weights come
-from memory, as in a model. An implementation whose outputs differ gets no numbers.
+Every call has other routing than the one before, so that at few tokens weights come from memory, as
+in a model. An implementation whose outputs differ gets no numbers.
 
-Two tokens are computed in float64 as well: the distance, in the 2-norm, may be what the roundings
-on the way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their
-product, an expert's output, its weighting, K terms of the sum) and D + F in fp32 in the sums of
-products, each an independent relative error of at most the unit roundoff, so that a sum in which
-numbers cancel cancels their errors as well. With backward the gradient of x passes them twice.
-Formats that round what they multiply add what that may move. All other tokens are compared with
-this project's, or with those of decoded weights, by twice the bound.
+Two tokens are computed in float64: the distance, in the 2-norm, may be what the roundings on the
+way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their product,
+an expert's output, its weighting, K terms of the sum) and D + F in fp32, each an independent
+relative error of at most the unit roundoff. With backward the gradient of x passes them twice. All
+other tokens are compared with this project's by twice the bound.
 
-Peers run in processes of their own. The layer goes there in files of numpy: bf16, or codes and
-scales. A peer computes forward passes alone. Between its turns its threads are stopped: some would
-go on spinning, and take a core from the others.
+Peers run in processes of their own and compute forward passes alone. Between its turns the threads
+of a peer are stopped: some would go on spinning.
 """
 
 import copy
@@ -216,9 +212,9 @@ class ExpertLayer:
         is_plain = found.keys() == {"gate_up_proj", "down_proj"} and not is_transposed
         if self.dtype != torch.bfloat16 or not is_plain:
             kind = str(self.dtype).removeprefix("torch.")
-            told = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
+            given = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
             raise PeerFailedError(
-                f"takes gate_up_proj and down_proj in bfloat16; this layer has {told}"
+                f"takes gate_up_proj and down_proj in bfloat16; this layer has {given}"
             )
         gate, up = found["gate_up_proj"].chunk(2, dim=1)
         yield from (("gate", gate), ("up", up), ("down", found["down_proj"]))
@@ -372,11 +368,7 @@ class ExpertsSystem(CallsSystem):
 
 
 class ExpertsPeer(BenchSystem):
-    """A peer in a process of its own; tokens are compared.
-
-    The first peer that needs the layer writes it to the folder of all; ``running`` ends the
-    process.
-    """
+    """A peer in a process of its own; the first peer that needs the layer writes it for all."""
 
     def __init__(
         self,

@@ -1,10 +1,7 @@
 """The case ``experts`` with ``--formats``: one layer's experts computed from their codes.
 
-A format is a system, and so is a plain read of as many bytes of the same memory by the same
-threads, and every peer that has the format. They take turns; the next format begins when they are
-done, so that experts of one format are in memory at a time. They lie there as a loaded model has
-them. One expert is drawn. The others are its rows in another order: where a row's numbers are, in
-memory and in the result, differs from expert to expert, and the reference decodes one expert alone.
+A format is a system, and so are a plain read of as many bytes and every peer that has the format.
+One expert is drawn; the others are its rows in another order. The reference decodes one expert.
 
 T tokens, K choices, D model, F hidden; R routed rows.
 """

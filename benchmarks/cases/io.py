@@ -1,9 +1,7 @@
 """The case ``io``: experts of a checkpoint read from disk as a run reads them, beside plain reads.
 
-A repetition reads experts in random order, several in flight at any time. Whatever the kernel keeps
-of them is dropped before; what came from storage nevertheless is counted, since the layers below
-may keep files, too. After each repetition some experts are compared, tensor by tensor, with what
-the file holds: a system whose bytes differ gets no numbers.
+The page cache is dropped before each repetition; bytes that came from storage are counted. Some
+experts are compared with the file: a system whose bytes differ gets no numbers.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Sizes of layers of experts by name, for the cases of `bench` that write no checkpoint.
-
-Without torch: who asks for another name is refused before it is imported.
-"""
+"""Sizes of layers of experts by name, without torch: other names are refused at once."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 """The case ``ops``: every op of ``kernels`` that a layer of experts is made of, on the CPU.
 
-Each is a system of its own, since ops are compared with themselves at another commit or on another
-machine. Before anything is timed its result is compared with that of its reference.
+Each is a system of its own; its result is first compared with that of its reference.
 
 T tokens, E experts, K choices, D model, F hidden; R routed rows.
 """
@@ -31,7 +30,7 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.token_sort import token_sort
 
 SIZES = LayerSizes(num_experts=32, top_k=4, dim_model=1024, dim_hidden=512)
-"""Of a layer that nobody named."""
+"""Of the default layer."""
 # A result and the hidden state before it are rounded, by half a unit in the last place each, and
 # sums are taken in another order: twice as much again, relative to the largest result.
 _ROUNDINGS = 4
@@ -52,13 +51,7 @@ class OpsPlan(CallsPlan):
 
 
 class LayerWeights(NamedTuple):
-    """Random weights of a layer, which its ops share whatever the number of tokens.
-
-    Attributes:
-        gate_up: ``[E, 2F, D]``.
-        down: ``[E, D, F]``.
-        packed: three matrices ``[E * F, D]`` of experts that lie one after another.
-    """
+    """Random weights of a layer; ``packed`` has three matrices ``[E * F, D]``."""
 
     gate_up: Tensor
     down: Tensor

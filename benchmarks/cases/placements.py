@@ -1,7 +1,6 @@
-"""The case ``placements``: where experts lie by each algorithm, scored on routing to come.
+"""The case ``placements``: where experts lie by each algorithm, scored on later routing.
 
-A repetition makes the placement from the first part of the trace, which is timed, and scores it on
-the rest. Scores are the same in every repetition, except of a search that its time limit ended.
+A repetition places the experts by the first part of the trace and scores them on the rest.
 """
 
 import importlib
@@ -46,16 +45,12 @@ _REPLICATING = ("round-robin", "eplb")
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementsPlan:
-    """What is placed.
-
-    Attributes:
-        future: ``[T, L, K]`` routing that they are scored on.
-    """
+    """What is placed; ``future`` is the routing ``[T, L, K]`` of the scores."""
 
     profile: RoutingProfile
     future: np.ndarray
     devices: Devices
-    told: PlacementOptions
+    options: PlacementOptions
     num_replicas: int = 0
     searches: bool = True
 
@@ -75,7 +70,11 @@ class PlacementsPlan:
     def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
         return [
             place_experts(
-                algorithm, self.profile, self.devices, num_replicas=num_replicas, options=self.told
+                algorithm,
+                self.profile,
+                self.devices,
+                num_replicas=num_replicas,
+                options=self.options,
             )
         ]
 

@@ -1,9 +1,7 @@
-"""The case ``policies``: eviction policies on a recorded trace, how often they hit and how fast.
+"""The case ``policies``: how often eviction policies hit on a recorded trace, and how fast.
 
-A repetition replays the whole trace from a cold start at every capacity. Before the first one the
-beginning of the trace is served twice, by the replay that is timed and by the policy's object, as
-in a run: a policy whose hits differ at any event gets no numbers. Hit rates are the same in every
-repetition; speeds are not.
+A repetition replays the whole trace from a cold start at every capacity. The beginning is also
+served by the policy's object, as in a run: a policy whose hits differ gets no numbers.
 """
 
 import dataclasses

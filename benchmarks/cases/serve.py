@@ -1,8 +1,7 @@
-"""The case ``serve``: a server that is started if wanted, and what its clients waited for.
+"""The case ``serve``: a server, started if wanted, and what its clients waited for.
 
-A level, so many clients or requests a second, is a system, and each answered request one of its
-repetitions; what concerns a level as a whole, such as its tokens a second, is one more. Requests of
-a level are not independent, so an interval of theirs says less than one of repetitions elsewhere.
+A level (so many clients, or requests a second) is a system, each answered request a repetition.
+Requests of a level are not independent: their interval says less than one of repetitions.
 """
 
 import os
@@ -128,8 +127,7 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes; those that have not ended after a while are killed, and at
-    once where somebody does not want to wait."""
+    """Sends SIGTERM to all processes of the group; kills those that are left after a while."""
     is_over = False
     try:
         _signal(process, signal.SIGTERM)

@@ -1,7 +1,6 @@
 """The case ``training``: steps of one language model here, in transformers and in other systems.
 
-All begin with the same weights and are given the same tokens in turn. The first steps are not
-timed: their losses are compared with this project's, which an update that differs moves too.
+All begin with the same weights and tokens. The losses of the first, untimed steps are compared.
 """
 
 import mmap

@@ -160,11 +160,7 @@ class CaseRun:
         *more: Any,
         unasked: Collection[str] = (),
     ) -> None:
-        """Measures ``case(plan, rules, settings, *more)``, and ends the command with its results.
-
-        Args:
-            judged: the metrics that must be certain.
-        """
+        """Measures ``case(plan, rules, settings, *more)``, and ends the command."""
         with self.rules(*judged) as rules:
             results = case(plan, rules, settings, *more)
         self.end(results, show, unasked=unasked)
@@ -256,11 +252,8 @@ def show_systems(
 ) -> None:
     """Prints a column for each system that has numbers.
 
-    Args:
-        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by the
-            names of their rows.
-        singles: metrics of which the median is shown, where there are any.
-        equal: what was compared.
+    ``spreads`` are metrics shown with percentiles, ``singles`` those with the median alone, by the
+    names of their rows; ``equal`` is what was compared.
     """
     shown = with_numbers(results)
     if not shown:

@@ -1,9 +1,7 @@
-"""What the GPU scripts share: checkpoints drawn on the GPU, what the hardware allows, decoding,
+"""What the GPU scripts share: checkpoints drawn on the GPU, rates of the hardware, decoding,
 profiles, and results that are written row by row.
 
-Outputs of attention and experts are not scaled down as in `model_shapes`: what experts compute
-reaches the logits, so that outputs can be compared. Embeddings still outweigh what few layers add,
-so routing depends on the token, and it is even.
+Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests in flight: so many at a time, or as they arrive whatever the server does.
-
-What the answers to a level say: percentiles, rates, failures, and the share that was quick enough.
-"""
+"""Requests in flight, so many at a time or as they arrive, and the figures of a level."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random weights in the shape of any configuration that transformers knows.
-
-Its own code makes the model, in memory as a whole, and writes it. Token embeddings outweigh what
-layers add to them, so that routing depends on the token.
-"""
+"""Random weights in the shape of any configuration that transformers knows."""
 
 import hashlib
 import json

@@ -1,11 +1,9 @@
 """Shapes of models by name: their tensors, configurations and sizes.
 
-Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
+Attention and expert outputs are scaled down and token embeddings up, so that routing depends on the
+token; a plain random model would route nearly all tokens alike and flatter every cache.
 
-Routing depends on the token: attention output and expert outputs are scaled down and token
-embeddings up, so that the residual stream keeps the direction of the token's embedding and text
-with repeated tokens repeats its experts. A plain random model would route nearly all tokens alike
-and flatter every cache.
+Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ from moe_runtime.types import ExpertKey
 
 
 def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An expert's matrices `[out, in]` and biases `[out]` as views into slices of a module's
-    parameters.
-    """
+    """An expert's matrices `[out, in]` and biases `[out]` as views into a module's parameters."""
     stacked = {name: tensor[None] for name, tensor in named.items()}
     found = {}
     for name, rows in expert_rows(module, stacked):
@@ -164,11 +162,7 @@ def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
 
 
 def _refuse_values(
-    name: str,
-    numbers: Tensor,
-    remedy: str = _AGAIN,
-    matrix: str = "",
-    key: ExpertKey | None = None,
+    name: str, numbers: Tensor, remedy: str = _AGAIN, matrix: str = "", key: ExpertKey | None = None
 ) -> None:
     whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
     count = int(numbers.isfinite().logical_not().sum())

@@ -233,11 +233,7 @@ class ActivationMatrices:
         return partial(Scored, matrices)
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        capacity: int = COLLECTED_MATRICES,
-        own_share: float = 0.5,
+        self, shape: Shape, *, capacity: int = COLLECTED_MATRICES, own_share: float = 0.5
     ) -> None:
         layers, experts = shape.num_layers, shape.num_experts
         self._own_share = own_share

@@ -32,9 +32,7 @@ class Shape:
 
 def shape_of(signature: ModelSignature) -> Shape:
     return Shape(
-        num_layers=signature.num_layers,
-        num_experts=signature.num_experts,
-        top_k=signature.top_k,
+        num_layers=signature.num_layers, num_experts=signature.num_experts, top_k=signature.top_k
     )
 
 

@@ -112,10 +112,7 @@ def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
 
 
 def stack_states(
-    states: list[SequenceState],
-    token_ids: np.ndarray,
-    path: np.ndarray,
-    path_weights: np.ndarray,
+    states: list[SequenceState], token_ids: np.ndarray, path: np.ndarray, path_weights: np.ndarray
 ) -> Contexts:
     """One row of contexts for each of several running sequences."""
     rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]

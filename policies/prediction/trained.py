@@ -32,9 +32,7 @@ _MEMO_SIZE = 1 << 20  # most numbers for each feature that are kept for a step's
 
 
 class TokenIdentity(Popularity):
-    """``P(e | token id)``, smoothed towards popularity for rare tokens. Strongest in the first
-    layers.
-    """
+    """``P(e | token id)``, smoothed towards popularity; strongest in the first layers."""
 
     name = "token-identity"
 
@@ -170,10 +168,7 @@ class TokenEvidence(Popularity):
         self.after_token = TokenTable.count(routes, previous_ids(routes))
 
     def features(
-        self,
-        contexts: Contexts,
-        layers: slice,
-        shares: tuple[np.ndarray, np.ndarray] | None = None,
+        self, contexts: Contexts, layers: slice, shares: tuple[np.ndarray, np.ndarray] | None = None
     ) -> np.ndarray:
         """What is known of each expert before the token's path: ``[B, F, layers, E]``.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench_commands import BENCH_CASES, Case
 from command_line import all_commands
+from fixture_types import Capsys, Patch
 from given_values import is_given, parts
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -304,7 +305,7 @@ def test_no_option_is_left_out() -> None:
 
 
 def given_to_callees(
-    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: Patch
 ) -> list[tuple[str, Any]]:
     """What the functions of a command are called with, whether it comes to the last one or not."""
     case = CASES[name]
@@ -330,7 +331,7 @@ def given_to_callees(
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.callees])
 def test_every_option_arrives(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """The value of the table, which does not arrive where options are left out."""
     arrives = CASES[name].arrives

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixture_types import Capsys
 from warm_python import warm_python
 
 import moe_runtime
@@ -41,9 +42,7 @@ def smallest_budget(checkpoint: Path) -> int:
     return refused.value.smallest_bytes
 
 
-def test_positions_are_named_before_memory(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_positions_are_named_before_memory(checkpoint: Path, capsys: Capsys) -> None:
     known = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
     words = ["-p", PROMPT, "-n", str(10**8), "--host-memory", "1GiB"]
     assert main(["run", str(checkpoint), *words]) == 2
@@ -94,9 +93,7 @@ def test_run_streams_experts_and_says_what_transformers_says(
     assert outcome["hits"] + outcome["late_hits"] + outcome["misses"] == requests
 
 
-def test_a_budget_too_small_names_the_smallest_that_works(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_too_small_names_the_smallest_that_works(checkpoint: Path, capsys: Capsys) -> None:
     words = ["run", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "256", "-n", "2"]
     budget = smallest_budget(checkpoint)
     assert main([*words, "--host-memory", str(budget - 1)]) == 2
@@ -108,9 +105,7 @@ def test_a_budget_too_small_names_the_smallest_that_works(
     assert main([*words, "--host-memory", str(budget)]) == 0
 
 
-def test_inspect_agrees_with_run_and_with_the_file(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_agrees_with_run_and_with_the_file(checkpoint: Path, capsys: Capsys) -> None:
     assert main(["inspect", str(checkpoint), "--json", "--max-tokens", "256"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -158,10 +153,7 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
 def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:
     words = [*WORDS, str(checkpoint), "--prompt", PROMPT, "-n", "60"]
     process = subprocess.Popen(
-        [warm_python(), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENVIRONMENT,
+        [warm_python(), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
     )
     assert process.stdout is not None
     assert process.stderr is not None

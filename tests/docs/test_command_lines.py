@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import COMMANDS
+from fixture_types import Capsys, Patch
 from page_blocks import PAGES, command_lines_of
 
 from moe_runtime.cli.main import main
@@ -120,9 +121,7 @@ TO_RUN = lines_to_run()
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.stem)
-def test_the_command_lines_of_a_page_run(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_lines_of_a_page_run(page: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     for line in TO_RUN[page]:
         if line.startswith("printf "):
             subprocess.run(["sh", "-c", line], check=True)

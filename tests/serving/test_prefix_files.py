@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_events import Answer, ask, greedy, request_of
+from engine_events import Answer, ask, drained, greedy, request_of
 
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.serving import prefixes
@@ -41,7 +41,6 @@ def keep(files: PrefixFiles, tokens: list[int]) -> None:
 
 
 def found(files: PrefixFiles, tokens: list[int], first: int = 0) -> int:
-    """Blocks that are known; each has its bytes."""
     blocks = list(files.find(tokens, first))
     for index, block in enumerate(blocks, start=first):
         assert torch.equal(block, block_of(tokens, index))
@@ -171,7 +170,6 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
 
 
 def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
-    """As a mixed-up restore leaves it: its sum is right, and its keys are another text's."""
     files = files_in(tmp_path)
     texts = [[first] * BLOCK for first in range(2)]
     for text in texts:
@@ -303,8 +301,7 @@ def test_another_engine_goes_on_from_the_disk(
             first = ask(engine, request_of(prompts[4], NEW, num_logprobs=0))[0].wait()
             turn = (*prompts[4], *first.ids, *prompts[3])
             second = ask(engine, request_of(turn, NEW, num_logprobs=0))[0].wait()
-            assert engine.drain(1.0)
-            engine.check()
+            drained(engine)
             statistics = engine.statistics()
         told.append([first, second])
     for answers in told[1:]:
@@ -324,15 +321,13 @@ def test_another_engine_goes_on_from_the_disk(
 def test_what_memory_had_no_room_for_is_on_the_disk(
     pocket: Any, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """64 tokens of memory for texts of 40: each takes the room of the one before."""
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
     other = tuple(reversed(prompts[4]))
     with Engine(pocket, max_tokens=64, prefix_disk=disk) as engine:
         for prompt in (prompts[4], other):
             ask(engine, request_of(prompt, NEW))[0].wait()
         again = ask(engine, request_of(prompts[4], NEW))[0].wait()
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert again.ids == greedy(pocket, prompts[4], NEW)
     assert again.read.cached_tokens == 32

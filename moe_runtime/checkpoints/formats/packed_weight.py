@@ -275,9 +275,7 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where the parts of `count` rows lie, of which `Packing.matrix` makes one matrix `[count,
-        K]`.
-        """
+        """Where parts of `count` rows lie: `Packing.matrix` makes `[count, K]` of them."""
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):
                 raise UnsupportedModelError(
@@ -448,10 +446,7 @@ def other_groups(
 
 
 def codes_shape(
-    entry: TensorEntry,
-    dtypes: Sequence[str],
-    dims: Sequence[int] = (2, 3),
-    place: str = CONFIG,
+    entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3), place: str = CONFIG
 ) -> tuple[int, ...]:
     """The sizes of codes, which must have one of some types and numbers of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:

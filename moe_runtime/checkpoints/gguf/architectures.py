@@ -27,8 +27,6 @@ from moe_runtime.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
-
 _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -99,23 +97,21 @@ class Architecture:
     parts: Mapping[str, str]  # of a layer: ggml's names, and those in checkpoints of `transformers`
     sizes: Mapping[str, tuple[str, int]]  # settings that are a size of a part: its name, dimension
     constants: Mapping[str, Any] = field(default_factory=dict)  # settings
-    fields: Mapping[str, str] = field(
-        default_factory=lambda: FIELDS
-    )  # settings, ends of their keys
+    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # settings, ends of keys
     rope: Mapping[str, Any] = field(default_factory=dict)  # constants of extended positions
-    conversions: Callable[[], list[WeightTransform]] = list  # weights in the file to the model's
+    conversions: Callable[[], list[private.WeightTransform]] = list
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface  # the model to such weights
     rotated: float | None = None  # share of a head that positions turn; None: the family's own
     changes: Mapping[str, ValueChange] = field(default_factory=dict)  # by parts; the last norm too
 
 
-def _interleaved_experts() -> list[WeightTransform]:
+def _interleaved_experts() -> list[private.WeightTransform]:
     """gpt-oss: rows of gate and up take turns, and weights are transposed."""
     experts = "mlp.experts"
     gate_up = [f"{experts}.*.{part}_proj" for part in ("gate", "up")]
     merged = [private.MergeModulelist(0), private.Concatenate(1), private.Interleave(1, True)]
 
-    def convert(sources: list[str], target: str, *operations: Any) -> WeightTransform:
+    def convert(sources: list[str], target: str, *operations: Any) -> private.WeightTransform:
         return private.WeightConverter(sources, f"{experts}.{target}", [*operations])
 
     return [
@@ -126,7 +122,7 @@ def _interleaved_experts() -> list[WeightTransform]:
     ]
 
 
-def _turned_heads() -> list[WeightTransform]:
+def _turned_heads() -> list[private.WeightTransform]:
     """Llama's: the two values that an angle turns lie one behind the other in files."""
 
     class OfKeys(private.PermuteForRope):
@@ -630,7 +626,7 @@ _HEADS = ("self_attn.k_b_proj", "self_attn.v_b_proj")
 """Parts of `kv_b_proj`: `[heads, rank, width]` of keys, `[heads, width, rank]` of values."""
 
 
-def _joined_heads() -> list[WeightTransform]:
+def _joined_heads() -> list[private.WeightTransform]:
     """Keys and values of each head one below the other, as `kv_b_proj` has them."""
 
     class OfHeads(private.Concatenate):
@@ -754,9 +750,7 @@ def _logarithm(decay: Tensor) -> Tensor:
 
 
 class SplitProjection(nn.Module):
-    """`in_proj_qkvz` as projections of queries, keys and values, and of gates; in transformers'
-    order.
-    """
+    """`in_proj_qkvz` as projections of queries, keys and values, and of gates."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()

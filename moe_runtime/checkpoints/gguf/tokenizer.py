@@ -427,9 +427,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
 
 
 def _tied_runs(
-    vocabulary: TextVocabulary,
-    scores: list[float],
-    ways: Mapping[str, list[tuple[str, str]]],
+    vocabulary: TextVocabulary, scores: list[float], ways: Mapping[str, list[tuple[str, str]]]
 ) -> dict[str, int]:
     """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges."""
     ids, runs = vocabulary.ids, dict[str, int]()

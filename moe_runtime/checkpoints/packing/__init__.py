@@ -284,11 +284,4 @@ def _model_of(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-__all__ = [
-    "CODES",
-    "SCHEMES",
-    "MatrixError",
-    "PackSummary",
-    "pack_checkpoint",
-    "staging_of",
-]
+__all__ = ["CODES", "SCHEMES", "MatrixError", "PackSummary", "pack_checkpoint", "staging_of"]

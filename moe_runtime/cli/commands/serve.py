@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    say_line,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
@@ -119,7 +112,12 @@ def serve(
         dry_run: Load the models, show how they would be served, and stop.
         as_json: Log in JSON lines; print the server's address as JSON.
     """
-    _require_packages()
+    absent = [package for package in _NEEDED if not importlib.util.find_spec(package)]
+    if absent:
+        raise UnsupportedModelError(
+            f"the server needs {', '.join(absent)}; install them with "
+            "pip install 'moe-runtime[serve]'"
+        )
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
     disk_bytes = None
@@ -130,7 +128,7 @@ def serve(
         adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
         if not adapters:
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.http.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
@@ -173,7 +171,7 @@ def serve(
         adapter_bytes=adapter_bytes,
     )
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(loading_bar())
+        progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None
         # An interrupt would end the connections in the middle of what is sent.
         answering = threading.Event()
@@ -204,15 +202,6 @@ def serve(
         raise typer.Exit(stop.exit_code)
 
 
-def _require_packages() -> None:
-    absent = [name for name in _NEEDED if not importlib.util.find_spec(name)]
-    if absent:
-        raise UnsupportedModelError(
-            f"the server needs {', '.join(absent)}; install them with "
-            "pip install 'moe-runtime[serve]'"
-        )
-
-
 def read_keys(file: Path | None) -> tuple[str, ...]:
     """The keys of a file, one in each line; lines that begin with `#` are comments."""
     if file is None:
@@ -235,7 +224,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         if as_json:
             ServerLog(as_json=True)("warning", {"message": warning})
         else:
-            say_line(f"warning: {warning}")
+            console.say_line(f"warning: {warning}")
     models = ready.models
     stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:
@@ -249,13 +238,8 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
             for model, some in zip(models, stats, strict=True)
         ]
         adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
-        print_json(
-            {
-                "address": ready.address,
-                **described[0],
-                "models": described,
-                "adapters": adapters,
-            }
+        console.print_json(
+            {"address": ready.address, **described[0], "models": described, "adapters": adapters}
         )
         return
     from moe_runtime.inference.generation import sampling_words
@@ -284,7 +268,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         if working.adapter_bytes:
             rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
     rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
-    print_rows("serving", rows, to_stderr=True)
+    console.print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if models[0].template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'

@@ -1,7 +1,6 @@
-"""How good a predictor is: recall, gate mass, calibration and cost on sequences it never saw.
+"""How good a predictor is: recall, gate mass, calibration and cost on held-out sequences.
 
-Every table comes with a control row: the routing itself, sent through the same measurement, must
-be recalled completely. A measurement that does not find what is there finds nothing.
+The control is the routing itself, sent through the same measurement: its recall must be complete.
 """
 
 import time

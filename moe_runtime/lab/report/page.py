@@ -1,7 +1,6 @@
 """The page: sections in order, one HTML file that asks the network for nothing, and its charts.
 
-Charts are drawn once. As PNG they stand on white; in a page their ink, grid and surface become CSS
-variables, so that the same drawing is readable on light and dark.
+In a page, ink, grid and surface of charts become CSS variables, for light and dark.
 """
 
 import io

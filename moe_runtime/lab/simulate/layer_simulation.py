@@ -1,7 +1,6 @@
 """Predicts the time of one expert-parallel layer: all-to-all, experts, all-to-all, in chunks.
 
-Every rank is a processor (or shares one) and two links (within its machine, to others); every chunk
-of rows is a dispatch, an expert computation and a combine, tied together as the runtime does it. A
+Every rank is a processor (or shares one) and two links: within its machine, and to others. A
 collective starts on a rank when all ranks that take part have got there.
 
 Legend: P ranks, N machines, M ranks of a machine (P = N * M).

@@ -354,10 +354,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
 
 
 class JournalWriter:
-    """Appends blocks to a new file next to a trace, which no other process can write meanwhile.
-
-    What a killed process left of its journal gets another name.
-    """
+    """Appends blocks to a new file next to a trace; no other process can write it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -33,7 +33,6 @@ BODY = {"prompt": [5, 6], "max_tokens": 3}
 def scripted(
     tokenizer: Any, events: Sequence[Event], **options: Any
 ) -> Iterator[tuple[Served, ScriptedEngine]]:
-    """A server whose engine answers every request with the same events."""
     engine = ScriptedEngine(lambda request: events)
     with served([model_of("pocket", engine, tokenizer, 4096)], **options) as site:
         yield site, engine
@@ -48,8 +47,7 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     assert site.ask("/detokenize", {"tokens": [4096]})[0] == 400
     assert site.ask("/detokenize", {"tokens": []}) == (200, {"prompt": ""})
     assert site.ask("/detokenize", {"tokens": [5] * 512})[0] == 200
-    status, found = site.ask("/detokenize", {"tokens": [5] * 513})
-    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    assert site.refused("/detokenize", {"tokens": [5] * 513})["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "Hi"}]
     status, found = site.ask("/tokenize", {"messages": messages})
     assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant:"
@@ -66,7 +64,6 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
 def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(
     site: Served, grammar: str
 ) -> None:
-    """At once, or where the answer cannot go on."""
     asked = {"prompt": "a", "response_format": {"type": "grammar", "grammar": grammar}}
     status, found = site.ask("/v1/completions", asked)
     assert status == 400
@@ -112,7 +109,6 @@ def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(
 
 
 def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:
-    """The text is theirs, whole and in a stream; the prompt's come once."""
     asked = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
     body = {**asked, "prompt": [5, 6]}
     (choice,) = site.ask("/v1/completions", body)[1]["choices"]
@@ -192,14 +188,15 @@ def test_a_full_queue_is_to_be_tried_again(staged: Any) -> None:
         raise QueueFullError("7 requests wait already")
 
     site = staged(ScriptedEngine(refuse))
-    status, answer = site.ask("/v1/completions", {**BODY, "stream": True})
-    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert (
+        site.refused("/v1/completions", {**BODY, "stream": True}, status=429)["code"]
+        == "queue_full"
+    )
 
 
 def test_an_answer_that_takes_too_long_is_given_up(tokenizer: Any) -> None:
     with scripted(tokenizer, [], limits=Limits(seconds=0.05)) as (site, engine):
-        status, answer = site.ask("/v1/completions", BODY)
-        assert (status, answer["error"]["code"]) == (408, "timeout")
+        assert site.refused("/v1/completions", BODY, status=408)["code"] == "timeout"
         assert engine.cancelled.is_set()
 
 
@@ -280,8 +277,9 @@ def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
 def test_a_model_without_a_template_has_no_chats(staged: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     site = staged(own=load_tokenizer(pocket_path()))
-    status, answer = site.ask("/v1/chat/completions", {"messages": messages})
-    assert (status, answer["error"]["code"]) == (400, "unsupported_model")
+    assert (
+        site.refused("/v1/chat/completions", {"messages": messages})["code"] == "unsupported_model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,8 +317,6 @@ def test_what_is_wrong_is_named_as_the_client_wrote_it(
 
 
 class HoldingEngine(ScriptedEngine):
-    """Ends its request when it is told to."""
-
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> ScriptedEngine:
         self.finish = lambda: on_event(Finished("length"))
         return super().submit(request, on_event)

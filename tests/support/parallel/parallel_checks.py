@@ -62,10 +62,7 @@ def dispatch_and_combine(
 
 
 def gradients(
-    y_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    parameters: list[torch.Tensor],
+    y_TD: torch.Tensor, x_TD: torch.Tensor, weights_TK: torch.Tensor, parameters: list[torch.Tensor]
 ) -> Answer:
     assert x_TD.grad is not None
     assert weights_TK.grad is not None
