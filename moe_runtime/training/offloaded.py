@@ -218,10 +218,7 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
 
 
 def offload_plan(
-    config: TrainConfig,
-    model: LanguageModel,
-    ranks: OneRank,
-    place: torch.device = CPU,
+    config: TrainConfig, model: LanguageModel, ranks: OneRank, place: torch.device = CPU
 ) -> dict[str, Any]:
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
 

@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import MoELayer
-from moe_runtime.routing import (
-    GATES,
-    LOSSES,
-    Capacity,
-    RoutingContext,
-    expert_counts,
-    make_gate,
-)
+from moe_runtime.routing import GATES, LOSSES, Capacity, RoutingContext, expert_counts, make_gate
 from moe_runtime.routing.assigned import best_assignment, log_transport_plan
 
 D = 16
@@ -161,14 +154,7 @@ def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight() -> None:
 
 
 def test_gshard_groups_equal_groups_on_their_own() -> None:
-    grouped = make_gate(
-        "gshard",
-        D,
-        4,
-        2,
-        capacity=Capacity(0.8),
-        num_groups=3,
-    ).eval()
+    grouped = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8), num_groups=3).eval()
     alone = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8)).eval()
     alone.load_state_dict(grouped.state_dict())
     x = rows(30)
