@@ -316,6 +316,7 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
+    """Of one token in one layer: what the backward pass needs."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:
