@@ -15,8 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, with_scales
-from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    Settings,
+    codes_shape,
+    with_scales,
+)
 from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_header
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat

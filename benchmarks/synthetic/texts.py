@@ -8,6 +8,7 @@ that no text has fill the vocabulary.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +38,32 @@ def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`; the end of a text has the last id."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = bytes_alone
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    learner.train_from_iterator([language_reference()], trainer)
-    model = json.loads(learner.to_str())["model"]
-    vocab = dict(model["vocab"])
-    for index in range(len(vocab), vocab_size - 1):
-        vocab[f"<unused{index}>"] = index
+    vocab, merges = _learned(vocab_size - 1)
+    vocab = vocab | {f"<unused{index}>": index for index in range(len(vocab), vocab_size - 1)}
     vocab[END_OF_TEXT] = vocab_size - 1
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]))
-    tokenizer.pre_tokenizer = bytes_alone
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / TOKENIZER_NAME))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+@cache
+def _learned(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and merges of byte pairs learned from the language reference."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    learner.train_from_iterator([language_reference()], trainer)
+    model = json.loads(learner.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]

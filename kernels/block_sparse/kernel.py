@@ -146,14 +146,7 @@ def block_sparse_dsd(
 
 
 def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
-    """The tile of a product: as large as the block, as deep as the shared memory allows.
-
-    Args:
-        block_m: Rows of a program's result.
-        block_n: Its columns.
-        x: An operand: its dtype, and where it lies.
-        device: Instead of the one that `x` lies on.
-    """
+    """The tile of a product: as large as the block, as deep as the shared memory allows."""
     block_k = 32 if x.dtype == torch.float32 else 64
     # Sums that fill the registers of four warps at 16 bits; at 32, operands need some of them too.
     num_warps = 8 if block_m * block_n * x.element_size() > 64 * 128 * 2 else 4
@@ -163,7 +156,7 @@ def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None 
 
 
 def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
-    """The tile of a product with the sparse matrix on the left; arguments as in `choose_tile`.
+    """The tile of a product with the sparse matrix on the left.
 
     Before Hopper operands reach the matrix units through registers, which a transposed block takes
     more of: fewer columns.
@@ -190,12 +183,7 @@ def launch_sdd(
 ) -> Tensor:
     """The values of `a @ b` in the topology's blocks, `[B, block_rows, block_columns]`.
 
-    Args:
-        a: `[R, K]`, or `[T, K]` where rows are gathered.
-        b_KN: `[K, N]`, any strides.
-        topology: The blocks.
-        gather: Which row of `a` belongs to each row; None for its own.
-        tile: Instead of the rule's.
+    `a` is `[R, K]`, or `[T, K]` where rows are gathered.
     """
     values = torch.empty(topology.values_shape, dtype=a.dtype, device=a.device)
     if not values.numel():
@@ -230,16 +218,10 @@ def launch_dsd(
     gather: Gather | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`out = s @ b`, or `s.T @ b`, for the sparse matrix `s` of these values.
+    """`out = s @ b`, or `s.T @ b`, for the sparse matrix `s` of these contiguous values.
 
-    Args:
-        values: `[B, block_rows, block_columns]`, contiguous.
-        b: `[N, D]`, or `[R, D]` if `is_transposed`; any strides.
-        topology: The blocks.
-        out: `[R, D]`, or `[N, D]` if `is_transposed`; any strides. Every element is written.
-        is_transposed: Whether the sparse matrix is.
-        gather: As in `launch_sdd`, for rows of `b`; only if `is_transposed`.
-        tile: Instead of the rule's; its columns are those of `out`.
+    `b` and `out` may have any strides; every element of `out` is written. Rows of `b` are gathered
+    only if `is_transposed`.
     """
     own, block_own, block_across = topology.rows, topology.block_rows, topology.block_columns
     if is_transposed:

@@ -31,7 +31,6 @@ def to_dense(values_BMJ: Tensor, topology: BlockTopology) -> Tensor:
 
 
 def from_dense(dense_RN: Tensor, topology: BlockTopology) -> Tensor:
-    """The stored blocks of a matrix, zero past the ends of strips and in blocks that are unused."""
     rows_BM, columns_BJ = _indices(topology)
     padded = torch.nn.functional.pad(dense_RN, (0, 1, 0, 1))
     return padded[rows_BM[:, :, None], columns_BJ[:, None, :]]
@@ -57,28 +56,22 @@ def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:
     is_block = topology.row_of_block_B >= 0
     strip_B = topology.row_of_block_B.clamp(min=0).long()
     rows = topology.rows
-    row_ranges = (rows.first[strip_B], rows.end[strip_B], topology.block_rows, topology.num_rows)
-    column_ranges = (
-        rows.first_across,
-        rows.end_across,
-        topology.block_columns,
-        topology.num_columns,
-    )
-    found = []
-    for first_B, end_B, size, outside in (row_ranges, column_ranges):
+
+    def indices(first_B: Tensor, end_B: Tensor, size: int, outside: int) -> Tensor:
         index = first_B[:, None] + torch.arange(size, device=first_B.device)
         inside = (index < end_B[:, None]) & is_block[:, None]
-        found.append(torch.where(inside, index, outside))
-    return found[0], found[1]
+        return torch.where(inside, index, outside)
+
+    return (
+        indices(rows.first[strip_B], rows.end[strip_B], topology.block_rows, topology.num_rows),
+        indices(rows.first_across, rows.end_across, topology.block_columns, topology.num_columns),
+    )
 
 
 class Rectangle(NamedTuple):
     """Blocks that lie side by side in the matrix and one after the other in memory.
 
-    Attributes:
-        rows, columns: Where in the matrix.
-        blocks: Where in the values.
-        row_strips: Strips of rows.
+    Where in the matrix (`rows`, `columns`), where in the values (`blocks`), and how many strips.
     """
 
     rows: slice
@@ -103,7 +96,11 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(topology: BlockTopology) -> list[Rectangle]:
-    """The rectangles of a topology, from top to bottom; copies its lists to the host."""
+    """The rectangles of a topology, from top to bottom; copies its lists to the host.
+
+    Neighbouring strips with the same columns are taken together, so that a layer of experts is one
+    product an expert, whatever the block size.
+    """
     found: list[Rectangle] = []
     for new in _runs(topology):
         last = found[-1] if found else None
@@ -179,98 +176,79 @@ def dsd_torch(
     return out.to(values.dtype)
 
 
-class BlockSparseProducts(NamedTuple):
-    """The two products in one implementation, `triton` or `torch`."""
+def _sdd(
+    impl: str, a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
+) -> Tensor:
+    if impl == "torch":
+        return sdd_torch(a, b_KN, topology, gather)
+    from moe_runtime.kernels.block_sparse.kernel import launch_sdd
 
-    impl: Literal["triton", "torch"]
-
-    def sdd(
-        self, a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
-    ) -> Tensor:
-        if self.impl == "torch":
-            return sdd_torch(a, b_KN, topology, gather)
-        from moe_runtime.kernels.block_sparse.kernel import launch_sdd
-
-        return launch_sdd(a, b_KN, topology, gather)
-
-    def dsd(
-        self,
-        values: Tensor,
-        b: Tensor,
-        topology: BlockTopology,
-        *,
-        is_transposed: bool = False,
-        gather: Gather | None = None,
-    ) -> Tensor:
-        how: dict[str, Any] = {"is_transposed": is_transposed, "gather": gather}
-        if self.impl == "torch":
-            return dsd_torch(values, b, topology, **how)
-        from moe_runtime.kernels.block_sparse.kernel import launch_dsd
-
-        num_rows = topology.num_columns if is_transposed else topology.num_rows
-        out = values.new_empty(num_rows, b.shape[1])
-        return launch_dsd(values.contiguous(), b, topology, out=out, **how)
+    return launch_sdd(a, b_KN, topology, gather)
 
 
-class Sdd(torch.autograd.Function):
-    """`sdd` with its gradients."""
+def _dsd(
+    impl: str,
+    values: Tensor,
+    b: Tensor,
+    topology: BlockTopology,
+    *,
+    is_transposed: bool = False,
+    gather: Gather | None = None,
+) -> Tensor:
+    how: dict[str, Any] = {"is_transposed": is_transposed, "gather": gather}
+    if impl == "torch":
+        return dsd_torch(values, b, topology, **how)
+    from moe_runtime.kernels.block_sparse.kernel import launch_dsd
 
+    num_rows = topology.num_columns if is_transposed else topology.num_rows
+    out = values.new_empty(num_rows, b.shape[1])
+    return launch_dsd(values.contiguous(), b, topology, out=out, **how)
+
+
+# Each gradient is one of the same two products. With `s = sdd(a, b)`: `da = ds @ b.T` and
+# `db = (ds.T @ a).T`. With `y = s @ b`: `ds = sdd(dy, b.T)` and `db = s.T @ dy`; with
+# `y = s.T @ b`: `ds = sdd(b, dy.T)` and `db = s @ dy`.
+class _Sdd(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b_KN: Tensor,
-        topology: BlockTopology,
-        gather: Gather | None,
-        products: BlockSparseProducts,
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b_KN: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(a, b_KN)
-        ctx.topology, ctx.gather, ctx.products = topology, gather, products
-        return products.sdd(a, b_KN, topology, gather)
+        ctx.topology, ctx.gather, ctx.impl = topology, gather, impl = rest
+        return _sdd(impl, a, b_KN, topology, gather)
 
     @staticmethod
     @first_derivatives_only()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b_KN = ctx.saved_tensors
-        topology, gather, products = ctx.topology, ctx.gather, ctx.products
+        topology, gather, impl = ctx.topology, ctx.gather, ctx.impl
         da = db = None
         if ctx.needs_input_grad[0]:
-            da = products.dsd(grads[0], b_KN.T, topology)
+            da = _dsd(impl, grads[0], b_KN.T, topology)
             if gather is not None:
                 order, num_choices = gather
-                da = combine(da, None, order, num_choices=num_choices, impl=products.impl)
+                da = combine(da, None, order, num_choices=num_choices, impl=impl)
         if ctx.needs_input_grad[1]:
-            db = products.dsd(grads[0], a, topology, is_transposed=True, gather=gather).T
+            db = _dsd(impl, grads[0], a, topology, is_transposed=True, gather=gather).T
         return da, db, None, None, None
 
 
-class Dsd(torch.autograd.Function):
-    """`dsd` with its gradients."""
-
+class _Dsd(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        b: Tensor,
-        topology: BlockTopology,
-        is_transposed: bool,
-        products: BlockSparseProducts,
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, b: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(values, b)
-        ctx.topology, ctx.is_transposed, ctx.products = topology, is_transposed, products
-        return products.dsd(values, b, topology, is_transposed=is_transposed)
+        ctx.topology, ctx.is_transposed, ctx.impl = topology, is_transposed, impl = rest
+        return _dsd(impl, values, b, topology, is_transposed=is_transposed)
 
     @staticmethod
     @first_derivatives_only()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, b = ctx.saved_tensors
-        topology, products, dout = ctx.topology, ctx.products, grads[0]
+        topology, impl, dout = ctx.topology, ctx.impl, grads[0]
         dvalues = db = None
         if ctx.needs_input_grad[0]:
             left, right = (b, dout.T) if ctx.is_transposed else (dout, b.T)
-            dvalues = products.sdd(left, right, topology)
+            dvalues = _sdd(impl, left, right, topology)
         if ctx.needs_input_grad[1]:
-            db = products.dsd(values, dout, topology, is_transposed=not ctx.is_transposed)
+            db = _dsd(impl, values, dout, topology, is_transposed=not ctx.is_transposed)
         return dvalues, db, None, None, None
 
 
@@ -317,8 +295,9 @@ def sdd(
     if chosen == "reference":
         rows = a if gather is None else a[gather.tokens_R]
         return sdd_reference(rows, b_KN, topology)
-    products = _products(chosen, a)
-    return cast(Tensor, Sdd.apply(a, b_KN, topology, gather, products))
+    if chosen == "triton":
+        check_triton_dtype(a)
+    return cast(Tensor, _Sdd.apply(a, b_KN, topology, gather, chosen))
 
 
 def dsd(
@@ -337,14 +316,10 @@ def dsd(
         b: `[N, D]`, or `[R, D]` if `is_transposed`; any strides.
         topology: The blocks of `s`.
         is_transposed: Whether the transposed matrix is multiplied; no value is moved for it.
-        impl: As in `sdd`.
+        impl: As in `sdd`, and so the errors.
 
     Returns:
         `[R, D]`, or `[N, D]` if `is_transposed`; zero in rows that have no block.
-
-    Raises:
-        ValueError: As in `sdd`.
-        TritonUnavailableError: As in `sdd`.
     """
     chosen = resolve_impl(impl, values.device, IMPLS)
     summed = topology.num_rows if is_transposed else topology.num_columns
@@ -352,8 +327,9 @@ def dsd(
     _validate("b", b, [summed, b.shape[-1]], values, topology)
     if chosen == "reference":
         return dsd_reference(values, b, topology, is_transposed=is_transposed)
-    products = _products(chosen, values)
-    return cast(Tensor, Dsd.apply(values, b, topology, is_transposed, products))
+    if chosen == "triton":
+        check_triton_dtype(values)
+    return cast(Tensor, _Dsd.apply(values, b, topology, is_transposed, chosen))
 
 
 def dds(
@@ -366,19 +342,8 @@ def dds(
 ) -> Tensor:
     """Dense from dense times sparse: `a @ s`, or `a @ s.T`, as the transpose of a `dsd`.
 
-    Args:
-        a: `[D, R]`, or `[D, N]` if `is_transposed`; any strides.
-        values: As in `dsd`, and so `topology` and `impl`.
-        topology: See there.
-        is_transposed: Whether `a` is multiplied by the transposed matrix.
-        impl: See there.
-
-    Returns:
-        `[D, N]`, or `[D, R]` if `is_transposed`; a transposed view.
-
-    Raises:
-        ValueError: As in `sdd`.
-        TritonUnavailableError: As in `sdd`.
+    `a` is `[D, R]`, or `[D, N]` if `is_transposed`, at any strides; the result, `[D, N]` or
+    `[D, R]`, is a transposed view. The rest is as in `dsd`.
     """
     if a.ndim != 2:
         raise ValueError(f"a must have two dimensions, got {list(a.shape)}")
@@ -408,10 +373,3 @@ def _validate(
     check_like(name, tensor, like, "the other operand")
     if topology.device != like.device:
         raise ValueError(f"the topology is on {topology.device}, the operands on {like.device}")
-
-
-def _products(chosen: str, x: Tensor) -> BlockSparseProducts:
-    if chosen == "torch":
-        return BlockSparseProducts("torch")
-    check_triton_dtype(x)
-    return BlockSparseProducts("triton")

@@ -1,11 +1,11 @@
 """Which blocks of a matrix are stored, listed by rows and by columns, in device memory.
 
 The matrix is cut along its rows and along its columns into strips that need not be full: the last
-strip of an expert's rows, or of its columns, is as short as it is, so neither tokens nor widths are
-padded in any dense matrix. A block is where two strips cross; those that exist are stored one after
-the other by rows, and a second list names the same blocks by columns, so that a product with the
-transposed matrix moves no values. That is the hybrid of blocked CSR and COO with transposed indices
-of MegaBlocks (Gale et al., 2022), with strips of any length in place of padding.
+strip of an expert's rows, or of its columns, is as short as it is, so nothing is padded in any
+dense matrix. A block is where two strips cross; those that exist are stored one after the other by
+rows, and a second list names the same blocks by columns, so that a product with the transposed
+matrix moves no values: the hybrid of blocked CSR and COO with transposed indices of MegaBlocks
+(Gale et al., 2022).
 
 Shape suffixes: R rows, N columns, E experts, G strips of rows, C strips of columns, B blocks.
 """
@@ -61,8 +61,6 @@ class BlockTopology:
     """The blocks of an `[R, N]` matrix that exist. Values are `[B, block_rows, block_columns]`.
 
     Attributes:
-        num_rows: R.
-        num_columns: N.
         block_rows: Most rows of a strip.
         block_columns: Most columns of a strip.
         has_full_columns: Whether every strip of columns is full.
@@ -123,7 +121,7 @@ def expert_topology(
 ) -> BlockTopology:
     """The blocks of rows sorted by expert: each expert's rows times its own columns.
 
-    Made on the device from the token counts; the host learns nothing and does not wait.
+    Made on the device from the token counts; the host does not wait.
 
     Args:
         offsets_E1: `[E + 1]` int64 first row of each expert, as `token_sort` gives them.
@@ -223,8 +221,6 @@ def mask_topology(
         mask_GC: `[G, C]` bool: strip g holds rows `g * block_rows` on, strip c columns likewise.
         num_rows: R; the last strip may be short.
         num_columns: N.
-        block_rows: Rows of a strip.
-        block_columns: Columns of a strip.
 
     Raises:
         ValueError: The mask does not have a place for each block of such a matrix.

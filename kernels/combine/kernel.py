@@ -174,11 +174,7 @@ class _Combine(torch.autograd.Function):
 def combine_triton(
     y_RD: Tensor, weights_TK: Tensor | None, sorted_tokens: SortedTokens, num_choices: int
 ) -> Tensor:
-    """`combine` on a GPU, or in Triton's interpreter.
-
-    Raises:
-        ValueError: fp64, which the kernels do not accumulate in.
-    """
+    """`combine` on a GPU, or in Triton's interpreter."""
     check_triton_dtype(y_RD)
     if y_RD.stride(1) != 1:
         y_RD = y_RD.contiguous()

@@ -1,4 +1,4 @@
-"""`combine`: validation and choice of the implementation.
+"""`combine` and `combine_assignments`: validation, specification, choice of the implementation.
 
 Shape suffixes: T tokens, K choices a token, D model, E experts, R = T*K routed rows.
 """
@@ -10,12 +10,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NEEDS_TORCH,
+    STATUS_NO_MEMORY,
+    native_library,
+    needs_torch,
+    require_native,
+)
+from moe_runtime.kernels.operands import check_choice, precise_dtype
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
 
 CombineImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[CombineImpl, ...] = ("auto", "triton", "torch", "reference")
+AssignmentsImpl = Literal["auto", "native", "reference"]
+MAX_CHOICES = 1024
+"""Most experts a token of the C kernel, which keeps their weights on the stack."""
+# Tokens summed at once in plain torch, which copies their rows in fp32.
+_TOKENS_PER_PRODUCT = 256
 
 
 def combine(
@@ -82,7 +95,7 @@ def combine(
 def combine_reference(
     y_RD: Tensor, weights_TK: Tensor | None, inverse_TK: Tensor, num_rows: Tensor
 ) -> Tensor:
-    """`[T, D]`: the sum over k of `weights[t, k] * y[inverse[t, k]]`, in order of k.
+    """The specification of `combine`: `[T, D]`, in order of k, differentiable.
 
     Sums are kept in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows`
     adds nothing, whatever its weight and whatever lies in `y` there.
@@ -99,3 +112,77 @@ def combine_reference(
             rows_TD = rows_TD * weights_TK[:, k, None].to(precise)
         total = total + torch.where(is_real, rows_TD, 0)
     return total.to(y_RD.dtype)
+
+
+def combine_assignments(
+    y_RD: Tensor, weights_TK: Tensor, *, impl: AssignmentsImpl = "auto"
+) -> Tensor:
+    """`combine` of rows that lie in the order of choices, without Triton.
+
+    `out[t] = sum_k weights[t, k] * y[t * K + k]` with sums in fp32, rounded once.
+
+    Args:
+        y_RD: `[T * K, D]`.
+        weights_TK: `[T, K]` in any floating dtype.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[T, D]` in the dtype of `y`.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    if weights_TK.ndim != 2 or y_RD.ndim != 2 or y_RD.shape[0] != weights_TK.numel():
+        raise ValueError(
+            f"expected y [T * K, D] and weights [T, K], got {list(y_RD.shape)} and "
+            f"{list(weights_TK.shape)}"
+        )
+    check_choice(impl, ("auto", "native", "reference"))
+    library = require_native() if impl == "native" else native_library()
+    problem = _native_problem(y_RD, weights_TK) if impl != "reference" else None
+    if impl == "native" and problem:
+        raise ValueError(f"impl='native' cannot compute this: {problem}")
+    if impl == "reference" or library is None or problem:
+        return combine_assignments_reference(y_RD, weights_TK)
+    y, weights = y_RD.contiguous(), weights_TK.contiguous()
+    num_tokens, num_choices = weights.shape
+    out = y.new_empty((num_tokens, y.shape[1]))
+    status = library.combine_slots(
+        y.data_ptr(), weights.data_ptr(), out.data_ptr(),
+        num_tokens, num_choices, y.shape[1],
+        DTYPE_CODES[y.dtype], DTYPE_CODES[weights.dtype], library.shares_threads(),
+    )  # fmt: skip
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to sum rows of {y.shape[1]} values")
+    return out
+
+
+def combine_assignments_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+    """The specification of `combine_assignments`, in plain torch; in fp64 when `y` is fp64."""
+    wide = precise_dtype(y_RD)
+    num_choices = weights_TK.shape[1]
+    parts = zip(
+        y_RD.split(_TOKENS_PER_PRODUCT * num_choices),
+        weights_TK.split(_TOKENS_PER_PRODUCT),
+        strict=True,
+    )
+    summed = [
+        (weights.to(wide)[:, None] @ y.to(wide).unflatten(0, weights.shape))[:, 0].to(y.dtype)
+        for y, weights in parts
+    ]
+    return summed[0] if len(summed) == 1 else torch.cat(summed)
+
+
+def _native_problem(y: Tensor, weights: Tensor) -> str | None:
+    """Why the C kernel cannot take these, or None."""
+    if not (y.is_cpu and weights.is_cpu):
+        return f"it needs CPU tensors, got {y.device} and {weights.device}"
+    if y.dtype not in DTYPE_CODES or weights.dtype not in DTYPE_CODES:
+        return f"it knows fp32, bf16 and fp16, got {y.dtype} and {weights.dtype}"
+    if not 0 < weights.shape[1] <= MAX_CHOICES:
+        return f"it takes 1 to {MAX_CHOICES} choices a token, got {weights.shape[1]}"
+    if needs_torch(y, weights):
+        return NEEDS_TORCH
+    return None

@@ -1,6 +1,6 @@
-"""`fetch_experts`: validation and choice of the implementation.
+"""`fetch_experts`: experts that a step lacks, read by the GPU where they lie in host memory.
 
-Shape suffixes as in the reference.
+Shape suffixes: T tokens, K choices, E experts, P parts of an expert, L landing slots, S slots.
 """
 
 from __future__ import annotations
@@ -35,15 +35,7 @@ class FetchTables(NamedTuple):
 def fetch_experts_reference(
     ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int = 0
 ) -> None:
-    """As `fetch_experts`, for tensors of the CPU.
-
-    Args:
-        ids_TK: `[T, K]`, as all that follows of `fetch_experts`.
-        tables: Addresses in them are read.
-        slots: `[S, B]` uint8, written.
-        slots_E: `[E]` int32, written.
-        first: Of the flattened ids that are looked at.
-    """
+    """As `fetch_experts`, for tensors of the CPU; addresses in the tables are read."""
     residents_E, sources_EP, parts_2P, landing_L = tables
     ids = ids_TK.flatten().tolist()
     found = residents_E.clone() if first == 0 else torch.full_like(residents_E, -1)
@@ -79,7 +71,7 @@ def fetch_experts(
     """Copies chosen experts that are not on the device from host memory to landing slots.
 
     The device reads the host's memory itself, by loads of whole cache lines, which use the link as
-    well as a copy does (Min et al., "EMOGI", VLDB 2020), so that the host need not know who was
+    well as a copy does (Min et al., "EMOGI", VLDB 2020), so that the host need not know what was
     chosen. Of an expert that is named twice the first choice counts.
 
     Args:
@@ -92,8 +84,7 @@ def fetch_experts(
         first: Of the flattened ids, as many as there are landing slots are looked at from here on.
         word_bytes: 1, 2, 4 or 8: addresses, places and sizes of all parts are multiples of it. With
             1 and 2 a warp asks for a part of a line, and the link carries less.
-        impl: `triton` is one kernel; `auto` takes it on a GPU. A named implementation never falls
-            back.
+        impl: `triton` is one kernel; `auto` takes it on a GPU. A named one never falls back.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
@@ -125,12 +116,7 @@ def fetch_experts(
 
 
 def launch_fetch_experts(
-    ids_TK: Tensor,
-    tables: FetchTables,
-    slots: Tensor,
-    slots_E: Tensor,
-    first: int,
-    word_bytes: int,
+    ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int, word_bytes: int
 ) -> None:
     """The Triton kernel, for what `fetch_experts` has checked."""
     from moe_runtime.kernels.expert_fetch.kernel import BLOCK_E, BLOCK_W, fetch_experts_fwd

@@ -1,17 +1,11 @@
 """`expert_mlp`: the routed feed-forward of one layer, in torch, C and Triton.
 
-Tokens with their choices (`expert_mlp`), rows that are sorted already (`grouped_expert_mlp`), or
-experts that come and go (`expert_ffn`). Each is imported when it is asked for: what loads a model
-needs the last alone.
+Each name is imported when it is asked for: what loads a model needs `expert_ffn` alone.
 """
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.operands.activation import (
-    ACTIVATION_NAMES,
-    ActivationName,
-    ActivationSpec,
-)
+from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES, ActivationName, ActivationSpec
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.kernels.combine.assignments import MAX_CHOICES
+from moe_runtime.kernels.combine.op import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, kernel_activation, row_limit
 from moe_runtime.kernels.native import (
@@ -31,22 +31,12 @@ STEP_ROWS = 64
 
 
 class ExpertStep:
-    """`expert_ffn` and `combine_assignments` in their bits, checked once instead of always.
+    """`expert_ffn` and `combine_assignments` in their bits, checked once instead of in every call.
 
-    A decode step calls it for every layer of a model.
-
-    Attributes:
-        shape: of the experts that it takes.
-        most_rows: routed rows up to which it may take a step; 0 where it takes none.
+    `most_rows` routed rows a step at most; 0 where the native kernel takes none.
     """
 
     def __init__(self, shape: ExpertShape, activation: str | ActivationSpec) -> None:
-        """Finds out what the native kernel takes.
-
-        Args:
-            shape: of the experts.
-            activation: a name that `expert_ffn` knows, or a formula.
-        """
         self.shape = shape
         library = native_library()
         self.most_rows = self._row_limit = 0
@@ -66,21 +56,21 @@ class ExpertStep:
         expert_of_row_R: Sequence[int],
         experts: Sequence[ExpertWeights],
     ) -> Tensor | None:
-        """The sums over each token's experts, weighted by its gate.
+        """The sums `[T, O]` over each token's experts, weighted by its gate.
 
         Args:
             x_TD: `[T, D]`.
-            weights_TK: gate weights.
-            expert_of_row_R: the place in `experts` of every token's choices, one after another.
-            experts: each once.
+            weights_TK: Gate weights.
+            expert_of_row_R: The place in `experts` of every token's choices, one after another.
+            experts: Each once.
 
         Returns:
-            `[T, O]` in the dtype of `x`; None for what has to go through `expert_ffn`: many rows,
-            another type or shape, gradients enabled.
+            None for what has to go through `expert_ffn`: many rows, another type or shape,
+            gradients enabled.
 
         Raises:
-            MemoryError: no memory to work in.
-            ValueError: a row is of no expert.
+            MemoryError: No memory to work in.
+            ValueError: A row is of no expert.
         """
         num_tokens, num_choices = weights_TK.shape
         num_rows = num_tokens * num_choices

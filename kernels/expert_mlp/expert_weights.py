@@ -26,9 +26,6 @@ class ExpertShape(NamedTuple):
     """What the experts of one call must have in common.
 
     Attributes:
-        dim_in: D.
-        dim_hidden: F.
-        dim_out: O.
         dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
         formats: Where a matrix is quantised or in the lossless code, or biases have a dtype of
             their own beside bf16: of gate, up and down the format, the dtype of one that is not
@@ -43,7 +40,6 @@ class ExpertShape(NamedTuple):
 
     @property
     def bias_dtype(self) -> torch.dtype:
-        """Of the biases, where there are any."""
         own = self.formats[-1] if self.formats else None
         return own if isinstance(own, torch.dtype) else self.dtype
 
@@ -59,11 +55,9 @@ class ExpertWeights:
     """Views of one expert's matrices, row-major: unit stride along the summed dimension.
 
     Rows, and values of biases, may lie at any distance, so one half of a fused `[2F, D]` tensor
-    (`w[:F]`, `w[F:]`) and every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used
-    where they lie. The object remembers addresses: make it once for a place in memory, and anew
-    when the place changes.
-    Each matrix may be quantised in a format of its own; one that is not is bf16 then, and biases
-    may have a dtype of their own, as beside bf16 matrices alone.
+    and every other row of an interleaved one are used where they lie. The object remembers
+    addresses: make it once for a place in memory. Each matrix may be quantised in a format of its
+    own; one that is not is bf16 then, and biases may have a dtype of their own.
 
     Attributes:
         gate: `[F, D]`, or None for an expert without a gate.
@@ -71,8 +65,7 @@ class ExpertWeights:
         down: `[O, F]`.
         gate_bias: `[F]` or None, as `up_bias`.
         down_bias: `[O]` or None.
-        shape: Dimensions and dtype.
-        record: What the native kernel reads, or None when it cannot use these weights.
+        record: The C struct that the native kernel reads; None when it cannot use these weights.
     """
 
     gate: Matrix | None
@@ -114,11 +107,7 @@ class ExpertWeights:
         object.__setattr__(self, "record", self._native_record())
 
     def _types(self) -> tuple[torch.dtype, tuple[WeightFormat | str | torch.dtype | None, ...]]:
-        """The dtype and the formats of the shape.
-
-        Raises:
-            ValueError: Dtypes do not belong together.
-        """
+        """The dtype and the formats of the shape."""
         matrices, biases = (self.gate, self.up, self.down), self._biases()
         bias_dtypes = {bias.dtype for bias in biases}
         dtypes = {matrix.dtype for matrix in matrices if isinstance(matrix, Tensor)}

@@ -151,9 +151,7 @@ def grouped_expert_mlp(
             expert 1. Rows after the last expert's are allowed.
         counts_E: ``[E]`` integers: rows of each expert, at most R together.
         experts: The parameters.
-        activation: As in `expert_mlp`, and so the other arguments.
-        impl: See there.
-        recompute: See there.
+        activation: As in `expert_mlp`, and so `impl` and `recompute`.
 
     Returns:
         ``[R, D]`` in the dtype of `x`; zero in the rows after the last expert's.
@@ -184,7 +182,7 @@ def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
     """The implementation that is taken where `impl` is asked for.
 
     Raises:
-        ValueError: The name is unknown, or the named one has no derivatives of this kind.
+        ValueError: The name is unknown, or it has no derivatives of this kind.
     """
     check_impl(impl)
     if impl == "reference" or torch.compiler.is_compiling():
@@ -387,11 +385,7 @@ def _summed_bias(ids_TK: Tensor, weights_TK: Tensor, bias_ED: Tensor) -> Tensor:
 
 
 def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
-    """The formula of a name; formulas and functions as they are.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """The formula of a name; formulas and functions as they are."""
     if isinstance(activation, str):
         return ActivationSpec(cast(ActivationName, activation))
     return activation
@@ -423,11 +417,7 @@ def _rounds(
 
 
 def check_impl(impl: str) -> None:
-    """Refuses names of no implementation.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Refuses names of no implementation."""
     check_choice(impl, IMPLS)
 
 
@@ -450,11 +440,7 @@ def _validate_rows(name: str, x: Tensor, experts: RoutedExperts) -> None:
 
 
 def validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-    """Checks that ids and gate weights belong to the tokens.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
+    """Checks that ids and gate weights belong to the tokens."""
     if ids_TK.ndim != 2 or ids_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(f"ids must be [{x_TD.shape[0]}, K], got {list(ids_TK.shape)}")
     if ids_TK.dtype not in (torch.int32, torch.int64):

@@ -42,8 +42,8 @@ _MIN_BLOCK_ROWS = 64
 class Products:
     """torch's own products, of operands as they are.
 
-    An expert has another number of rows in every step. Where torch would keep code for each of
-    them, small matrices are multiplied in fp32 and rows are padded to one of few numbers.
+    The number of an expert's rows changes with every step. Where torch would keep code for each,
+    small matrices are multiplied in fp32 and rows are padded to one of few numbers.
     """
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -83,14 +83,11 @@ class NativeProducts(Products):
 
     A processor without instructions for half precision multiplies it several times slower than
     fp32 (oneDNN converts element by element). There a part of the matrix at a time is widened; the
-    result is rounded once, at the end.
-
-    Attributes:
-        row_limit: Rows of an expert up to which the C kernel of whole experts takes it with others.
+    result is rounded once, at the end. `row_limit`: rows of an expert up to which the C kernel of
+    whole experts takes it with others.
     """
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
-        """Products of experts of `dtype`."""
         self._library = library
         self._widens = is_faster_widened(library, dtype)
         few = _FEW_ROWS if dtype == torch.float32 else _FEW_ROWS_HALF
@@ -169,12 +166,10 @@ class RoundedProducts(Products):
     """Products in a narrower dtype than that of the experts, as under autocast.
 
     A matrix is rounded when its turn comes and its gradient widened when it is there, in memory
-    that one leaves to the next, which stays in the cache: rounded copies of all experts and
-    gradients in their dtype would go through memory twice.
+    that one leaves to the next and that stays in the cache.
     """
 
     def __init__(self, products: Products, dtype: torch.dtype) -> None:
-        """What multiplies, and the dtype that it is given."""
         self._products, self._dtype = products, dtype
         self._scratch = torch.empty(0, dtype=dtype)
 
@@ -206,14 +201,8 @@ def _lie_by_rows(*matrices: Tensor) -> bool:
 
 
 def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for a copy of a matrix in another dtype, which lies as it does.
-
-    Args:
-        matrix: With unit stride along one side.
-        scratch: One-dimensional, in the dtype of the copy; another is made if it is too small.
-
-    Returns:
-        The memory to be kept, and a view of it.
+    """Memory to be kept, and a view of it for a copy of a matrix in another dtype, which lies as it
+    does.
     """
     if scratch.numel() < matrix.numel():
         scratch = scratch.new_empty(matrix.numel())
@@ -247,7 +236,7 @@ def experts_code_bytes(
     has_backward: bool,
     is_trained: bool,
 ) -> int:
-    """What `Products` of all of a model's experts leave behind, in bytes.
+    """How much code oneDNN keeps of the products of all of a model's experts in training, in bytes.
 
     Rows forward are counted as `kept_code_bytes` does, and gradients of rows in portions of the
     same numbers, one row included. A matrix's gradient is a sum over one of these numbers of rows,

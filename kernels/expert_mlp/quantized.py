@@ -27,11 +27,9 @@ class QuantizedExperts:
         gate: ``[S, F, D]``, or None for experts without a gate.
         up: ``[S, F, D]``.
         down: ``[S, D, F]``.
-        gate_bias: ``[S, F]`` or None, as `up_bias` is.
-        up_bias: ``[S, F]``, at any strides, or None.
+        gate_bias: ``[S, F]`` or None, as `up_bias`, at any strides.
         down_bias: ``[S, D]`` or None.
-        slot_of_expert: ``[E]`` integers: the slot that each expert lies in, below 0 for one that
-            takes no part. None means that expert ``e`` lies in slot ``e``.
+        slot_of_expert: As in `StackedExperts`.
     """
 
     gate: QuantizedStack | None
@@ -129,11 +127,8 @@ class QuantizedExperts:
         return ExpertWeights(gate, self.up.matrix(slot), self.down.matrix(slot), *biases)
 
     def widened(self, ids_TK: Tensor, dtype: torch.dtype) -> StackedExperts:
-        """The values of the experts that some id names, in memory of their own.
-
-        Args:
-            ids_TK: As `named` gives them; waits for the device to learn whom they name.
-            dtype: Of the values.
+        """The values, in `dtype`, of the experts that some id names (as `named` gives them), in
+        memory of their own; waits for the device.
         """
         used_U, places_E = self._used(ids_TK)
 

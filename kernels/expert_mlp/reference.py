@@ -32,9 +32,6 @@ def expert_mlp_reference(
 
     Nothing is rounded between the input and the output. Entries of `ids` that name no expert, or
     one without a slot, add nothing, and their gate weight gets no gradient.
-
-    Returns:
-        ``[T, D]`` in the dtype of `x`.
     """
     num_tokens, top_k = ids_TK.shape
     ids_R = ids_in_slots(ids_TK, experts.slot_of_expert).flatten()
@@ -64,7 +61,7 @@ def grouped_expert_mlp_reference(
 ) -> Tensor:
     """The experts' outputs ``[R, D]`` for rows sorted by expert, in fp32 (fp64 for fp64).
 
-    Rows after the last expert's are zero, and so are those of an expert without a slot.
+    Zero after the last expert's rows, and for an expert without a slot.
     """
     precise = precise_dtype(x_RD)
     x_RD = x_RD.to(precise)
@@ -91,9 +88,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def apply_activation(
-    z_RZ: Tensor,
-    layout: GateLayout,
-    activation: ActivationSpec | PreactivationFunction,
+    z_RZ: Tensor, layout: GateLayout, activation: ActivationSpec | PreactivationFunction
 ) -> Tensor:
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):

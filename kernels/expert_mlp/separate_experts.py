@@ -1,7 +1,5 @@
 """`expert_ffn`: experts whose matrices lie each in a place of its own, without their gradients.
 
-For weights that come and go: rows are grouped by the caller, and written where it wants them.
-
 Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 """
 
@@ -66,21 +64,15 @@ class ExpertRuns(NamedTuple):
 
 
 class KernelActivation(NamedTuple):
-    """The arguments of a call.
-
-    Attributes:
-        code: Of the function.
-        formula: `ActivationSpec.numbers` as C reads them; None for the function alone, which is
-            computed without them.
-    """
-
     code: int
     formula: ctypes.Array[ctypes.c_float] | None
 
 
 @lru_cache(maxsize=64)
 def kernel_activation(activation: str | ActivationSpec) -> KernelActivation | None:
-    """What the kernel is given for a name or a formula; None for what it does not know."""
+    """Code and numbers that the C kernels are given; no numbers for the function alone, None for
+    what they do not know.
+    """
     if isinstance(activation, str):
         code = ACTIVATION_CODES.get(activation)
         return None if code is None else KernelActivation(code, None)
@@ -112,8 +104,7 @@ def expert_ffn(
     `down(act(up(x)))` without a gate. Rows of `out` that are no destination stay as they are.
 
     One expert's results depend on its weights and rows alone: the other experts of the call, their
-    order and the number of threads change no bit. That lets resident experts run while others
-    are still being read, without changing the result.
+    order and the number of threads change no bit. So residents can run while others are read.
 
     Args:
         x_TD: `[T, D]`, unit stride along D.
@@ -203,10 +194,7 @@ def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> 
 
 
 def _native_problem(
-    x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    out_RO: Tensor,
-    activation: str | ActivationSpec,
+    x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor, activation: str | ActivationSpec
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if kernel_activation(activation) is None:
@@ -257,13 +245,10 @@ def call_kernel(
     activation: str | ActivationSpec,
     decodes: bool = False,
 ) -> None:
-    """The C kernel of whole experts; arguments as in `expert_ffn`, which are checked already.
+    """The C kernel of whole experts, for what `expert_ffn` has checked.
 
     Args:
-        library: The native library.
-        x_TD: As in `expert_ffn`, and so what is not listed.
         records: The C struct `Expert` of each expert, one after another.
-        shape: Of every expert.
         decodes: Whether quantised experts are multiplied by their values, in the dtype of `x`.
 
     Raises:
@@ -331,23 +316,11 @@ def portions(
         yield some, some_counts
 
 
-def frozen_expert(
-    x_RD: Tensor,
-    weights: ExpertWeights,
-    activation: ExpertActivation,
-) -> Tensor:
-    """One expert's outputs, with a gradient of `x` and of what the activation holds.
+def frozen_expert(x_RD: Tensor, weights: ExpertWeights, activation: ExpertActivation) -> Tensor:
+    """One expert's outputs `[R, O]`, with a gradient of `x` and of what the activation holds.
 
-    Between the products, values have the dtype of `x`.
-
-    Args:
-        x_RD: `[R, D]`.
-        weights: Of the expert, which has no gradient; they must stay as they are until the
-            gradient is computed.
-        activation: As in `expert_ffn`.
-
-    Returns:
-        `[R, O]` in the dtype of `x`.
+    Between the products, values have the dtype of `x`. The expert has no gradient; its weights must
+    stay as they are until the gradient is computed.
     """
     return one_expert(x_RD, weights, activation_function(activation), products.frozen_linear)
 
@@ -391,11 +364,9 @@ class ReusedValues:
     """`values_of` in one place: what a call gives is valid until the next one."""
 
     def __init__(self) -> None:
-        """Takes no memory yet."""
         self._memory: Tensor | None = None
 
     def __call__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-        """The values of one matrix."""
         from moe_runtime.kernels.linear.quantized import write_values
 
         num_rows, num_cols = matrix.shape
@@ -406,12 +377,8 @@ class ReusedValues:
 
 
 def activation_function(activation: ExpertActivation | str) -> ActivationFn:
-    """The function `(gate_RF | None, up_RF) -> hidden_RF` of an activation.
-
-    With a gate it is `act(gate) * up`, without one `act(up)`.
-
-    Raises:
-        ValueError: The name is unknown.
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a name: `act(gate) * up`, or
+    `act(up)`.
     """
     if not isinstance(activation, str):
         return activation

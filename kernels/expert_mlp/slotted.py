@@ -117,13 +117,16 @@ class SlottedProducts:
 
 
 class LowRank:
-    """`scale * B @ A` of one matrix of every expert, by Triton kernels.
+    """Adapters of low rank of one matrix of every expert, `scale * B @ A`, by Triton kernels.
+
+    `x @ (W + scale * B @ A).T` is `x @ W.T + (x @ (scale * A).T) @ B.T`: the second part needs no
+    weights of the experts, so it is computed for all rows at once, whatever is in memory.
 
     Args:
         first_ELI: `A`; what `learn` finds is added to its `grad`.
         second_ENL: `B`, likewise.
         scale: Factor of the product.
-        x: Whose dtype the products have.
+        x: Its dtype is that of the products.
     """
 
     def __init__(
@@ -135,21 +138,15 @@ class LowRank:
         self._second_ENL = second_ENL.detach().to(x.dtype)
 
     def forward(self, x: Tensor, groups: Groups, *, gathers: bool) -> Tensor:
-        """What is added to the product of the rows: `[R, N]`.
-
-        Args:
-            x: `[R, I]` in sorted order, or `[T, I]` if `gathers`.
-            groups: The rows of all experts.
-            gathers: As in `plain_product`.
+        """What is added to the product of the rows, `[R, N]`; `x` is `[R, I]`, or `[T, I]` if it
+        gathers.
         """
         inner_RL = self._inner(x, groups, gathers=gathers)
         return _product(inner_RL, self._second_ENL, groups)
 
     def backward(self, grad: Tensor, groups: Groups, *, gathers: bool) -> tuple[Tensor, Tensor]:
-        """What is added to the gradient of the product's input: `[R, I]`.
-
-        Returns:
-            That, and `grad @ B`, which `learn` takes.
+        """What is added to the gradient of the product's input, `[R, I]`, and `grad @ B` for
+        `learn`.
         """
         inner_RL = _product(grad, self._second_ENL.transpose(1, 2), groups, gathers=gathers)
         return _product(inner_RL, self._first_ELI.transpose(1, 2), groups), inner_RL
@@ -198,7 +195,6 @@ def _product(x: Tensor, weight_ENI: Tensor, groups: Groups, *, gathers: bool = F
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Of a parameter, to be added to."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -246,7 +242,7 @@ class SlottedTraining:
         self.experts = [e for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs, for autograd to keep; the call has it no more."""
+        """What the backward pass needs, for autograd to keep; dropped here."""
         tensors = (
             self.x_TD, self.weights_TK, self.z_RZ, self._order_R, self._inverse_R, self.offsets_E1,
         )  # fmt: skip
@@ -254,14 +250,14 @@ class SlottedTraining:
         return tensors
 
     def take_tensors(self, *tensors: Tensor) -> None:
-        """Takes back what `give_up_tensors` gave."""
         self.x_TD, self.weights_TK, self.z_RZ = tensors[:3]
         self._order_R, self._inverse_R, self.offsets_E1 = tensors[3:]
 
     def begin_forward(
         self, dim_preactivation: int, low: tuple[LowRank | None, LowRank | None], *, keeps: bool
     ) -> None:
-        """Makes room, and computes what adapters of the first product give.
+        """Makes room for Z pre-activations a row, and computes what adapters of the first product
+        give.
 
         Args:
             dim_preactivation: Z.
@@ -360,7 +356,7 @@ class SlottedTraining:
         return self.x_TD.new_empty(len(self._order_R), width)
 
     def _let_go(self) -> None:
-        """Memory that only lasts from a beginning to its end."""
+        """Frees memory that only lasts from a beginning to its end."""
         nothing = self.x_TD.new_empty(0)
         self._hidden_RF = self._rows_RD = self._grad_TD = self._dz_RZ = nothing
         self._grad_weights = self._grad_inner = nothing

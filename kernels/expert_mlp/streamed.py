@@ -1,9 +1,8 @@
 """`expert_mlp` one expert at a time, for experts that are in memory only while they are used.
 
-The same steps in the same order as the whole layer takes them on a CPU, so the results agree with
-those of resident experts to the bit. An activation given as a function is another matter: resident
-experts sum its rows in the order of the choices, here they come expert by expert, and last bits
-differ.
+The same steps in the same order as the whole layer takes them on a CPU: the bits of resident
+experts. With a function as activation last bits differ: resident experts sum its rows in the order
+of the choices, here they come expert by expert.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
 a gate and F without.
@@ -108,7 +107,7 @@ class StreamedExperts:
         self._call: Call | None = None
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs, for autograd to keep; the call has it no more."""
+        """What the backward pass needs, for autograd to keep; dropped here."""
         tensors = (self.x_TD, self.weights_TK, self.z_RZ, *self.rows)
         nothing = torch.empty(0)
         self.x_TD = self.weights_TK = self.z_RZ = nothing
@@ -118,12 +117,10 @@ class StreamedExperts:
     def take_tensors(
         self, x_TD: Tensor, weights_TK: Tensor, z_RZ: Tensor, order_R: Tensor, offsets_E1: Tensor
     ) -> None:
-        """Takes back what `give_up_tensors` gave."""
         self.x_TD, self.weights_TK, self.z_RZ = x_TD, weights_TK, z_RZ
         self.rows = SortedRows(order_R, offsets_E1)
 
     def num_rows(self, expert: int) -> int:
-        """Rows of one expert."""
         return self._bounds[expert + 1] - self._bounds[expert]
 
     def begin_forward(self, dim_preactivation: int, *, keeps: bool) -> None:
@@ -133,12 +130,7 @@ class StreamedExperts:
         self._begin().begin_forward(self.z_RZ)
 
     def forward(self, expert: int, weights: StackedExperts) -> None:
-        """Adds one expert's part of the output.
-
-        Args:
-            expert: Its number.
-            weights: Its parameters, alone in slot 0, in the dtype of `x`.
-        """
+        """Adds one expert's part of the output; `weights` are its parameters, alone in slot 0."""
         assert self._call is not None, "begin_forward comes first"
         self._call.forward(self._group(expert), weights.one(0))
 
@@ -155,11 +147,8 @@ class StreamedExperts:
     ) -> None:
         """Adds one expert's part of the gradients.
 
-        Args:
-            expert: Its number.
-            weights: As in `forward`.
-            out: Receives the gradients of the tensors of `weights`, in their shapes and dtype;
-                None for one that is frozen, or for all of them.
+        `out` receives the gradients of the tensors of `weights`, in their shapes and dtype; None
+        for one that is frozen, or for all of them.
         """
         assert self._call is not None, "begin_backward comes first"
         self._call.backward(
@@ -182,7 +171,6 @@ class StreamedExperts:
         return self._call
 
     def _end(self) -> Tensor:
-        """The sums, in the dtype of `x`; lets the memory of the experts go."""
         assert self._call is not None, "there was a beginning"
         sums_TD = self._call.sums()
         self._call = None

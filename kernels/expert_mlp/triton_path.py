@@ -245,8 +245,8 @@ def _groups(batch: RoutedBatch, slots: Tensor | None = None) -> Groups:
 def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
     """Memory for one model-wide row a routed row.
 
-    Rows that no kernel writes are zero where somebody reads them: `combine` skips those without an
-    expert, but a result in sorted order is handed out whole.
+    Rows that no kernel writes are zero in sorted order, where the result is handed out whole;
+    `combine` skips those without an expert.
     """
     shape = (groups.num_rows, x_TD.shape[1])
     if groups.order_R is None:

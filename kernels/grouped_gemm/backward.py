@@ -72,9 +72,8 @@ def activation_backward(
         layout: Of the pre-activations.
         down_bias_SD: `[S, D]` or None; matters to the gate weights alone.
         needs_hidden: Whether the gradient of `down` is wanted.
-        needs_gate_weight_grad: Whether the gradient of the gate weights is wanted.
-        dpre: Memory for the gradient of the pre-activations; rows of other experts stay as they
-            are.
+        needs_gate_weight_grad: Whether that of the gate weights is.
+        dpre: Memory for the gradient of the pre-activations; rows of other experts stay.
         more_RF: `[R, F]` that is added to the gradient of the hidden values before the gate weight
             is multiplied; receives `hidden`.
         tile: Instead of the rule's.
@@ -164,8 +163,7 @@ def weight_grad(
         left: `[*, N]`: the gradient of the product; `[1, V]` hidden values where experts differ in
             width, whose `out` is `[E, N, K]` with the columns of all then.
         right: `[*, K]`: its input.
-        groups: The rows. Experts without a slot are left out, and slots without an expert stay as
-            they are.
+        groups: The rows. Slots without an expert stay as they are.
         out_SNK: `[S, N, K]`, any strides.
         left_divisor: 0 if `left` is in sorted order, else row r reads `order[r] // divisor`.
         right_divisor: The same for `right`.
@@ -207,13 +205,13 @@ def bias_grad(
     scale_R: Tensor | None = None,
     accumulates: bool = False,
 ) -> Tensor:
-    """`out[slot] = sum of scale * x` over each expert's rows; arguments as in `weight_grad`.
+    """`out[slot] = sum of scale * x` over each expert's rows.
 
     Args:
         x: `[*, N]`.
         groups: The rows.
         out_SN: `[S, N]`, unit stride along N.
-        divisor: As `left_divisor`; must not be 0 when there is a scale.
+        divisor: As `left_divisor` of `weight_grad`; must not be 0 when there is a scale.
         scale_R: One factor a slot, in slot order, or None.
         accumulates: Adds to `out` instead of writing it.
     """
@@ -234,10 +232,7 @@ def bias_grad(
 
 
 def like_parameter(parameter: Tensor, groups: Groups) -> Tensor:
-    """Memory for a gradient that the kernels will write for every expert with a slot.
-
-    With a slot table there may be slots that hold no expert; those are zero.
-    """
+    """Memory for a gradient, zero where the kernels may leave slots without an expert."""
     if groups.slot_of_expert is not None:
         return torch.zeros_like(parameter)
     return torch.empty_like(parameter)
@@ -294,11 +289,7 @@ def grouped_gemm_triton(
     scatters: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """`grouped_gemm` on a GPU, or in Triton's interpreter.
-
-    Raises:
-        ValueError: A dtype that the kernels do not compute in, or an `out` that is not row-major.
-    """
+    """`grouped_gemm` on a GPU, or in Triton's interpreter."""
     check_triton_dtype(x)
     moves: dict[str, Any] = {"gathers": gathers, "scatters": scatters}
     if out is not None:

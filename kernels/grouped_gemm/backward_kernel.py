@@ -71,9 +71,8 @@ def grouped_gemm_dw(
 ):  # fmt: skip
     """`dw[slot, n, k] = sum over the expert's rows of left[r, n] * right[r, k]`, or added to it.
 
-    An expert without rows gets zeros from the same loop, run no times; nobody fills the tensor
-    beforehand. Divisors are as in `grouped_gemm_fwd`, one for each side, and so is WIDTH_MULTIPLE,
-    for N.
+    An expert without rows gets zeros from the same loop, run no times. Divisors are as in
+    `grouped_gemm_fwd`, one for each side, and so is WIDTH_MULTIPLE, for N.
     """
     expert = tl.program_id(1)
     slot = expert.to(tl.int64)

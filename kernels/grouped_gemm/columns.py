@@ -12,11 +12,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def check_block(name: str, size: int) -> None:
-    """Refuses sizes of blocks that no kernel has.
-
-    Raises:
-        ValueError: The size is none of `BLOCK_SIZES`.
-    """
+    """Refuses sizes of blocks that no kernel has."""
     if size not in BLOCK_SIZES:
         raise ValueError(f"{name} must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size}")
 
@@ -26,7 +22,6 @@ class ExpertColumns:
     """The columns of experts that lie side by side, on the device, once for a layer.
 
     Attributes:
-        widths: Columns of each expert.
         bounds: First column of each expert, and the number of columns last.
         block_columns: Most columns of a strip.
         starts_E1: `[E + 1]` int64: first column of each expert.
@@ -77,7 +72,6 @@ class ExpertColumns:
 
     @property
     def num_columns(self) -> int:
-        """Of all experts together."""
         return self.bounds[-1]
 
     @property
@@ -86,13 +80,10 @@ class ExpertColumns:
         return 16 if all(width % 16 == 0 for width in self.widths) else 1
 
     def value_offsets(self, offsets_E1: Tensor) -> Tensor:
-        """`[E + 1]` int64: where each expert's hidden values start.
+        """`[E + 1]` int64: where each expert's hidden values start, from its first row.
 
         Those of a row are as many as its expert is wide, rounded up to 16, and lie in one tensor,
         row after row.
-
-        Args:
-            offsets_E1: First row of each expert.
         """
         widths_E = (self.starts_E1.diff() + 15) // 16 * 16
         return torch.nn.functional.pad((offsets_E1.diff() * widths_E).cumsum(0), (1, 0))

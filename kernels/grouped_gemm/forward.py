@@ -1,11 +1,9 @@
-"""Launchers of the forward kernel: the plain product, and the one with the activation in it.
+"""Launchers of the forward kernels: the plain product, and the one with the activation in it.
 
 Weights are passed as logical `[S, N, K]`; a checkpoint's transposed matrices are a transposed view.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ _ALIGNMENT = 16
 
 
 def takes_weight(weight_SNK: Tensor, block_k: int, *, is_gated: bool) -> bool:
-    """Whether the kernel reads these weights by a descriptor: rows of K, or of N if not gated."""
+    """Whether TMA reads these weights: rows of K, or of N if not gated."""
     in_rows = weight_SNK.stride(2) == 1
     rows = weight_SNK if in_rows else weight_SNK.transpose(1, 2)
     # Past the end of K lies zero where rows are of K, and whatever follows otherwise.
@@ -42,7 +40,6 @@ def takes_weight(weight_SNK: Tensor, block_k: int, *, is_gated: bool) -> bool:
 
 
 def takes_rows(x: Tensor, *, gathers: bool) -> bool:
-    """Whether the kernel reads these rows."""
     return x.stride(1) == 1 if gathers else _is_aligned(x)
 
 
@@ -57,31 +54,23 @@ def _is_aligned(tensor: Tensor) -> bool:
     )
 
 
-def persistent_product(
+def _persistent_product(
     x: Tensor,
     weight_SNK: Tensor,
     groups: Groups,
     tile: Tile,
-    *,
     out: Tensor,
-    dim_n: int,
-    gathers: bool,
     spec: ActivationSpec | None,
     pre: Tensor | None,
+    *,
+    gathers: bool,
 ) -> None:
-    """`plain_product`, or with `spec` `activated_product` of gate and up one after the other.
+    """The products of many rows on Hopper by programs that stay, loading by TMA.
 
-    Args:
-        x: As in `plain_product`.
-        weight_SNK: `[S, N, K]` that `takes_weight`.
-        groups: The rows.
-        tile: Persistent.
-        out: `[R, dim_n]`.
-        dim_n: Columns of the result.
-        gathers: As in `plain_product`.
-        spec: The activation, or None.
-        pre: `[R, 2 * dim_n]` for the pre-activations, or None.
+    As `plain_product`, or with `spec` as `activated_product` of gate and up one after the other, of
+    weights that `takes_weight`.
     """
+    dim_n = out.shape[1]
     dim_k = weight_SNK.shape[2]
     columns = tile.block_n // (2 if spec is not None else 1)
     in_rows = weight_SNK.stride(2) == 1
@@ -100,7 +89,6 @@ def persistent_product(
     at_once = max(1, room.shared_bytes // tile.shared_bytes(x.element_size()))
     most = len(tiles.expert) * cdiv(dim_n, columns)
     num_programs = min(most, room.num_multiprocessors * at_once)
-    arguments: dict[str, Any] = groups.arguments()
     launch(
         grouped_gemm_persistent, (num_programs,),
         x=x if gathers else TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
@@ -113,7 +101,7 @@ def persistent_product(
         GATHER_DIVISOR=groups.num_choices if gathers else 0, STORES_PRE=pre is not None,
         IN_ROWS=in_rows, EVEN_K=dim_k % tile.block_k == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-        **tile.options(), **arguments,
+        **tile.options(), **groups.arguments(),
     )  # fmt: skip
 
 
@@ -137,10 +125,9 @@ def plain_product(
     bias_SN: Tensor | None = None,
     gathers: bool = False,
     scatters: bool = False,
-    scale_R: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`out[r] = scale * (x[r] @ weight[slot].T + bias[slot])` for the rows of experts with a slot.
+    """`out[r] = x[r] @ weight[slot].T + bias[slot]` for the rows of experts with a slot.
 
     Args:
         x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`;
@@ -151,28 +138,14 @@ def plain_product(
         bias_SN: `[S, N]` or None.
         gathers: See `x`.
         scatters: Row r is written to row `order[r]`.
-        scale_R: One factor a slot, in slot order, contiguous; or None.
         tile: Instead of the rule's.
     """
-    dim_n = weight_SNK.shape[1]
-    tile = tile or groups.choose_tile("plain", x, dim_n, weight_SNK.shape[2], weight_SNK)
-    _run(
-        x,
-        weight_SNK,
-        groups,
-        tile,
-        out=out,
-        dim_n=dim_n,
-        columns_per_tile=tile.block_n,
-        bias=bias_SN,
-        gathers=gathers,
-        scatters=scatters,
-        scale=scale_R,
-        EPILOGUE="none",
-        pre=None,
-        ACTIVATION=None,
-    )
-    return out
+    _, dim_n, dim_k = weight_SNK.shape
+    tile = tile or groups.choose_tile("plain", x, dim_n, dim_k, weight_SNK)
+    return _run(
+        x, weight_SNK, groups, tile, out, dim_n, bias_SN, None, None,
+        gathers=gathers, scatters=scatters,
+    )  # fmt: skip
 
 
 def activated_product(
@@ -208,29 +181,15 @@ def activated_product(
         adds_pre: What is in `pre` is added to the pre-activations first.
         tile: Instead of the rule's.
     """
-    has_gate = layout.has_gate
+    has_gate, dim_k = layout.has_gate, weight_SZK.shape[2]
     dim_f = groups.width_of(weight_SZK.shape[1] // (2 if has_gate and up is None else 1))
     dim_z = 2 * dim_f if has_gate else dim_f
     kind: ProductKind = "gated" if has_gate else "plain"
-    tile = tile or groups.choose_tile(kind, x, dim_z, weight_SZK.shape[2], weight_SZK)
-    _run(
-        x,
-        weight_SZK,
-        groups,
-        tile,
-        out=out,
-        dim_n=dim_f,
-        columns_per_tile=tile.block_n // 2 if has_gate else tile.block_n,
-        bias=bias_SZ,
-        gathers=gathers,
-        is_concatenated=layout.is_concatenated,
-        EPILOGUE="gated" if has_gate else "plain",
-        pre=pre,
-        adds_pre=adds_pre,
-        up=up,
-        ACTIVATION=spec,
-    )
-    return out
+    tile = tile or groups.choose_tile(kind, x, dim_z, dim_k, weight_SZK)
+    return _run(
+        x, weight_SZK, groups, tile, out, dim_f, bias_SZ, spec, layout,
+        gathers=gathers, pre=pre, adds_pre=adds_pre, up=up,
+    )  # fmt: skip
 
 
 def _run(
@@ -238,24 +197,23 @@ def _run(
     weight: Weights,
     groups: Groups,
     tile: Tile,
-    *,
     out: Tensor,
     dim_n: int,
-    columns_per_tile: int,
     bias: Tensor | None,
+    spec: ActivationSpec | None,
+    layout: GateLayout | None,
+    *,
     gathers: bool,
     scatters: bool = False,
-    scale: Tensor | None = None,
-    pre: Tensor | None,
+    pre: Tensor | None = None,
     adds_pre: bool = False,
     up: tuple[Weights, Tensor | None] | None = None,
-    is_concatenated: bool = True,
-    **rest: Any,
-) -> None:
+) -> Tensor:
     if not groups.num_rows or not dim_n:
-        return
-    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
-    is_simple = bias is None and scale is None and up is None and not scatters and is_concatenated
+        return out
+    is_plain, is_gated = layout is None, layout is not None and layout.has_gate
+    is_interleaved = layout is not None and not layout.is_concatenated
+    is_simple = bias is None and up is None and not scatters and not is_interleaved
     if (
         tile.is_persistent
         and is_simple
@@ -266,14 +224,13 @@ def _run(
         and takes_weight(weight, tile.block_k, is_gated=is_gated)
         and takes_rows(x, gathers=gathers)
     ):
-        spec = rest["ACTIVATION"]
-        shape: dict[str, Any] = {"out": out, "dim_n": dim_n}
-        persistent_product(x, weight, groups, tile, gathers=gathers, spec=spec, pre=pre, **shape)
-        return
+        _persistent_product(x, weight, groups, tile, out, spec, pre, gathers=gathers)
+        return out
     tiles = groups.tiles(tile.block_m)
     dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
+    columns = tile.block_n // 2 if is_gated else tile.block_n
     # Distances from one hidden column's gate row to the next one's, and to its up row.
-    step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
+    step, to_up = (2, 1) if is_gated and is_interleaved else (1, dim_n)
     packed = packed_arguments(weight, None if up is None else up[0], x)
     block_k, num_stages = tile.block_k, tile.num_stages
     if not isinstance(weight, Tensor):
@@ -286,9 +243,9 @@ def _run(
         to_up_w = distance(weight, codes_of(up[0]))
         to_up_b = 0 if bias is None or up[1] is None else distance(bias, up[1])
     launch(
-        grouped_gemm_fwd, (len(tiles.expert) * cdiv(dim_n, columns_per_tile),),
+        grouped_gemm_fwd, (len(tiles.expert) * cdiv(dim_n, columns),),
         x_ptr=x, weight_ptr=weight, bias_ptr=bias_or_weight, out_ptr=out,
-        scale_ptr=out if scale is None else scale, pre_ptr=out if pre is None else pre,
+        pre_ptr=out if pre is None else pre,
         tile_expert_ptr=tiles.expert, tile_row_ptr=tiles.first_row,
         num_tiles_m=len(tiles.expert), dim_n=dim_n, dim_k=dim_k,
         stride_xr=x.stride(0), stride_xk=x.stride(1),
@@ -297,15 +254,17 @@ def _run(
         stride_bs=bias_or_weight.stride(0), stride_bn=bias_or_weight.stride(1) * step,
         stride_b_up=to_up_b, stride_or=out.stride(0), stride_pr=0 if pre is None else pre.stride(0),
         stride_p_up=dim_n if up is None or pre is None else pre.stride(0),
-        ADDS_PRE=adds_pre, STORES_PRE=pre is not None, IS_INTERLEAVED=not is_concatenated,
+        EPILOGUE="none" if is_plain else "gated" if is_gated else "plain", ACTIVATION=spec,
+        ADDS_PRE=adds_pre, STORES_PRE=pre is not None, IS_INTERLEAVED=is_interleaved,
         # Reads the weights in order where neighbours in memory are hidden columns.
-        IN_HALVES=is_gated and is_concatenated and weight.stride(1) == 1 != weight.stride(2),
+        IN_HALVES=is_gated and not is_interleaved and weight.stride(1) == 1 != weight.stride(2),
         GATHER_DIVISOR=groups.num_choices if gathers else 0, SCATTERS=scatters,
-        HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
-        EVEN_N=groups.are_even(dim_n, columns_per_tile, is_width=not is_plain),
+        HAS_BIAS=bias is not None,
+        EVEN_N=groups.are_even(dim_n, columns, is_width=not is_plain),
         EVEN_K=groups.are_even(dim_k, block_k, is_width=is_plain), PRECISION=precision_of(x),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=tile.group_m,
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
         **tile.options(num_stages=num_stages),
-        **groups.arguments(), **groups.width_arguments(), **packed, **rest,
+        **groups.arguments(), **groups.width_arguments(), **packed,
     )  # fmt: skip
+    return out

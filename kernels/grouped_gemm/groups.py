@@ -54,7 +54,6 @@ class Groups:
     _maps: dict[int, TileMap] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Sums up on the device where each expert's hidden values start."""
         columns, offsets_E1 = self.columns, self.offsets_E1
         self.values_E1 = offsets_E1 if columns is None else columns.value_offsets(offsets_E1)
 
@@ -63,7 +62,7 @@ class Groups:
         return len(self.offsets_E1) - 1
 
     def arguments(self) -> dict[str, Any]:
-        """Where the rows are, for a kernel; any tensor where there is none and nobody looks."""
+        """Where the rows are, for a kernel; any tensor where there is none and none is read."""
         order_R, slots_E = self.order_R, self.slot_of_expert
         return {
             "offsets_ptr": self.offsets_E1,

@@ -1,4 +1,4 @@
-"""The Triton kernel of the grouped product: rows sorted by expert times the experts' weights.
+"""The Triton kernels of the grouped product: rows sorted by expert times the experts' weights.
 
 One program computes one tile: some rows of one expert by some columns. Which expert and rows is in
 a table that `tile_map` fills on the device, so the host never learns how many rows an expert has.
@@ -28,9 +28,7 @@ def tile_map(
     BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """Program e lists the tiles of expert e; the program after the last one marks unused entries
-    and says how many are used.
-
-    Experts whose slot is negative get no tiles.
+    and counts the used ones. Experts whose slot is negative get no tiles.
     """
     expert = tl.program_id(0)
     offs_e = tl.arange(0, BLOCK_E)
@@ -89,8 +87,8 @@ def tile_product(
 ):  # fmt: skip
     """Adds sums over K to `acc`, fp32 `[BLOCK_M, BLOCK_N]`. Every row of x must exist.
 
-    Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
-    neighbours in memory, and the loads of weights that are contiguous along N would fall apart.
+    Columns past the end are masked, not clamped: clamped ones are no neighbours in memory, and
+    loads of weights that are contiguous along N would fall apart.
     """
     offs_k = tl.arange(0, BLOCK_K)
     step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
@@ -120,7 +118,7 @@ def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gated_slice(
-    gate, up, first_column, mask_r, out_ptrs, pre_ptrs, scale, dim_n,
+    gate, up, first_column, mask_r, out_ptrs, pre_ptrs, dim_n,
     stride_p_up,
     ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ADDS_PRE: tl.constexpr,
     STORES_PRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -150,13 +148,13 @@ def _gated_slice(
             tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
             tl.store(pre_ptrs[:, None] + (stride_p_up + offs_f)[None, :], up, mask=mask)
     hidden = gate_fwd(gate, up, ACTIVATION)
-    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
+    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles_m"])
 def grouped_gemm_fwd(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
-    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr, global_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr,
+    values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr, global_ptr,
     num_tiles_m, dim_n, dim_k,
     stride_xr, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
     stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
@@ -164,7 +162,7 @@ def grouped_gemm_fwd(
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, ADDS_PRE: tl.constexpr, STORES_PRE: tl.constexpr,
+    ADDS_PRE: tl.constexpr, STORES_PRE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr,
@@ -295,15 +293,11 @@ def grouped_gemm_fwd(
             EVEN_K,
             PRECISION,
         )
-    slots_of_rows = rows
-    if SCATTERS or HAS_SCALE:
-        slots_of_rows = tl.load(order_ptr + rows)
-    out_rows = slots_of_rows if SCATTERS else rows
+    out_rows = rows
+    if SCATTERS:
+        out_rows = tl.load(order_ptr + rows)
     out_ptrs = out_ptr + out_rows * stride_or
     pre_ptrs = pre_ptr + out_rows * stride_pr
-    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
     if EPILOGUE == "gated":
         HALF: tl.constexpr = BLOCK_N // 2
         if IN_HALVES:
@@ -326,7 +320,6 @@ def grouped_gemm_fwd(
                 mask_r,
                 out_ptrs,
                 pre_ptrs,
-                scale,
                 dim_n,
                 stride_p_up,
                 ACTIVATION,
@@ -345,7 +338,7 @@ def grouped_gemm_fwd(
             if STORES_PRE:
                 tl.store(pre_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
             acc, _ = activate(acc, ACTIVATION)
-        tl.store(out_ptrs[:, None] + offs_n[None, :], acc * scale[:, None], mask=mask)
+        tl.store(out_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -358,11 +351,14 @@ def grouped_gemm_persistent(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As `grouped_gemm_fwd`, for EPILOGUE `none` and `gated`.
+    """As `grouped_gemm_fwd`, for EPILOGUE `none` and `gated`, by programs that stay and load by
+    TMA.
 
-    `x` is a descriptor of `[R, K]`, or with GATHER_DIVISOR a pointer; `weight` a descriptor of all
-    slots' rows of K, or unless IN_ROWS of N, `rows_of_slot` apart. If gated, of `[S, 2, N, K]`:
-    gate and up are the halves of a tile, so that both of a pair are in one thread.
+    As many programs as run at once, each with every so many-th tile of the table. The next tile's
+    loads start while the last one is stored. `x` is a descriptor of `[R, K]`, or with
+    GATHER_DIVISOR a pointer; `weight` a descriptor of all slots' rows of K, or unless IN_ROWS of
+    N, `rows_of_slot` apart. If gated, of `[S, 2, N, K]`: gate and up are the halves of a tile, so
+    that both of a pair are in one thread.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     num_tiles_n = tl.cdiv(dim_n, COLUMNS)

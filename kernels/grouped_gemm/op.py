@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from moe_runtime.kernels.operands import check_like, check_shape, precise_dtype
 from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.grouped_gemm.groups import Groups
 
 GroupedGemmImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[GroupedGemmImpl, ...] = ("auto", "triton", "torch", "reference")
@@ -53,8 +50,8 @@ def grouped_gemm(
         offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
         bias_SN: `[S, N]` in the dtype of the weights, or None; any beside quantised weights.
         slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
-            place. An expert with a negative slot is left out, so that experts which are resident
-            can run now and the others later, into the same `out`. None: expert e lies in slot e.
+            place; below 0 for an expert that is left out, so that residents can run now and others
+            later, into the same `out`. None: expert e lies in slot e.
         is_transposed: See `weight`.
         sorted_tokens: Needed for gathering and scattering.
         gathers_choices: If not 0, the number of choices a token has: row r reads token
@@ -99,13 +96,23 @@ def grouped_gemm(
 
     if chosen == "triton":
         from moe_runtime.kernels.grouped_gemm.backward import grouped_gemm_triton
+        from moe_runtime.kernels.grouped_gemm.forward import plain_product
         from moe_runtime.kernels.grouped_gemm.groups import Groups
+        from moe_runtime.kernels.grouped_gemm.packed import takes_format
 
         groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
         inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
         gathers = gathers_choices > 0
         if isinstance(weight_SNK, QuantizedStack):
-            return _packed_product(x, weight_SNK, bias_SN, groups, out, gathers, scatters)
+            if not takes_format(weight_SNK.format):
+                raise ValueError(f"impl='triton' cannot read {weight_SNK.format}; impl='torch' can")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ValueError(
+                    "impl='triton' has no gradient of quantised weights; impl='torch' has"
+                )
+            out = x.new_zeros(num_rows, weight_SNK.shape[1]) if out is None else out
+            how: dict[str, Any] = {"bias_SN": bias_SN, "gathers": gathers, "scatters": scatters}
+            return plain_product(x, weight_SNK, groups, out=out, **how)
         return grouped_gemm_triton(
             x, weight_SNK, bias_SN, groups, inverse_R, gathers=gathers, scatters=scatters, out=out
         )
@@ -125,29 +132,6 @@ def grouped_gemm(
         out=out,
         num_rows=num_rows,
         precise=x.dtype if chosen == "torch" else precise,
-    )
-
-
-def _packed_product(
-    x: Tensor,
-    weight: QuantizedStack,
-    bias_SN: Tensor | None,
-    groups: Groups,
-    out: Tensor | None,
-    gathers: bool,
-    scatters: bool,
-) -> Tensor:
-    from moe_runtime.kernels.grouped_gemm.forward import plain_product
-    from moe_runtime.kernels.grouped_gemm.packed import takes_format
-
-    if not takes_format(weight.format):
-        raise ValueError(f"impl='triton' cannot read {weight.format}; impl='torch' can")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError("impl='triton' has no gradient of quantised weights; impl='torch' has")
-    if out is None:
-        out = x.new_zeros(groups.num_rows, weight.shape[1])
-    return plain_product(
-        x, weight, groups, out=out, bias_SN=bias_SN, gathers=gathers, scatters=scatters
     )
 
 
@@ -221,19 +205,11 @@ def grouped_gemm_by_expert(
     num_rows: int,
     precise: torch.dtype,
 ) -> Tensor:
-    """`out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`.
+    """The specification: one expert after another in plain torch, differentiable.
 
-    Args:
-        x: `[*, K]`.
-        weight_SNK: `[S, N, K]`, any strides; or quantised, and then its values.
-        offsets: E + 1 row numbers.
-        slots: One an expert; below 0 where the expert takes no part.
-        bias_SN: `[S, N]` or None.
-        reads_R: Row of `x` that each sorted row reads; None for the same row.
-        writes_R: Row of the result that each sorted row writes; None for the same row.
-        out: Where to write, or None for a new tensor, zero where nothing is written.
-        num_rows: Rows of a new tensor.
-        precise: fp32 or fp64 in the specification; the dtype of `x` makes it a CPU implementation.
+    `out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`: fp32 or
+    fp64 in the specification; the dtype of `x` makes it a CPU implementation. None reads or writes
+    the same row. A new tensor is zero where nothing is written.
     """
     pieces: list[Tensor] = []
     destinations: list[Tensor] = []
@@ -265,7 +241,6 @@ def grouped_gemm_by_expert(
 
 
 def _reader(weight: Tensor | QuantizedStack) -> Callable[[int, torch.dtype], Tensor]:
-    """Gives the matrix of a slot in a type."""
     if isinstance(weight, QuantizedStack):
         return lambda slot, dtype: weight.matrix(slot).dequantize(dtype)
     matrices = weight.unbind()

@@ -63,17 +63,13 @@ def stages_of(weight: Weights, num_stages: int, block_k: int, depth: int) -> int
 
 
 def codes_of(weight: Weights) -> Tensor:
-    """What lies where a kernel reads the weights from."""
     return weight if isinstance(weight, Tensor) else weight.codes
 
 
 def packed_arguments(weight: Weights, up: Weights | None, x: Tensor) -> dict[str, Any]:
-    """What a kernel is told of scales and zero points; nothing that counts of plain weights.
+    """What a kernel takes of scales and zero points; nothing that counts of plain weights.
 
-    Args:
-        weight: Of the product, or of the gate.
-        up: Of up, where it is a tensor of its own: of the same format.
-        x: The rows.
+    `up`, where it is a tensor of its own, has the format of `weight`, the gate's.
     """
     if isinstance(weight, Tensor):
         return {

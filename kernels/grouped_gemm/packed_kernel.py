@@ -4,7 +4,9 @@ The `WeightFormat` is one constexpr, `FORMAT`, so that each format is compiled t
 instructions. A code, less its zero point, is exact in bf16, fp16 and fp32. Where the scale is a
 power of two or in fp8, and the product with it still exact (MXFP4, NVFP4), the decoded tile is
 multiplied by it; elsewhere a group's partial sum is, in fp32, and by a global scale all of a sum.
-So no weight is rounded.
+So no weight is rounded. In ggml's blocks codes and scales lie together (layouts are those of
+`quantized/block_reference.py`): a step takes the columns of one scale, 32, of Q6_K 16; where a
+block has minima, they are multiplied by the sum of the rows and subtracted.
 
 Names: `N` rows of the weights, `K` the summed dimension.
 """
@@ -126,14 +128,9 @@ def block_step(
     acc, x, row_ptrs, mask_n, first_k,
     FORMAT: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`acc + x @ w.T` for the columns of one scale, from `first_k` on.
+    """`acc + x @ w.T` for the columns of one scale, from `first_k` on, a multiple of them.
 
-    Args:
-        acc: fp32 `[M, BLOCK_N]`.
-        x: `[M, 32]`, of Q6_K `[M, 16]`.
-        row_ptrs: `[BLOCK_N]`: where each row of blocks begins.
-        mask_n: Rows that exist.
-        first_k: A multiple of the columns of a scale.
+    `row_ptrs` `[BLOCK_N]`: where each row of blocks begins.
     """
     SIZE: tl.constexpr = FORMAT.block_codes
     ptrs = row_ptrs + first_k // SIZE * FORMAT.block_bytes
@@ -221,10 +218,7 @@ def row_of_scales(rows, FORMAT: tl.constexpr):
 def times_global(acc, ptrs, FORMAT: tl.constexpr):
     """Sums multiplied or divided by the global scale of their weights, rounded once.
 
-    Args:
-        acc: fp32 `[M, N]`.
-        ptrs: Where the scale is: of all columns, or `[N]`.
-        FORMAT: Says which.
+    `ptrs`: where the scale is, of all columns or `[N]`.
     """
     factor = tl.load(ptrs) + tl.zeros_like(acc)
     return tl.div_rn(acc, factor) if FORMAT.global_scale == "divide" else acc * factor
@@ -241,12 +235,7 @@ def _row_step(
     Args:
         acc: fp32 `[M, BLOCK_N]`.
         x: `[M, BLOCK_K]`, zero past the last column.
-        codes_ptrs: `[BLOCK_N]`: where each row of codes begins.
-        scales_ptrs: Where the row of its scales does.
-        zeros_ptrs: Where the row of its zero points does; anything where there are none.
-        mask_n: Rows that exist.
-        first_k: A multiple of BLOCK_K.
-        dim_k: K.
+        codes_ptrs: `[BLOCK_N]`: where each row of codes begins; so for scales and zero points.
         SCALES_TILE: Whether decoded values are multiplied by their scales. Otherwise the product
             is, and all columns of a step share a scale.
     """

@@ -1,4 +1,10 @@
-"""Which tile each product is computed in: a measured one where there is a table, else a rule."""
+"""Which tile each product is computed in: a measured one where there is a table, else a rule.
+
+The rule is data: for each kind of product the tiles in order of the rows an expert has on average.
+Every tile listed here is compiled for every architecture in the tests. A table is JSON, one file a
+GPU model; the user's own, written by `moe-runtime bench kernels --tune`, comes before one that
+ships with the package.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +35,9 @@ class GpuLimits:
 
     Attributes:
         shared_bytes: Shared memory a program can have.
-        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: the matrix units of
-            Hopper and of Blackwell's servers read these from shared memory, others through
-            registers. Those have descriptors of tensors, too.
+        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands, and there are
+            descriptors of tensors: the matrix units of Hopper and of Blackwell's servers read
+            operands from shared memory, others through registers.
         num_multiprocessors: Programs that run at once, at one each.
     """
 
@@ -48,11 +54,9 @@ class Tile:
         block_m: Rows of the tile.
         block_n: Columns of the tile.
         block_k: Summed elements loaded at a time.
-        num_warps: Warps of a program.
         num_stages: Loads in flight, counted in steps of `block_k`.
         group_m: Row tiles that share a column tile while it is cached.
-        is_persistent: Whether programs stay for tile after tile and load by TMA, where a product
-            can be computed so; see `persistent.py`.
+        is_persistent: Whether programs stay for tile after tile and load by TMA, where they can.
         max_registers: Of a thread, so that programs share a multiprocessor; 0 is what it takes.
     """
 
@@ -129,7 +133,6 @@ def tile_key(
     dim_k: int,
     dtype: torch.dtype,
 ) -> TileKey:
-    """The key of a product; arguments as in `choose_tile`."""
     mean = max(1, -(-num_rows // max(1, num_experts)))
     return TileKey(kind, dtype.itemsize * 8, dim_n, dim_k, 1 << (mean - 1).bit_length())
 
@@ -147,9 +150,9 @@ def table_path(gpu: str, folder: Path | None = None) -> Path:
 
 @cache
 def measured_tiles(gpu: str) -> Mapping[TileKey, Tile]:
-    """Every tile measured for a GPU model. Read once in a process.
+    """Every tile measured for a GPU model, read once in a process.
 
-    A table of the user's that cannot be read is said once and counts as none: no product needs one.
+    A table of the user's that cannot be read is warned of once and counts as none.
     """
     shipped = read_table(table_path(gpu, SHIPPED))
     try:
@@ -182,7 +185,7 @@ def read_table(path: Path) -> dict[TileKey, Tile]:
 
 
 def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
-    """Adds tiles to a file, replacing what it said of the same products, in one step.
+    """Adds tiles to a file, replacing those of the same products, in one step.
 
     Raises:
         ValueError: There is a file already and it is no table.
@@ -284,13 +287,10 @@ def choose_tile(
     """The tile of a product, from what the host knows without asking the device.
 
     Args:
-        kind: Which kernel.
         num_rows: Sorted rows of all experts.
         num_experts: Experts that share them.
         dim_n: Columns of the product, gate and up counted separately.
         dim_k: The summed dimension; of a weight gradient, its rows.
-        dtype: Of the operands.
-        device: Where it runs.
         packed: How the weights are written, if they are codes.
     """
     room = describe_device(device)
@@ -309,13 +309,13 @@ def choose_tile(
 def tile_by_rule(
     kind: ProductKind, *, num_rows: int, num_experts: int, dim_n: int, dtype: torch.dtype
 ) -> Tile:
-    """The rule's tile, whatever the device can hold; arguments as in `choose_tile`."""
+    """The rule's tile, whatever the device can hold."""
     tables = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
     return _first_fit(tables[kind], num_rows / max(1, num_experts), dim_n)
 
 
 def packed_table(kind: WeightFormat, dtype: torch.dtype) -> str:
-    """The name of the table in `TILES_PACKED` for weights of a format and rows of a dtype."""
+    """The name of the table in `TILES_PACKED`."""
     if dtype == torch.float32:
         return "32-bit rows"
     if kind.block_codes:

@@ -58,15 +58,7 @@ class LayerBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One product of a layer.
-
-    Attributes:
-        name: What it computes.
-        key: What its tile is kept for.
-        flops: Of one run.
-        rule: The tile that it has without a table.
-        run: Computes it in a tile.
-    """
+    """One product of a layer: what its tile is kept for, the rule's tile, and a run in any tile."""
 
     name: str
     key: TileKey
@@ -77,13 +69,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a problem's tiles took.
+    """What a problem's tiles took: the fastest and the rule's.
 
     Attributes:
-        problem: The product.
-        tile: The fastest tile.
-        seconds: Of the fastest.
-        rule_seconds: Of the rule's tile.
         num_tried: Tiles that ran.
         num_refused: Tiles that the device could not hold or the compiler not compile.
     """
@@ -145,7 +133,6 @@ def tune(
 
 
 def _runs(problem: Problem, tile: Tile, *, refusals: tuple[type[Exception], ...]) -> bool:
-    """Whether a product can be computed in a tile; it is compiled then."""
     try:
         problem.run(tile)
     except refusals:
@@ -183,14 +170,7 @@ def _variants(tile: Tile, kind: ProductKind, device: GpuLimits) -> Iterator[Tile
 def layer_problems(
     shape: LayerBatch, dtype: torch.dtype, device: torch.device, *, impl: str = "auto"
 ) -> list[Problem]:
-    """Every product of a gated layer, forward and backward, with tokens spread at random.
-
-    Args:
-        shape: The layer and the batch.
-        dtype: Of tokens and weights.
-        device: Where it runs.
-        impl: Of `token_sort`.
-    """
+    """Every product of a gated layer, forward and backward, with tokens spread at random."""
     T, D, F, E, K = shape
     rows = T * K
     generator = torch.Generator(device).manual_seed(0)

@@ -43,38 +43,20 @@ def find_device(device: str | torch.device, name: str = "device") -> torch.devic
 
 
 def check_choice(impl: str, impls: Sequence[str]) -> None:
-    """Refuses names of no implementation.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Refuses names of no implementation."""
     if impl not in impls:
         raise ValueError(f"impl must be one of {', '.join(impls)}, got {impl!r}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int], reason: str = "") -> None:
-    """Refuses a tensor of another shape.
-
-    Args:
-        name: Of the argument.
-        tensor: What was given.
-        shape: What it must be.
-        reason: Why, as in "for this topology".
-
-    Raises:
-        ValueError: The shapes differ.
-    """
+    """Refuses a tensor of another shape; `reason` says why, as in "for this topology"."""
     if tuple(tensor.shape) != tuple(shape):
         why = f" {reason}" if reason else ""
         raise ValueError(f"{name} must be {list(shape)}{why}, got {list(tensor.shape)}")
 
 
 def check_like(name: str, tensor: Tensor, like: Tensor, other: str) -> None:
-    """Refuses a tensor of another dtype or on another device than `like`, which is called `other`.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Refuses a tensor of another dtype or on another device than `like`, called `other`."""
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} on {like.device} like {other}, got {tensor.dtype} on "

@@ -44,12 +44,6 @@ class ActivationSpec:
     clamps_after: bool = False
 
     def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: The function is unknown, a bound is not positive, or a field belongs to
-                another function.
-        """
         if self.function not in ACTIVATION_NAMES:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATION_NAMES)}, got {self.function!r}"
@@ -165,11 +159,8 @@ Activation = ActivationName | ActivationSpec | PreactivationFunction
 
 
 class GateLayout(NamedTuple):
-    """Whether pre-activations ``[R, Z]`` hold gate and up, and how the two lie.
-
-    Attributes:
-        has_gate: Z is 2F: gate and up. Otherwise it is F: up alone.
-        is_concatenated: All gate values of a row come first; otherwise gate and up alternate.
+    """How pre-activations ``[R, Z]`` lie: gate and up (Z = 2F) or up alone, and with
+    `is_concatenated` all gate values of a row first, else gate and up in turn.
     """
 
     has_gate: bool = True

@@ -2,7 +2,7 @@
 
 torch's `once_differentiable` refuses it only where the gradient that came in has a graph and a
 backward pass visits every node. With named inputs (`torch.autograd.grad`,
-`torch.autograd.functional`) nobody comes by its error, and what is missing would count as zero.
+`torch.autograd.functional`) no node raises its error, and what is missing would count as zero.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ def first_derivatives_only(
     It runs without a graph. A derivative of what it finds, by the gradients that came in or by
     what the saved tensors depend on, raises an error. So a function that is not linear saves its
     inputs; or an output, from which the graph leads to them.
-
-    Args:
-        message: Of the error.
-        kind: Of error.
     """
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:

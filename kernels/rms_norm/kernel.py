@@ -52,15 +52,7 @@ def rms_norm_fwd(
 def launch_rms_norm(
     x: Tensor, weight: Tensor, eps: float, form: NormForm, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What is normalised, and the result of `rms_norm`, for what `gpu` has looked at.
-
-    Args:
-        x: `[..., D]`, as all of `rms_norm`.
-        weight: `[D]`.
-        eps: Added to the mean of squares.
-        form: Of the product with the weight.
-        residual: Of the shape of `x`; added before.
-    """
+    """What is normalised, and the result of `rms_norm`; a residual is added before."""
     dim = weight.shape[0]
     rows_RD = _rows(x, dim)
     residual_RD = rows_RD if residual is None else _rows(residual, dim)

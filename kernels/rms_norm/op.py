@@ -25,14 +25,7 @@ FORMS: tuple[NormForm, ...] = ("rounded", "wide", "plus_one")
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm = "rounded") -> Tensor:
-    """Normalises in fp32, or in fp64 when `x` is fp64.
-
-    Args:
-        x: [..., D].
-        weight: [D].
-        eps: added to the mean of the squares.
-        form: as of `rms_norm`.
-    """
+    """The specification, in fp32, or in fp64 when `x` is fp64."""
     wide = x.to(precise_dtype(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if form == "rounded":
@@ -40,6 +33,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm = "
     return (normed * (weight.to(normed.dtype) + (form == "plus_one"))).to(x.dtype)
 
 
+MOST_COLUMNS = 16384
+"""Of a row that one program of the Triton kernel holds."""
 ROWS_ALONE = 64
 """Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
 
@@ -74,12 +69,19 @@ def rms_norm(
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if impl == "triton" or (x.is_cuda and impl == "auto"):
-        normed = run_triton(x, weight, eps, form, is_asked_for=impl == "triton")
-        if normed is not None:
-            return normed
+        found = _by_triton(x, weight, eps, form, is_asked_for=impl == "triton")
+        if found is not None:
+            return found[1]
     if impl == "auto":
         library = native_library()
-        if library is not None and _can_be_native(x, weight):
+        # what is invalid is left to torch to report
+        if (
+            library is not None
+            and x.numel() > 0
+            and weight.shape == x.shape[-1:]
+            and native_problem(x, weight) is None
+            and not torch.compiler.is_compiling()
+        ):
             return _run_native(library, x, weight, eps, form)
         return rms_norm_reference(x, weight, eps, form)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
@@ -98,7 +100,7 @@ def rms_norm(
 
 
 def native_problem(x: Tensor, weight: Tensor) -> str | None:
-    """Why the C kernel cannot take these (valid) arguments, or None."""
+    """Why the C kernel cannot take these, or None."""
     if not (x.is_cpu and weight.is_cpu):
         return f"it needs CPU tensors, got {x.device} and {weight.device}"
     if x.dtype not in DTYPE_CODES or x.dtype != weight.dtype:
@@ -108,17 +110,6 @@ def native_problem(x: Tensor, weight: Tensor) -> str | None:
     if needs_torch(x, weight):
         return NEEDS_TORCH
     return None
-
-
-def _can_be_native(x: Tensor, weight: Tensor) -> bool:
-    """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
-    dim = x.shape[-1] if x.ndim else 0
-    return (
-        x.numel() > 0
-        and weight.shape == (dim,)
-        and native_problem(x, weight) is None
-        and not torch.compiler.is_compiling()
-    )
 
 
 def _run_native(
@@ -156,17 +147,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`x + residual` in their dtype, and `rms_norm` of it, in the bits of the two one by one.
 
-    Args:
-        x: `[..., D]`.
-        residual: The shape and dtype of `x`.
-        weight: `[D]`, dtype of `x`.
-        eps: As of `rms_norm`.
-        form: As of `rms_norm`.
-        impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able,
-            and else torch's sum and `rms_norm`. A named implementation never falls back.
-
-    Returns:
-        The sum and the normalised sum, both of the shape and dtype of `x`.
+    `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able, and else
+    torch's sum and `rms_norm`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.
@@ -178,8 +160,7 @@ def add_rms_norm(
             f"{list(residual.shape)} {residual.dtype} for {list(x.shape)} {x.dtype}"
         )
     if impl == "triton" or (x.is_cuda and impl == "auto"):
-        is_asked_for = impl == "triton"
-        found = add_by_triton(x, residual, weight, eps, form, is_asked_for=is_asked_for)
+        found = _by_triton(x, weight, eps, form, residual, is_asked_for=impl == "triton")
         if found is not None:
             return found
     total = x + residual
@@ -190,55 +171,19 @@ def add_rms_norm(
     raise ValueError(f"impl must be one of auto, triton, reference, got {impl!r}")
 
 
-MOST_COLUMNS = 16384
-"""Of a row that one program holds."""
-
-
-def run_triton(
-    x: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
-) -> Tensor | None:
-    """`rms_norm` by the Triton kernel; None where it is not able, unless it `is_asked_for`.
-
-    Raises:
-        ValueError: It is asked for and cannot take the input.
-        TritonUnavailableError: It is asked for and Triton is not installed.
-    """
-    if is_asked_for:
-        require_triton(x.device)
-    if _can_take(x, weight):
-        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
-
-        return launch_rms_norm(x, weight, eps, form)[1]
-    if not is_asked_for:
-        return None
-    raise _refusal(x, weight)
-
-
-def add_by_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
+def _by_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: NormForm,
+    residual: Tensor | None = None,
+    *,
+    is_asked_for: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """`add_rms_norm`, for operands of one shape and dtype; else as `run_triton`."""
+    """What is normalised and the result; None where the kernel is not able, unless asked for."""
     if is_asked_for:
         require_triton(x.device)
-    if residual.device == x.device and _can_take(x, weight) and not needs_torch(residual):
-        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
-
-        return launch_rms_norm(x, weight, eps, form, residual)
-    if not is_asked_for:
-        return None
-    raise _refusal(x, weight)
-
-
-def _refusal(x: Tensor, weight: Tensor) -> ValueError:
-    return ValueError(
-        "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of 1 to "
-        f"{MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
-        f"{weight.dtype} {list(weight.shape)}"
-    )
-
-
-def _can_take(x: Tensor, weight: Tensor) -> bool:
-    return (
+    if (
         x.numel() > 0
         and weight.shape == x.shape[-1:]
         and weight.shape[0] <= MOST_COLUMNS
@@ -249,4 +194,15 @@ def _can_take(x: Tensor, weight: Tensor) -> bool:
         and not needs_torch(x, weight)
         and not torch.compiler.is_compiling()
         and importlib.util.find_spec("triton") is not None
+        and (residual is None or (residual.device == x.device and not needs_torch(residual)))
+    ):
+        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+
+        return launch_rms_norm(x, weight, eps, form, residual)
+    if not is_asked_for:
+        return None
+    raise ValueError(
+        "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of 1 to "
+        f"{MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
+        f"{weight.dtype} {list(weight.shape)}"
     )

@@ -22,16 +22,10 @@ class TritonUnavailableError(MoERuntimeError):
 
 
 def resolve_impl(impl: str, device: torch.device, supported: Sequence[str]) -> str:
-    """The implementation that a call uses.
-
-    Args:
-        impl: What the caller wrote. `auto` is `triton` on a GPU and `torch` elsewhere; anything
-            else is taken as it is and never replaced.
-        device: Of the tensors.
-        supported: The names that the op knows, `auto` among them.
+    """The implementation that a call uses; `auto` is `triton` on a GPU and `torch` elsewhere.
 
     Raises:
-        ValueError: The name is unknown, or it is `triton` and the tensors are not on a GPU.
+        ValueError: The name is not `supported`, or it is `triton` and the tensors are on no GPU.
         TritonUnavailableError: It comes out as `triton` and Triton is not installed.
     """
     check_choice(impl, supported)
@@ -45,7 +39,7 @@ def resolve_impl(impl: str, device: torch.device, supported: Sequence[str]) -> s
 def require_triton(device: torch.device) -> None:
     """Raises unless Triton kernels can run on tensors of this device.
 
-    A CPU will do while Triton's interpreter is on, which is how the tests run the kernels.
+    A CPU will do while Triton's interpreter is on, as in the tests.
 
     Raises:
         ValueError: The device is no GPU.
@@ -61,17 +55,13 @@ def require_triton(device: torch.device) -> None:
 
 
 def check_triton_dtype(x: Tensor) -> None:
-    """Refuses values that no Triton kernel here computes with.
-
-    Raises:
-        ValueError: They are fp64, or no floating-point numbers.
-    """
+    """Refuses values that no Triton kernel here computes with."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter stands in for the compiler in this process."""
+    """Whether Triton's interpreter replaces the compiler in this process."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -91,20 +81,12 @@ def power_of_2(number: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
-    """Runs `kernel` over `grid` on the GPU that its tensors lie on.
+    """Runs `kernel` over `grid` on the GPU that its tensors lie on; returns what Triton returns.
 
     By keyword only: kernels have too many arguments to tell apart by position. What was compiled
     for the same arguments is started at once: of tensors it depends on their types, on whether
     addresses are multiples of 16, and on ROCm on whether 32 bits tell the bytes apart. Triton's
     own way to find it takes as long as a small kernel runs.
-
-    Args:
-        kernel: A `triton.jit` function.
-        grid: Programs along each axis, none of them 0.
-        arguments: Those of the kernel, `num_warps` and `num_stages` with them.
-
-    Returns:
-        What Triton returns for a launch: the compiled kernel, or None when interpreted.
     """
     # Products and sums are fused, unless a kernel rounds as torch does. Triton's default changes
     # with its version; results must not.
@@ -158,7 +140,6 @@ class PreparedLaunch:
     """Launches that differ in their tensors alone, for steps that are as short as a launch."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], /, **numbers: Any) -> None:
-        """Takes what `launch` takes, but for the tensors."""
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
         self._compiled: dict[Any, Any] = {}
         self._places: list[int] = []
@@ -192,7 +173,11 @@ class PreparedLaunch:
 
 @lru_cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """What such a kernel is launched with: IS_CHAINED and, from Hopper on, Triton's option."""
+    """Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
+
+    It waits for that one (`gdc_wait`) before it reads what others may have written, and writes:
+    what waits for it has waited for all before it. IS_CHAINED and, from Hopper on, Triton's option.
+    """
     is_able = (
         device.type == "cuda"
         and torch.version.hip is None

@@ -18,10 +18,7 @@ from moe_runtime.models.lm.layers import Linear, RMSNorm
 
 
 class DenseFeedForward(nn.Module):
-    """SwiGLU feed-forward of a layer without experts.
-
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
-    """
+    """SwiGLU feed-forward of a layer without experts (Shazeer, "GLU Variants", 2020)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -47,11 +44,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryTable, token_ids: Tensor, previous_logits: Tensor | None
     ) -> Tensor:
-        """`[B, C, D]` to `[B, C, D]`.
-
-        Args:
-            token_ids: `[B, C]`, for gates that route by token.
-        """
+        """`[B, C, D]` to `[B, C, D]`; token ids `[B, C]` are for gates that route by token."""
         x = x + self.attention(self.attention_norm(x), rotary)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, MoELayer):
@@ -69,8 +62,7 @@ class Block(nn.Module):
 class ShortcutBlocks(nn.Module):
     """A dense block and one with experts whose routed part reads an earlier representation.
 
-    The routed experts are known, and can be fetched, before the second attention computes; see
-    `ScMoEBlock`. Counts as two layers.
+    Counts as two layers; see `ScMoEBlock`.
     """
 
     def __init__(self, config: LanguageModelConfig, moe: ExpertsConfig, layer: int) -> None:

@@ -23,10 +23,8 @@ class ExpertsConfig:
     capacity_factor: float | None = None  # None never drops a token
     drop_policy: str = "choice"  # which choices are kept where there is a capacity
     num_groups: int = 1  # consecutive parts of the batch that are routed on their own
-    # numbers of MoE++'s zero-computation experts by kind (`zero`, `copy`, `constant`)
-    zero_experts: Mapping[str, int] | None = None
-    # what computes the experts: `auto`, `native`, `triton`, `torch` or `reference`
-    impl: str = "auto"
+    zero_experts: Mapping[str, int] | None = None  # of MoE++, by kind: `zero`, `copy`, `constant`
+    impl: str = "auto"  # what computes them: `auto`, `native`, `triton`, `torch`, `reference`
     recompute: bool = False  # the backward pass computes the experts' pre-activations again
     # coefficients of the auxiliary losses by name; None takes the gate's own. What is trained on is
     # the mean over the routed layers.
@@ -60,8 +58,7 @@ class LanguageModelConfig:
     max_positions: int  # longest context in tokens
     vocab_size: int | None = None  # entries of the vocabulary; None until the tokenizer is known
     moe: ExpertsConfig | None = None  # the routed feed-forward; None makes a dense model
-    # hidden width of the dense feed-forward; needed where a layer is dense
-    intermediate_size: int | None = None
+    intermediate_size: int | None = None  # of the dense feed-forward, where a layer is dense
     dense_layers: tuple[int, ...] = ()  # layers that stay dense in a model with experts
     tie_embeddings: bool = True  # the output projection is the embedding
     rope_theta: float = 10_000.0  # base of the rotary position embedding

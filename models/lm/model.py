@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import LayerAux, MoELayer
-from moe_runtime.models.lm.attention import RotaryTable
+from moe_runtime.models.lm.attention import RotaryTable, SequencePart
 from moe_runtime.models.lm.blocks import Block, ShortcutBlocks, make_blocks
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.layers import RMSNorm
-from moe_runtime.models.lm.loss import linear_cross_entropies
-from moe_runtime.models.lm.sequence import SequencePart
+from moe_runtime.models.lm.layers import RMSNorm, linear_cross_entropies
 from moe_runtime.routing import Reinforce
 
 if TYPE_CHECKING:
@@ -32,27 +30,18 @@ class Losses:
 
     cross_entropy: Tensor  # mean over the tokens, nats; a scalar
     auxiliary: Tensor  # the gates' losses with their coefficients, mean over the routed layers
-    # demand of the busiest expert over the mean, mean over the routed layers; None in a dense model
-    max_load: Tensor | None = None
-    # share of the choices that capacity took away, mean likewise
-    dropped_share: Tensor | None = None
+    max_load: Tensor | None = None  # demand of the busiest expert over the mean, mean over layers
+    dropped_share: Tensor | None = None  # share of the choices that capacity took away, likewise
 
     def detach(self) -> "Losses":
         """The same numbers without their graphs."""
-        return Losses(
-            self.cross_entropy.detach(),
-            self.auxiliary.detach(),
-            None if self.max_load is None else self.max_load.detach(),
-            None if self.dropped_share is None else self.dropped_share.detach(),
-        )
+        known = {name: loss.detach() for name, loss in vars(self).items() if loss is not None}
+        return replace(self, **known)
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model.
-
-    Args:
-        config: its shape; `vocab_size` must be known.
-        recompute: keep each block's input instead of its activations, and compute it twice.
+    """A decoder-only language model; `recompute` keeps each block's input instead of its
+    activations.
 
     Attributes:
         replicas: processes that train copies of the gates on other tokens; None for this alone
@@ -93,9 +82,7 @@ class LanguageModel(nn.Module):
             block.compile(backend=backend)
 
     def embed(self, ids_BC: Tensor) -> Tensor:
-        """The residual stream `[B, C, D]` before the first block; that of this process's part where
-        sequences are divided.
-        """
+        """The residual stream `[B, C, D]`, or this process's part of it, before the first block."""
         if ids_BC.shape[1] > self.config.max_positions:
             raise ValueError(
                 f"expected at most {self.config.max_positions} tokens a sequence, "
@@ -106,13 +93,8 @@ class LanguageModel(nn.Module):
     def through_blocks(
         self, x: Tensor, ids_BC: Tensor, previous_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after the blocks that are here.
-
-        Args:
-            x: `[B, C, D]` before the first of them.
-
-        Returns:
-            `[B, C, D]`, and the scores of the last gate so far, None where there was none.
+        """The residual stream `[B, C, D]` after the blocks that are here, and the last gate's
+        scores or None.
         """
         for block in self.own_blocks():
             if self.recompute and torch.is_grad_enabled():
@@ -125,8 +107,8 @@ class LanguageModel(nn.Module):
         return x, previous_logits
 
     def hidden_states(self, ids_BC: Tensor) -> Tensor:
-        """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed; those of this process's
-        part where sequences are divided.
+        """Last hidden states `[B, C, D]` of token ids `[B, C]`, or this process's part of them,
+        normed.
         """
         return self.norm(self.through_blocks(self.embed(ids_BC), ids_BC)[0])
 
@@ -135,11 +117,7 @@ class LanguageModel(nn.Module):
         return self.output(self.hidden_states(ids_BC))
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        """Cross-entropy of the targets, and the gates' losses.
-
-        Args:
-            ids_BC: token ids `[B, C]`.
-        """
+        """Cross-entropy of the targets, and the gates' losses, for token ids `[B, C]`."""
         x, _ = self.through_blocks(self.embed(ids_BC), ids_BC)
         return self.losses_after(x, targets_BC)
 
@@ -167,12 +145,9 @@ class LanguageModel(nn.Module):
             return Losses(cross_entropy, zero)
         if not layers:
             return Losses(cross_entropy, zero, zero, zero)
-        return Losses(
-            cross_entropy,
-            torch.stack([aux.loss for aux in layers]).sum() / self.num_routed,
-            torch.stack([aux.max_load for aux in layers]).sum() / self.num_routed,
-            torch.stack([aux.dropped_share for aux in layers]).sum() / self.num_routed,
-        )
+        columns = zip(*((aux.loss, aux.max_load, aux.dropped_share) for aux in layers), strict=True)
+        shares = (torch.stack(column).sum() / self.num_routed for column in columns)
+        return Losses(cross_entropy, *shares)
 
     def after_step(self, *, skipped: bool = False) -> None:
         """What gates do between optimizer steps: move a selection bias, anneal a temperature."""

@@ -1,7 +1,6 @@
 """The language model over several processes: its experts under a layout, its dense part divided.
 
-Attention and dense feed-forward networks are divided by torch's own libraries: tensor parallelism
-(`parallelize_module`) and FSDP2 (`fully_shard`).
+Attention and dense feed-forward are divided by torch's `parallelize_module` and `fully_shard`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moe_runtime.layer.experts import Experts
-from moe_runtime.models.lm.attention import Attention
+from moe_runtime.models.lm.attention import Attention, SequencePart
 from moe_runtime.models.lm.blocks import DenseFeedForward
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.layers import Linear
 from moe_runtime.models.lm.model import LanguageModel, Losses
-from moe_runtime.models.lm.sequence import SequencePart
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts
 from moe_runtime.parallel.groups import FSDP
 from moe_runtime.routing import MoEPlusPlus, Reinforce
@@ -159,11 +157,7 @@ def leave_exchanges(model: LanguageModel) -> None:
 
 
 class LinearParts(nn.Module):
-    """A linear map whose output columns are those of several, side by side.
-
-    Args:
-        weights: `[columns, D]` of each, by name.
-    """
+    """A linear map whose output columns are those of several maps `[columns, D]`, by name."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -300,14 +294,8 @@ class StageModule(nn.Module):
     """One stage of a model as `torch.distributed.pipelining` calls it.
 
     What travels is the residual stream and, where gates read the scores of the gate before (MoE++),
-    those. The losses of gates are added to the gradients where they arise, because what they depend
-    on does not reach the last stage.
-
-    Attributes:
-        model: The blocks of this stage
-        stage: Which one it is
-        found: The losses of every call so far, as this stage's shares, without their graphs.
-            The cross-entropy is 0 in all stages but the last.
+    those. The losses of gates are added to the gradients where they arise. ``found`` has the losses
+    of every call, as this stage's shares; the cross-entropy is 0 in all stages but the last.
     """
 
     def __init__(
@@ -342,10 +330,8 @@ class StageModule(nn.Module):
         model.is_whole = False
 
     def forward(self, *received: Tensor, windows: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """What the next stage receives; of the last stage the cross-entropy, a scalar.
-
-        Args:
-            windows: `[B, C + 1]` token ids.
+        """What the next stage receives for windows `[B, C + 1]`; of the last stage the
+        cross-entropy.
         """
         ids_BC, targets_BC = windows[:, :-1], windows[:, 1:]
         model = self.model

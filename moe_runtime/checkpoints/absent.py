@@ -166,7 +166,7 @@ def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None
 
 
 class WholeConversion:
-    """The ``_apply`` of a module with absent parameters below it: refuses before any is converted."""
+    """The ``_apply`` of a module over absent parameters: refuses before any is converted."""
 
     def __init__(self, module: nn.Module) -> None:
         """Becomes an attribute of the module, which it therefore must not keep alive."""

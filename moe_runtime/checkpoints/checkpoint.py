@@ -39,14 +39,11 @@ class Checkpoint:
     dtype: torch.dtype  # the type in which the model computes
     # its quantised weights by the names that the model's conversion table knows
     packed: dict[str, PackedWeight] = field(default_factory=dict)
-    # where experts lie that `moe-runtime pack` wrote, if it did
-    runs: PackedExpertIndex | None = None
-    # what makes its weights those of the model, before the model's own table
-    conversions: Sequence[WeightTransform] = ()
+    runs: PackedExpertIndex | None = None  # experts that `moe-runtime pack` wrote
+    conversions: Sequence[WeightTransform] = ()  # before the model's own conversion table
     # changes the model that transformers makes, on the meta device, to one of its weights
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
-    # of the files of its tensors, taken before their headers were read
-    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)  # taken before headers were read
     # tensors of a GGUF file by the names of weights here; empty for other checkpoints
     origins: Mapping[str, str] = field(default_factory=dict)
 

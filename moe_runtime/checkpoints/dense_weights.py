@@ -5,26 +5,48 @@ Each tensor is read straight into memory of its own, so that loading needs no mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
+from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
+from moe_runtime.checkpoints.packed_experts import MatrixForm
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.errors import (
+    CapacityError,
+    CheckpointError,
+    UnsupportedModelError,
+    UnsupportedUseError,
+)
+from moe_runtime.kernels.linear import frozen_linear, quantized_linear, values_of
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
+from moe_runtime.kernels.lossless.reference import (
+    GROUP_ROWS,
+    TAIL_BYTES,
+    coded_row_bytes,
+    num_groups,
+)
+from moe_runtime.kernels.native import needs_torch
+from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
+from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange
 from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import Weight
+    AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 ALIGNED_BYTES = 64
 """What divides the address of a dense weight. Where MKL has no AVX2, it sums a product of one fp32
@@ -72,8 +94,6 @@ class DenseReader:
     def read(self, entry: Weight) -> Tensor:
         """The values of a weight, in memory of their own."""
         if not isinstance(entry, TensorEntry):
-            from moe_runtime.checkpoints.packed_parameter import read_values
-
             values = read_values(self, entry, self._dtype)
         else:
             dtype = TORCH_DTYPES.get(entry.dtype)
@@ -145,8 +165,6 @@ def load_dense(
     }
     try:
         if packed:
-            from moe_runtime.checkpoints.packed_parameter import keep_packed
-
             keep_packed(model, experts, reader, checkpoint.dtype)
         info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
@@ -175,3 +193,366 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
     gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {key: tied[key] for key in tied if key not in gone}
+
+
+_ELEMENTS_AT_ONCE = 2**16
+"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+_ROOM_SHARE = 8
+"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
+
+
+def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
+    """The codes of one matrix, put in order, in memory of their own."""
+    parts = weight.ranges(0, 1, weight.num_rows)
+    matrix = weight.packing.matrix(_parts(reader, weight, parts))
+    if weight.convert is not None:
+        matrix = replace(matrix, codes=weight.convert(matrix.codes))
+    reader.report(weight)
+    return matrix
+
+
+def coded_bytes(num_rows: int, num_cols: int) -> int:
+    """The most bytes that a bf16 matrix may take in the lossless code."""
+    starts_bytes, book_bytes = 4 * (num_groups(num_rows) + 1), 8
+    room = num_rows * num_cols // _ROOM_SHARE + TAIL_BYTES
+    return num_rows * coded_row_bytes(num_cols) + starts_bytes + book_bytes + room
+
+
+def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
+    """A bf16 matrix in the lossless code."""
+    matrix = encode_planes(reader.read(entry))
+    if matrix.nbytes > coded_bytes(*matrix.shape):
+        raise CapacityError(
+            f"{entry.name} does not fit in the lossless code: more than one weight in "
+            f"{_ROOM_SHARE} has a rare exponent; load the model with cache_code none"
+        )
+    return matrix
+
+
+def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The values of a weight as the model holds it, computed a few rows after the others."""
+    memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
+    values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
+    for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
+        matrix = packing.matrix(_parts(reader, weight, ranges))
+        values_RK[rows, cols] = matrix.dequantize(dtype)
+    return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
+
+
+def _parts(
+    reader: DenseReader, weight: PackedWeight, ranges: Mapping[str, TensorRange]
+) -> dict[str, Tensor]:
+    return {
+        name: part.view(reader.bytes_of(weight.name, part.file, part.offset, part.span_bytes))
+        for name, part in ranges.items()
+    }
+
+
+_CONVERSIONS = frozenset(
+    getattr(Tensor, name)
+    for name in ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous")
+)
+"""What gives a tensor back as it is where there is nothing to convert."""
+
+_READ_AS_VALUES = ("kv_b_proj",)
+"""Linear layers whose weights are more than multiplied by: steps of latent attention divide them
+into keys and values."""
+
+_DATA: Any = Tensor.data
+_READING_CODES = (Tensor.detach, _DATA.__get__)
+_PUTTING_VALUES = (Tensor.copy_, _DATA.__set__)
+_REFUSED = frozenset(
+    getattr(Tensor, name)
+    for name in ("data_ptr", "storage", "untyped_storage", "share_memory_", "requires_grad_")
+)
+"""What would tell the address of values, which have none of their own, or train them."""
+
+
+class PackedTensor(AbsentTensor):
+    """A frozen weight `[N, K]` of which codes are in memory, and values when they are asked for.
+
+    Products with it read the codes. Whatever else reads it gets values, written out for every call;
+    what would change them raises an ``UnsupportedUseError``.
+    """
+
+    matrix: AnyMatrix
+    product: PreparedQuantizedLinear  # few rows times the weight
+    whole: PackedTensor | None = None  # one that has the rows of this and others, see `join_packed`
+
+    @staticmethod
+    def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Takes codes, and the type of the values that others see."""
+        shape = torch.Size(matrix.shape)
+        made: Any = AbsentTensor.__new__(cls, shape, dtype, matrix.device)
+        made.matrix, made.product = matrix, PreparedQuantizedLinear(matrix)
+        return made
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """`(N, K)`; asked for in every step, and so past torch's own way."""
+        return torch.Size(self.matrix.shape)
+
+    def values(self) -> Tensor:
+        """The weight in memory of its own."""
+        if torch.compiler.is_compiling():
+            return self.matrix.dequantize(self.dtype)
+        return values_of(self.matrix, self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is nn.functional.linear
+            and len(args) > 1
+            and isinstance(args[1], PackedTensor)
+            and not isinstance(args[0], PackedTensor)
+        ):
+            return _multiply(*args, **kwargs)
+        if cls.describes(func, args, kwargs):
+            # torch's own way to disable subclasses: no exception can leave it switched on
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        own = args[0] if args else None
+        if isinstance(own, PackedTensor):
+            if func in _READING_CODES:
+                return PackedTensor(own.matrix, own.dtype)
+            if func is Tensor.__deepcopy__:
+                return packed_parameter(own.matrix, own.dtype)  # codes never change
+            if func in _PUTTING_VALUES:
+                given = args[1]
+                if isinstance(given, PackedTensor) and given.matrix is own.matrix:
+                    return own
+                refuse_change()
+            if func in _CONVERSIONS and not kwargs.get("copy") and _stays(own, func, args, kwargs):
+                return own
+        if func in _REFUSED or getattr(func, "__name__", "") == "__set__":
+            refuse_change()
+        return _with_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_change()
+
+    def __repr__(self, **_: Any) -> str:
+        """Says what it is, without its values."""
+        return f"PackedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.matrix.format})"
+
+
+def refuse_change() -> Any:
+    """Says that a weight is in memory as codes only."""
+    raise UnsupportedUseError(
+        "this weight is quantised in the checkpoint, or in the code of cache_code, and stays so in "
+        "memory: its values can be read and copied, but not changed, trained, shared or replaced; "
+        "train adapters beside it, without merging them, or load bf16 with cache_code none"
+    )
+
+
+def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
+    """A frozen parameter of a linear layer, of which the codes are in memory."""
+    return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
+
+
+def join_packed(parts: Sequence[nn.Linear]) -> None:
+    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on."""
+    matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
+    if all(isinstance(matrix, PlanesMatrix) for matrix in matrices):
+        joined: Any = _join_coded(cast("list[PlanesMatrix]", matrices))
+    elif any(isinstance(matrix, PlanesMatrix) for matrix in matrices):
+        return
+    else:
+        joined = _join_quantized(cast("list[QuantizedMatrix]", matrices))
+    if joined is None:
+        return
+    whole, first = PackedTensor(joined, parts[0].weight.dtype), 0
+    for part in parts:
+        end = first + part.out_features
+        part.weight = packed_parameter(joined.part(first, end), whole.dtype)
+        cast(PackedTensor, part.weight).whole = whole
+        first = end
+
+
+def _join_quantized(matrices: list[QuantizedMatrix]) -> QuantizedMatrix | None:
+    kind, num_cols = matrices[0].format, matrices[0].num_cols
+    group = kind.group_rows
+    if (
+        any((matrix.format, matrix.num_cols) != (kind, num_cols) for matrix in matrices)
+        or kind.global_scale != "none"
+        or group == 0
+        or any(len(matrix.codes) % group for matrix in matrices[:-1])
+    ):
+        return None
+    codes = torch.cat([matrix.codes for matrix in matrices])
+    others = [
+        None if column[0] is None else torch.cat(cast("list[Tensor]", column))
+        for column in ([m.scales for m in matrices], [m.zero_points for m in matrices])
+    ]
+    return QuantizedMatrix(kind, num_cols, codes, *others)
+
+
+def _join_coded(matrices: list[PlanesMatrix]) -> PlanesMatrix | None:
+    num_cols = matrices[0].num_cols
+    if any(len(m.coded) % GROUP_ROWS for m in matrices[:-1]):
+        return None
+    if any(matrix.num_cols != num_cols for matrix in matrices):
+        return None
+    joined = encode_planes(torch.cat([values_of(matrix, torch.bfloat16) for matrix in matrices]))
+    planned = sum(coded_bytes(*matrix.shape) for matrix in matrices)
+    return joined if joined.nbytes <= planned else None
+
+
+def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
+    """What `join_packed` made of some weights; None where these are not all of it, in order."""
+    whole = getattr(weights[0], "whole", None)
+    if whole is None or any(getattr(weight, "whole", None) is not whole for weight in weights):
+        return None
+    places = [_address(cast(PackedTensor, weight).matrix) for weight in weights]
+    return whole if places == sorted(set(places)) else None
+
+
+def _address(matrix: AnyMatrix) -> int:
+    rows = matrix.coded if isinstance(matrix, PlanesMatrix) else matrix.codes
+    return rows.data_ptr()
+
+
+def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
+    """Whether a weight of a model is only multiplied by, as that of a linear layer."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    if type(module) is not nn.Linear or own_name != "weight":
+        return False
+    if isinstance(weight, TensorEntry):
+        if path.rpartition(".")[2] in _READ_AS_VALUES:
+            return False
+        is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
+        form = MatrixForm(name, torch.bfloat16, tuple(weight.shape))
+        if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):
+            return False
+    elif weight.lead or weight.is_transposed or (weight.convert and not weight.moves_codes):
+        return False
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    wide = private.dtype_plan(model, module.weight.dtype)
+    return (
+        weight.shape == module.weight.shape
+        and name not in {*tied, *tied.values()}
+        and not any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+    )
+
+
+def keep_packed(
+    model: PreTrainedModel, experts: ExpertMap, reader: DenseReader, dtype: torch.dtype
+) -> None:
+    """Reads the weights that stay packed, and gives the model's linear layers these."""
+    for entry_name, name in experts.packed_dense.items():
+        weight = experts.dense_entries[entry_name]
+        read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
+        matrix = read(reader, weight)
+        parameter = packed_parameter(matrix, dtype)
+        private.mark_as_initialized(parameter)
+        path, _, own_name = name.rpartition(".")
+        model.get_submodule(path).register_parameter(own_name, parameter)
+
+
+def _multiply(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``: `[..., K]` to `[..., N]`."""
+    y = weight.product(input, bias)
+    return _between_graphs(input, weight, bias) if y is None else y
+
+
+def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    if forward_ad._current_level >= 0:
+        return nn.functional.linear(input, weight.values(), bias)
+    x_RK = input.reshape(-1, input.shape[-1])
+    is_autocast = torch.is_autocast_enabled(input.device.type)
+    multiply = frozen_linear if needs_torch(input, bias) else quantized_linear
+    y_RN = multiply(x_RK, weight.matrix, bias)
+    y_RN = y_RN if is_autocast else y_RN.to(input.dtype)
+    return y_RN.view(*input.shape[:-1], len(weight))
+
+
+# graphs end here, and the product is that of other calls
+_between_graphs: Any = torch.compiler.disable(_multiply_any)
+
+
+def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a conversion leaves type and device as they are."""
+    probe = torch.empty(0, dtype=own.dtype, device=own.device)
+    converted = func(probe, *args[1:], **kwargs)
+    return isinstance(converted, Tensor) and (
+        (converted.dtype, converted.device) == (probe.dtype, probe.device)
+    )
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function with values in the place of codes."""
+    written: list[Tensor] = []
+
+    def widened(part: Any) -> Any:
+        if isinstance(part, PackedTensor):
+            with torch.inference_mode(False):  # inference tensors do not count their changes
+                written.append(part.values())
+            return written[-1]
+        if isinstance(part, list | tuple) and any(isinstance(p, PackedTensor) for p in part):
+            return type(part)(map(widened, part))
+        return part
+
+    args = [widened(part) for part in args]
+    kwargs = {name: widened(part) for name, part in kwargs.items()}
+    return _read(func, args, kwargs, written)
+
+
+class _Part(Tensor):
+    """A view of values that were written out: what was written to it would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = torch._C._disabled_torch_function_impl
+        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Part)]
+        return _read(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
+
+
+def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
+    """Calls a function that may look at values; views of them are a `_Part`."""
+    plainly = torch._C.DisableTorchFunctionSubclass
+    with plainly():
+        before = [part._version for part in values]
+    result = func(*args, **kwargs)
+    with plainly():
+        if [part._version for part in values] != before:
+            refuse_change()
+        bases = {id(part if part._base is None else part._base) for part in values}
+
+        def marked(one: Any) -> Any:
+            is_view = isinstance(one, Tensor) and id(one._base) in bases
+            return one.as_subclass(cast(Any, _Part)) if is_view else one
+
+        return (
+            type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)
+        )
+
+
+def round_activations(experts: ExpertMap, device: torch.device) -> None:
+    """Lets all products with weights that stay quantised in memory round their rows to int8."""
+    if device.type != "cpu":
+        raise UnsupportedModelError(
+            f"activations='int8' is for models on the CPU, got the device {device}"
+        )
+    is_rounded = False
+    for packings in experts.packings:
+        for name, packing in packings.items():
+            if isinstance(packing, Packing) and packing.format.takes_int8_activations:
+                packings[name] = packing._replace(format=_rounding(packing.format))
+                is_rounded = True
+    for name in experts.packed_dense:
+        weight = experts.dense_entries[name]
+        if isinstance(weight, PackedWeight) and weight.format.takes_int8_activations:
+            experts.dense_entries[name] = replace(weight, format=_rounding(weight.format))
+            is_rounded = True
+    if not is_rounded:
+        raise UnsupportedModelError(
+            "activations='int8' needs weights in GGUF's blocks, or in MXFP4, in int4, or in int8 "
+            "without zero points, in groups of 32, 64, 128, ... columns, that stay so in memory; "
+            "this model has none: leave it out"
+        )
+
+
+def _rounding(kind: WeightFormat) -> WeightFormat:
+    return replace(kind, int8_activations=True)

@@ -58,27 +58,19 @@ class ExpertsModule:
 class ExpertMap:
     """Every expert's place in the checkpoint, and what is left for the dense part."""
 
-    # the experts modules in model order; the position is the layer of an ``ExpertKey``
-    modules: list[ExpertsModule]
+    modules: list[ExpertsModule]  # in model order: the layers of an ``ExpertKey``
     top_k: int  # experts that a token visits in a layer
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
     # for each layer, the names of the tensors that its layouts list
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     # for each layer, how those of its matrices are written that are quantised or coded
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
-    # the checkpoint's weights that belong to no expert
-    dense_entries: dict[str, Weight] = field(default_factory=dict)
-    # of these, those that are no parameters; such a bound may be infinite
-    buffers: set[str] = field(default_factory=set)
-    # of these, those that are codes in memory, and their parameters: quantised ones, and such in
-    # bf16 as are to be in the lossless code
-    packed_dense: dict[str, str] = field(default_factory=dict)
-    # the conversion table that transformers uses for this model
-    weight_mapping: list[WeightTransform] = field(default_factory=list)
-    # in what types matrices of experts lie in the files, each once
-    type_names: list[str] = field(default_factory=list)
-    # weights that no part of the model takes, by what the model would call them
-    unused: dict[str, str] = field(default_factory=dict)
+    dense_entries: dict[str, Weight] = field(default_factory=dict)  # no experts'
+    buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
+    packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
+    weight_mapping: list[WeightTransform] = field(default_factory=list)  # the conversion table
+    type_names: list[str] = field(default_factory=list)  # of experts in the files, each once
+    unused: dict[str, str] = field(default_factory=dict)  # weights, by the model's names
 
     @property
     def slot_bytes(self) -> int:
@@ -127,7 +119,7 @@ class ExpertMap:
 def _packed_bytes(entry: Weight) -> int:
     if not isinstance(entry, TensorEntry):
         return entry.resident_bytes
-    from moe_runtime.checkpoints.packed_parameter import coded_bytes
+    from moe_runtime.checkpoints.dense_weights import coded_bytes
 
     rows, cols = entry.shape
     return coded_bytes(rows, cols)
@@ -308,7 +300,7 @@ def _convert(
                 if name in buffers:
                     experts.buffers.add(entry.name)
                 if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
-                    from moe_runtime.checkpoints.packed_parameter import may_stay_packed
+                    from moe_runtime.checkpoints.dense_weights import may_stay_packed
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name

@@ -145,11 +145,9 @@ class Family(NamedTuple):
     """A row of the table."""
 
     name: str
-    # takes the experts of a block over, given the block and the configuration
-    experts_of: Callable[[Any, Any], torch.nn.Module]
+    experts_of: Callable[[Any, Any], torch.nn.Module]  # takes them over: block, configuration
     forward: Callable[..., Any]
-    # patterns of names in checkpoints, and the turned model's names
-    renamings: Mapping[str, str] = {}
+    renamings: Mapping[str, str] = {}  # names in checkpoints to those of the turned model
 
 
 BLOCKS: Mapping[str, Family] = {

@@ -236,7 +236,7 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Reads ``owner/name[:QUANTISATION][/FILE.gguf][@REVISION]``, or a page's address; else None."""
+    """Reads ``owner/name[:QUANTISATION][/FILE.gguf][@REVISION]``, or a page's address."""
     site = _SITE.match(text)
     text = text[site.end() :].partition("?")[0].rstrip("/") if site else text
     found = _NAME.fullmatch(text)
@@ -260,7 +260,7 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
-    """The GGUF file that a name asks for, or its parts in order; none for a safetensors repository."""
+    """The GGUF file that a name asks for, or its parts; none for a safetensors repository."""
     models: dict[str, list[str]] = {}
     for file in sorted(sizes):
         if file.endswith(".gguf") and (file == name.file or not _NO_MODELS.match(file)):

@@ -62,8 +62,7 @@ class TensorEntry:
     shape: tuple[int, ...]  # sizes of the dimensions, row-major; empty for a scalar
     offset: int  # first byte, counted from the beginning of the file
     num_bytes: int  # length in bytes; the tensor is contiguous
-    # makes the model's values of those in the file; None where they are these
-    convert: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] | None = None  # values of the file to the model's
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -44,7 +44,8 @@ def read_text(file: Path) -> str:
     try:
         return decode_text(raw, "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: the prompt is not UTF-8 text: {error}") from None
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}, line {line}: the prompt is not UTF-8 text: {error}") from None
 
 
 def _one_a_line(text: str, file: Path) -> Iterator[str]:

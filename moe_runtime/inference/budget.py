@@ -78,10 +78,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
-    ``max_tokens`` and ``option`` are named in the error.
-
-    Raises:
-        CapacityError: the budget is too small; names the smallest that works.
+    ``max_tokens`` and ``option`` are named in the error. Raises CapacityError: the budget is too
+    small; names the smallest that works.
     """
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
@@ -184,11 +182,8 @@ def largest_of(text: PreTrainedConfig, *names: str) -> int:
 
 
 def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
-    """The bytes of a budget, given what a place has free.
-
-    Raises:
-        CapacityError: the budget exceeds what is free.
-    """
+    """The bytes of a budget, given what a place has free. Raises CapacityError: the budget exceeds
+    what is free."""
     resolved = budget.resolve(available_bytes, auto_share=AUTO_SHARE)
     if resolved > available_bytes:
         raise CapacityError(
@@ -210,11 +205,8 @@ def available_host_bytes() -> int:
 
 
 def control_group_free_bytes() -> int | None:
-    """Bytes left in the process's control group, or None where none limits memory.
-
-    The page cache counts as free. A limit also binds the groups below it: the least of all levels
-    counts.
-    """
+    """Bytes left in the process's control group, or None where none limits memory. The page cache
+    counts as free. A limit also binds the groups below it: the least of all levels counts."""
     memberships = Path("/proc/self/cgroup")
     if not memberships.is_file():
         return None
@@ -348,3 +340,24 @@ def _set_up_numpy() -> None:
     np.bincount(flat, weights=flat, minlength=9).cumsum()
     np.split(np.searchsorted(flat, flat, side="right"), [4])
     np.concatenate([flat, np.diff(flat), np.flatnonzero(flat)]).tobytes()
+
+
+DEFAULT_TOKENS = 4096
+"""Tokens that memory is set aside for by default, if the model knows as many."""
+
+
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model knows; None where its configuration says none."""
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
+def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
+    """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
+    Raises ValueError: fewer than one."""
+    if max_tokens is None:
+        known = known_positions(config)
+        return DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    return max_tokens

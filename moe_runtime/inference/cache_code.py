@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
-from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.reads import Read
 from moe_runtime.memory.slab import Slab
@@ -53,10 +53,8 @@ SPARE_SLOTS = 1
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
     """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
-    Matrices that are not bf16, or not stored row by row, stay as they are.
-
-    Raises:
-        UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
+    Matrices that are not bf16, or not stored row by row, stay as they are. Raises
+    UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
     """
     if place.type != "cpu":
         raise UnsupportedModelError(
@@ -100,7 +98,7 @@ def open_coded_stores(
     plan: MemoryPlan,
     new_policy: Callable[[MemoryPlan], LayerShares],
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
-    listeners: Sequence[StoreListener | None],
+    listeners: Sequence[Any],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)

@@ -54,10 +54,8 @@ class OffloadedExperts(AbsentParameters):
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
-        """Takes the place of a module, which loses its expert parameters.
-
-        ``following`` are the experts of the next layer.
-        """
+        """Takes the place of a module, which loses its expert parameters. ``following`` are the
+        experts of the next layer."""
         super().__init__()
         original = experts.module
         self.config = original.config
@@ -207,7 +205,8 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
-        self._announce(rows, hidden_TD, top_k_index, top_k_weights)
+        if self.listeners.routed:
+            self._announce(rows, hidden_TD, top_k_index, top_k_weights)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
@@ -225,7 +224,7 @@ class OffloadedExperts(AbsentParameters):
         return out_RD
 
     def _announce(self, rows: Iterable[int], *routed: torch.Tensor) -> None:
-        if self.listeners.routed and not _is_recomputing():
+        if not _is_recomputing():
             keys = [self._keys[expert] for expert in rows]
             for listener in self.listeners.routed:
                 listener.routed(LayerRouting(self.layer, keys, *routed))
@@ -246,9 +245,7 @@ class OffloadedExperts(AbsentParameters):
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
         """Experts one after another, as they arrive, and a differentiable function of rows of each.
-
-        Listeners are not told. The generator holds the experts: close it.
-        """
+        Listeners are not told. The generator holds the experts: close it."""
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
@@ -260,10 +257,12 @@ class OffloadedExperts(AbsentParameters):
     def _activation_now(self) -> KernelGate | GateFunction:
         """The module's own activation where it is observed: a kernel would not call it."""
         module = self._modules.get("act_fn")
-        if module is None or not is_kernels(self._activation):
+        if module is None or not (
+            is_observed(module) or torch.nn.modules.module._has_any_global_hook()
+        ):
             return self._activation
-        is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
-        return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
+        is_ours = is_kernels(self._activation)
+        return _own_gate(self.__dict__["replaced"]) if is_ours else self._activation
 
     def end_leases(self) -> None:
         assert self.store is not None
@@ -368,11 +367,8 @@ def _is_recomputing() -> bool:
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
-    """Refuses forward-mode differentiation.
-
-    Raises:
-        UnsupportedUseError: one of the tensors has a tangent.
-    """
+    """Refuses forward-mode differentiation. Raises UnsupportedUseError: one of the tensors has a
+    tangent."""
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise UnsupportedUseError(
             "a loaded model has no forward-mode derivative, since its experts come and go; use "
@@ -384,12 +380,8 @@ def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The experts' output ``[T, D]`` with gradients of hidden values, gate weights and shared
-    parameters.
-
-    Raises:
-        UnsupportedUseError: within ``torch.func``, or where shared parameters would be trained in
-            several processes.
-    """
+    parameters. Raises UnsupportedUseError: within ``torch.func``, or where shared parameters would
+    be trained in several processes."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         raise UnsupportedUseError(
             "torch.func cannot differentiate a loaded model, since its experts come and go; use "

@@ -50,11 +50,8 @@ class ExpertPartition:
         placement: PlacementMap | None = None,
     ) -> None:
         """Divides the experts as a map says, or those of every layer into runs of about equal
-        length.
-
-        Raises:
-            ValueError: there are more processes than experts, or the map leaves one without any.
-        """
+        length. Raises ValueError: there are more processes than experts, or the map leaves one
+        without any."""
         size = transport.size
         self.transport = transport
         # The processes that hold each expert of each layer.
@@ -79,16 +76,8 @@ class ExpertPartition:
             idle = min(set(range(size)) - busy)
             raise ValueError(f"the placement map leaves process {idle} of {size} without experts")
 
-    @property
-    def facts(self) -> dict[str, str]:
-        return {"the placement of the experts": str(self._holders)}
-
     def owns(self, key: ExpertKey) -> bool:
         return self.transport.rank in self._holders[key.layer][key.expert]
-
-    def own_guesses(self, predictor: Predictor) -> Predictor:
-        """A predictor that guesses about the experts of this process alone."""
-        return _OwnGuesses(predictor, self)
 
     def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Those of a layer's visited experts that this process computes, with their rows."""
@@ -132,7 +121,7 @@ class ExpertPartition:
             {
                 **software_facts(),
                 **arithmetic_facts(),
-                **self.facts,
+                "the placement of the experts": str(self._holders),
                 "the version of transformers": transformers.__version__,
                 "the kind of device": place.type,
                 "the dtype": str(checkpoint.dtype),
@@ -178,11 +167,8 @@ def divide_experts(
     placement: str | Path | None,
 ) -> ExpertPartition | None:
     """Narrows ``experts`` to this process's share, and returns it; None for one process alone.
-
-    Raises:
-        CheckpointError: the map cannot be read, or is of another model or number of processes.
-        ValueError: a process would have no experts.
-    """
+    Raises CheckpointError: the map cannot be read, or is of another model or number of processes.
+    Raises ValueError: a process would have no experts."""
     placed = None
     if placement is not None:
         placed = load_placement_map(placement)
@@ -209,7 +195,7 @@ def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> 
     ]
 
 
-class _OwnGuesses:
+class OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
     def __init__(self, predictor: Predictor, share: ExpertPartition) -> None:

@@ -16,8 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, blamed_on
+from moe_runtime.inference.budget import known_positions
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.inference.token_limit import known_positions
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits divided by it in fp32 stay finite below 1e18."""
@@ -156,11 +156,8 @@ class FiniteLogits(LogitsProcessor):
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    """Checks options of ``generate_text``, for callers who load a model in between.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Checks options of ``generate_text``, for callers who load a model in between. Raises
+    ValueError: an option is out of range."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not (temperature == 0 or COLDEST <= temperature < math.inf):
@@ -177,10 +174,7 @@ def sampling_for(
     settings: Any, *, temperature: float | None = None, top_p: float | None = None
 ) -> dict[str, Any]:
     """``temperature``, ``top_p``, ``top_k`` and ``min_p``: as asked, else the checkpoint's, else
-    greedy.
-
-    ``settings`` is the checkpoint's ``GenerationConfig``, or None.
-    """
+    greedy. ``settings`` is the checkpoint's ``GenerationConfig``, or None."""
     values: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if getattr(settings, "do_sample", None):
         values["temperature"] = 1.0
@@ -219,12 +213,9 @@ def sampling_words(values: Mapping[str, Any]) -> str:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
-    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64.
-
-    Raises:
-        CheckpointError: the tokenizer or its chat template fails.
-        ValueError: the prompt has no tokens or is no text, or the tokenizer has no chat template.
-    """
+    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64. Raises
+    CheckpointError: the tokenizer or its chat template fails. Raises ValueError: the prompt has no
+    tokens or is no text, or the tokenizer has no chat template."""
     prompt.encode()  # half a surrogate pair is no text
     if chat:
         return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
@@ -234,12 +225,9 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[st
 
 
 def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As ``encode_prompt`` for a conversation, up to where the model is to go on.
-
-    Raises:
-        CheckpointError: the chat template fails.
-        ValueError: there is none, or the conversation has no tokens.
-    """
+    """As ``encode_prompt`` for a conversation, up to where the model is to go on. Raises
+    CheckpointError: the chat template fails. Raises ValueError: there is none, or the conversation
+    has no tokens."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime "
@@ -343,15 +331,11 @@ def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
 
 
 def end_token_ids(
-    model: Any,
-    tokenizer: Any = None,
-    render: Callable[[list[dict[str, str]]], str] | None = None,
+    model: Any, tokenizer: Any = None, render: Callable[[list[dict[str, str]]], str] | None = None
 ) -> list[int]:
     """The tokens with which a model ends a text: of its settings, its tokenizer and the chat
-    template.
-
-    ``render`` writes a conversation with the template; the tokenizer does so when omitted.
-    """
+    template. ``render`` writes a conversation with the template; the tokenizer does so when
+    omitted."""
     end = model.generation_config.eos_token_id
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     if tokenizer is not None:
@@ -386,11 +370,8 @@ def _end_of_answer(
 
 
 def stop_strings_of(settings: Any) -> tuple[str, ...]:
-    """The strings with which a checkpoint's settings of generation end a text.
-
-    Raises:
-        CheckpointError: they are no strings.
-    """
+    """The strings with which a checkpoint's settings of generation end a text. Raises
+    CheckpointError: they are no strings."""
     found = getattr(settings, "stop_strings", None) or ()
     stops = (found,) if isinstance(found, str) else found
     if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):

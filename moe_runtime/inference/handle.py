@@ -18,8 +18,7 @@ from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_runtime.inference.learning import KeptLearning
-    from moe_runtime.inference.routing_record import RoutingRecord
+    from moe_runtime.inference.learning import KeptLearning, RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
     from moe_runtime.memory.prefetcher import Prefetcher
 
@@ -48,10 +47,8 @@ class LoadedFacts:
 
 
 class RuntimeHandle:
-    """``model.moe``: statistics, self-check and the end of a model with offloaded experts.
-
-    A context manager: leaving it closes the store. Every call of the model is refused afterwards.
-    """
+    """``model.moe``: statistics, self-check and the end of a model with offloaded experts. A
+    context manager: leaving it closes the store. Every call of the model is refused afterwards."""
 
     def __init__(
         self,
@@ -77,10 +74,7 @@ class RuntimeHandle:
         self._timeline = timeline
         self._learning = learning
         self._closed = False
-        self._hold_outputs()
-
-    def _hold_outputs(self) -> None:
-        """Begins trace and timeline, so that no other process can."""
+        # no other process may write them
         with contextlib.ExitStack() as stack:
             if self._timeline is not None:
                 stack.callback(self._timeline.close)
@@ -132,10 +126,8 @@ class RuntimeHandle:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, gives up the experts' memory and finishes trace and timeline.
-
-        Does nothing in a fork of the process that loaded the model.
-        """
+        """Ends reads under way, gives up the experts' memory and finishes trace and timeline. Does
+        nothing in a fork of the process that loaded the model."""
         if self._closed or self._store.is_forked:
             return
         self._closed = True

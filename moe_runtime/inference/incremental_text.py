@@ -47,10 +47,7 @@ class IncrementalText:
 
         Without it, a tokenizer that writes spaces before words drops the first one. ``is_whole``
         says that the tokens end with a whole character; otherwise one that they begin is part of
-        what follows.
-
-        Returns:
-            Tokens at their end whose text is part of what follows.
+        what follows. Returns tokens at their end whose text is part of what follows.
         """
         recent = self._recent(ids)
         starts = range(_CHARACTER_BYTES if len(recent) == _MOST_HELD else 1)

@@ -18,9 +18,9 @@ from moe_runtime.inference.budget import (
     reserve_for,
     reserve_per_token,
     smallest_budget,
+    tokens_to_plan_for,
 )
 from moe_runtime.inference.loading import AUTO, check_names, resolve_policy, signature_of
-from moe_runtime.inference.token_limit import tokens_to_plan_for
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 

@@ -83,10 +83,8 @@ RECURRENT_LAYERS = _names(
 
 
 class ResidualForm(NamedTuple):
-    """The names of a decoder layer's norm, attention, second norm and feed-forward.
-
-    ``is_pair`` says that the feed-forward returns what is added and something else.
-    """
+    """The names of a decoder layer's norm, attention, second norm and feed-forward. ``is_pair``
+    says that the feed-forward returns what is added and something else."""
 
     parts: tuple[str, str, str, str]
     is_pair: bool = False
@@ -225,15 +223,11 @@ def is_tested() -> bool:
 
 def is_theirs(function: Any) -> bool:
     """Whether a function, and all that it wraps, is of transformers."""
-    while _is_of_transformers(function):
+    while str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers."):
         if not hasattr(function, "__wrapped__"):
             return True
         function = function.__wrapped__
     return False
-
-
-def _is_of_transformers(function: Any) -> bool:
-    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 def class_name(module: torch.nn.Module) -> str:
@@ -257,27 +251,6 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
     in_fp32 = weight is not None and weight.dtype is torch.float32
     is_plus_one = name in _PLUS_ONE_NORMS or (name == _PLUS_ONE_IN_FP32 and in_fp32)
     return "plus_one" if is_plus_one else None
-
-
-def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
-    """The settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
-    own = vars(layer)
-    return (
-        own.get("sliding_window"),
-        own.get("is_sliding"),
-        own.get("use_qk_norm"),
-        vars(config).get("clip_qkv"),
-        own.get("indexer", layer._modules.get("indexer")),
-    )
-
-
-def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
-    """Whether a layer with these settings clips nothing, chooses no keys, and uses its norms and
-    angles."""
-    window, is_sliding, norms_heads, clip, indexer = settings
-    turns = is_sliding is None or is_sliding or window is None
-    has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
-    return bool(turns and has_its_norms and clip is None and indexer is None)
 
 
 def router_form(module: Any) -> RouterForm | None:

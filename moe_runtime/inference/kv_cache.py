@@ -21,10 +21,8 @@ ROOM_SHARE = 16
 
 
 def room_for(num_tokens: int, num_sequences: int = 1) -> int:
-    """Tokens of a sequence that memory is set aside for when a cache has to grow.
-
-    Sequences together never take more room than a single one with the tokens of all.
-    """
+    """Tokens of a sequence that memory is set aside for when a cache has to grow. Sequences
+    together never take more room than a single one with the tokens of all."""
     return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
@@ -34,15 +32,6 @@ def grow_cache_in_place(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(
         lambda _, args, options: give_room(options.get(new, options.get(old))), with_kwargs=True
     )
-
-
-def growing_cache() -> Any:
-    """An empty dynamic cache that grows in place."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    cache = DynamicCache()
-    cache.layer_class_to_replicate = _growing_layers()[DynamicLayer]
-    return cache
 
 
 def take_place(
@@ -85,11 +74,8 @@ def _growing_layers() -> dict[type, type]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
-        """Keys and values as views of tensors with room behind them.
-
-        Replaced views (cropped, reordered, copied) move into tensors of their own with the next
-        token.
-        """
+        """Keys and values as views of tensors with room behind them. Replaced views (cropped,
+        reordered, copied) move into tensors of their own with the next token."""
 
         record_past = False  # of windows, where tokens are kept for what may be taken back
 
@@ -136,9 +122,7 @@ def _growing_layers() -> dict[type, type]:
 
 class _Growing:
     """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
-
-    Only ``view``, returned last, can grow in place: no tensor that a caller holds is written to.
-    """
+    Only ``view``, returned last, can grow in place: no tensor that a caller holds is written to."""
 
     def __init__(self) -> None:
         self.room: torch.Tensor | None = None
@@ -157,7 +141,8 @@ class _Growing:
             room is None
             or cached is not self.view
             or room.dtype is not dtype
-            or not _has_place(room, self.start + num_tokens)
+            or self.start + num_tokens > room.shape[-2]
+            or (room.is_inference() and not torch.is_inference_mode_enabled())
         ):
             self.start = 0
             num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
@@ -176,7 +161,9 @@ class _Growing:
         if room is None or cached is None or cached is not self.view:
             return None
         num_tokens = cached.shape[-2] + 1
-        if not _has_place(room, self.start + num_tokens):
+        if self.start + num_tokens > room.shape[-2]:
+            return None
+        if room.is_inference() and not torch.is_inference_mode_enabled():  # cannot be written to
             return None
         self.view = room.narrow(-2, self.start, num_tokens)
         return self.view
@@ -189,9 +176,3 @@ class _Growing:
             self.start += dropped
             self.view = view = view.narrow(-2, dropped, num_tokens)
         return view
-
-
-def _has_place(room: torch.Tensor, num_tokens: int) -> bool:
-    # what was made in inference mode cannot be written to outside of it
-    may_write = torch.is_inference_mode_enabled() or not room.is_inference()
-    return may_write and num_tokens <= room.shape[-2]

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -34,7 +34,6 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
-from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
@@ -44,24 +43,17 @@ from moe_runtime.inference.budget import (
     resident_bytes,
     resolve_budget,
     set_up_libraries,
+    tokens_to_plan_for,
 )
-from moe_runtime.inference.cpu.attention import use_single_query_attention
+from moe_runtime.inference.cpu.attention import rest_torch_threads, use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
-from moe_runtime.inference.cpu.threads import rest_torch_threads
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
-from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
+from moe_runtime.inference.hugging_face.loaded_model import TokenLimit, as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
-from moe_runtime.inference.learning import KeptLearning, PolicyListener
-from moe_runtime.inference.prediction.predictors import (
-    find_gate,
-    learned_bytes,
-    make_live_estimator,
-)
-from moe_runtime.inference.routing_record import check_records, open_record
+from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
 from moe_runtime.inference.steps import Steps
-from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.layout import ExpertLayout
@@ -166,7 +158,7 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    check_types(locals())
+    require_types(_TYPES, locals())
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -200,7 +192,7 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
-        from moe_runtime.checkpoints.packed_parameter import round_activations
+        from moe_runtime.checkpoints.dense_weights import round_activations
 
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
@@ -218,8 +210,7 @@ def load(
         cached["host"], set_aside_bytes = coded_experts(experts, place)
     kind = OffloadedExperts
     if place.type != "cpu":
-        from moe_runtime.inference.device.device_experts import DeviceExperts
-        from moe_runtime.inference.device.device_stores import plan_device
+        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
 
         kind = DeviceExperts
         experts.packed_dense.clear()  # dense layers have no products from codes there
@@ -233,23 +224,29 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    guessers = resolve_guessers(mode, policy, predictor, model, blocks, signature)
+    reader, trained, table_bytes = None, None, 0
+    if mode is not PrefetchMode.OFF or policy in (AUTO, "predicted"):
+        from moe_runtime.inference.prediction import resolve_guessers
+
+        reader, trained, table_bytes = resolve_guessers(
+            mode, policy, predictor, model, blocks, signature
+        )
     free = {"host": available_host_bytes() // (1 if share is None else share.processes_here())}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = guessers.table_bytes + set_aside_bytes
+    extra_bytes = table_bytes + set_aside_bytes
     plans = _plan(checkpoint, cached, budgets, free, dense_bytes, max_tokens, extra_bytes)
     # Everybody has looked how much memory is free before anybody takes some.
     if share is not None:
         share.require_same_model(checkpoint, experts, place)
 
     if place.type != "cpu" and policy == AUTO and misses == "device":
-        from moe_runtime.inference.device.device_stores import policy_of_device
+        from moe_runtime.inference.device.device_experts import policy_of_device
 
         policy = policy_of_device(plans, experts)
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
-    folder, trained = checkpoint.folder, guessers.policy_estimator
+    folder = checkpoint.folder
     choice = resolve_policy(
         policy, shares, signature, folder, fastest.num_slots, trained, experts.slot_bytes
     )
@@ -291,10 +288,12 @@ def load(
         choice=choice,
     )
     learning = recorder = prefetcher = None
-    if guessers.reader is not None or any(each.watchers for each in stores):
+    if reader is not None or any(each.watchers for each in stores):
         learning = KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
-    for listener in filter(None, (TokenLimit(max_tokens), times, PolicyListener(stores), learning)):
+    watched = [each for each in stores if each.watchers]
+    policies = PolicyListener(watched) if watched else None
+    for listener in filter(None, (TokenLimit(max_tokens), times, policies, learning)):
         listeners.add(listener)
     # where every expert has a slot there is nothing to choose
     is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
@@ -303,11 +302,11 @@ def load(
         recorder = open_record(
             listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
         )
-    if guessers.reader is not None:
-        from moe_runtime.inference.prediction.prefetching import open_prefetcher
+    if reader is not None:
+        from moe_runtime.inference.prediction import open_prefetcher
 
         prefetcher = open_prefetcher(
-            model, listeners, blocks, store, guessers.reader, mode, place, share, learning
+            model, listeners, blocks, store, reader, mode, place, share, learning
         )
     cast(Any, model).moe = RuntimeHandle(
         store,
@@ -324,9 +323,7 @@ def load(
 
 
 def replace_experts(
-    model: PreTrainedModel,
-    experts: ExpertMap,
-    make: Callable[[ExpertsModule, int], ExpertsT],
+    model: PreTrainedModel, experts: ExpertMap, make: Callable[[ExpertsModule, int], ExpertsT]
 ) -> list[ExpertsT]:
     """Replaces each experts module by one made of it and its layer."""
     replaced = []
@@ -344,11 +341,8 @@ def finish_dense(
     place: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """Loads everything but the experts, and makes the model ready to generate.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or incomplete.
-    """
+    """Loads everything but the experts, and makes the model ready to generate. Raises
+    CheckpointError: the checkpoint is damaged or incomplete."""
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
         use_small_batch_layers(model)
@@ -408,14 +402,11 @@ def _open_stores(
     times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device or a code, the one below it.
-
-    ``experts`` is where they lie in the files, ``cached`` where in slots. = (GATES, COUNTS):
-    Predictors that ``auto`` stands for: the model's own gates, or counts where these are not found.
-    """
+    ``experts`` is where they lie in the files, ``cached`` where in slots."""
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
-        from moe_runtime.inference.device.device_stores import open_device_stores
+        from moe_runtime.inference.device.device_experts import open_device_stores
         from moe_runtime.memory.device.cuda_device import CudaDevice
 
         gpu = CudaDevice(place)
@@ -442,8 +433,6 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
 
 
 AUTO = "auto"
-GATES, COUNTS = "next-gate", "running-counts"
-"""Predictors that stand for others: the model's own gates tell most, counts are always there."""
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
@@ -461,64 +450,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Guessers:
-    """The estimators of a model.
-
-    Attributes:
-        reader: for reads ahead of demand; None where there are none.
-        policy_estimator: for the policy ``predicted``, if the named predictor guesses from routing
-            alone. An object of its own: each learns from what it is shown.
-        table_bytes: memory that their tables take.
-    """
-
-    reader: Estimator | None
-    policy_estimator: Estimator | None
-    table_bytes: int
-
-
-def resolve_guessers(
-    mode: PrefetchMode,
-    policy: str,
-    predictor: str | Path,
-    model: torch.nn.Module,
-    block_names: Sequence[str],
-    signature: ModelSignature,
-) -> Guessers:
-    """The estimators that a way of prefetching and a policy need.
-
-    Raises:
-        CheckpointError: the predictor's file cannot be used, or belongs to another model.
-    """
-    reader, table_bytes = None, 0
-    if mode is not PrefetchMode.OFF:
-        named = _resolve_predictor(predictor, model, block_names, signature)
-        reader = make_live_estimator(named, signature)
-        table_bytes = learned_bytes(named, reader)
-    policy_estimator = _routing_estimator(policy, predictor, signature)
-    if policy_estimator is not None:
-        table_bytes += learned_bytes(predictor, policy_estimator)
-    return Guessers(reader, policy_estimator, table_bytes)
-
-
-def check_types(given: Mapping[str, object]) -> None:
-    """TypeError for options of `load` of a wrong type, memory sizes and the group excepted."""
-    require_types(_TYPES, given)
-
-
 def check_names(
-    policy: str,
-    shares: str,
-    predictor: str | Path,
-    cache_code: str,
-    activations: str = "exact",
+    policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
 ) -> None:
-    """Refuses unknown names, before anything is loaded.
-
-    Raises:
-        CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor, code, kind of shares or of activations has the name.
-    """
+    """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
+    file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
+    shares or of activations has the name."""
     require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
@@ -557,27 +494,11 @@ def resolve_policy(
         recent = read_recent(signature, checkpoint)
         chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
     elif policy == "predicted":
-        name = COUNTS if trained is None else trained.name
+        name = "running-counts" if trained is None else trained.name
         chosen = replace(chosen, predictor=name)
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
-
-
-def _routing_estimator(
-    policy: str, predictor: str | Path, signature: ModelSignature
-) -> Estimator | None:
-    """The named predictor, if it guesses from routing alone and the policy may use one."""
-    if predictor == AUTO or policy not in (AUTO, "predicted"):
-        return None
-    estimator = make_live_estimator(predictor, signature)
-    return None if estimator.needs_hidden else estimator
-
-
-def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, float] | None:
-    """Bytes that a miss of each expert reads; None where they are the same for all."""
-    costs = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
-    return costs if len(set(costs.values())) > 1 else None
 
 
 def policy_maker(
@@ -587,7 +508,10 @@ def policy_maker(
     layouts: Mapping[ExpertKey, ExpertLayout],
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own."""
-    shape, costs = shape_of(signature), read_costs(layouts)
+    shape = shape_of(signature)
+    # bytes that a miss of each expert reads, where they differ
+    read = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
+    costs = read if len({*read.values()}) > 1 else None
 
     def make(plan: MemoryPlan) -> LayerShares:
         predictor = None
@@ -608,24 +532,6 @@ def policy_maker(
     return make
 
 
-def _resolve_predictor(
-    predictor: str | Path,
-    model: torch.nn.Module,
-    block_names: Sequence[str],
-    signature: ModelSignature,
-) -> str | Path:
-    """For ``auto`` the model's own gates, or counts where they are not found. = (PROMPT_TOKENS,
-    NEW_TOKENS): A prompt that kernels for many tokens compute, and steps of one token."""
-    if predictor != AUTO:
-        return predictor
-    try:
-        for name in block_names:
-            find_gate(model, name, shape_of(signature))
-    except UnsupportedModelError:
-        return COUNTS
-    return GATES
-
-
 PROMPT_TOKENS, NEW_TOKENS = 32, 3
 """A prompt that kernels for many tokens compute, and steps of one token."""
 MOST_PROMPT_TOKENS = 8192
@@ -636,9 +542,7 @@ def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
     """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens.
-
-    Listeners are not told, and counters begin at zero behind it.
-    """
+    Listeners are not told, and counters begin at zero behind it."""
     is_done = False
     try:
         with _unheard(model):
@@ -673,7 +577,10 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
     store = modules[0].store
     assert store is not None, "the model is loaded"
     lower = store.fetcher.lower if isinstance(store, TierStore) else None
-    wanted = [_own_experts(module) for module in modules]
+    wanted = [
+        [e for e in range(m.num_experts) if m.share is None or m.share.owns(ExpertKey(m.layer, e))]
+        for m in modules
+    ]
     shares = [store.share(module.layer) for module in modules]
     rest = [
         share + (lower.share(m.layer) if lower else 0)
@@ -699,11 +606,6 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
                     count()
 
 
-def _own_experts(module: OffloadedExperts) -> list[int]:
-    share, every = module.share, range(module.num_experts)
-    return [e for e in every if share is None or share.owns(ExpertKey(module.layer, e))]
-
-
 @torch.inference_mode()
 def _compute(model: Any, max_tokens: int) -> None:
     """Computes a prompt and some steps, with the cache that `generate` takes."""
@@ -725,10 +627,8 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Computes prompts of other lengths, for which a device has kernels of their own.
-
-    Memory is set aside for the logits of one token alone.
-    """
+    """Computes prompts of other lengths, for which a device has kernels of their own. Memory is set
+    aside for the logits of one token alone."""
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size

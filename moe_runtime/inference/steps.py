@@ -163,11 +163,8 @@ class Listeners:
             self._set(everyone)
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Reads a pass that is asked for, and passes it on.
-
-        Raises:
-            MoERuntimeError: one of the listeners refuses it.
-        """
+        """Reads a pass that is asked for, and passes it on. Raises MoERuntimeError: one of the
+        listeners refuses it."""
         tokens = inputs.get("input_ids")
         if tokens is None:
             tokens = inputs.get("inputs_embeds")
@@ -222,11 +219,8 @@ class Steps:
             yield
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls the model when it is this thread's turn.
-
-        Raises:
-            MoERuntimeError: the model was closed, or loaded before this process was forked.
-        """
+        """Calls the model when it is this thread's turn. Raises MoERuntimeError: the model was
+        closed, or loaded before this process was forked."""
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:
@@ -283,3 +277,24 @@ class RequestNumbers:
             step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
             self.next = step.begun.stop
         step.first_request = self._running.get(me, range(0)).start
+
+
+class OneThread:
+    """Sets torch to one thread during the forward passes of a model."""
+
+    _before: int | None = None
+
+    def hold(self, model: Any) -> None:
+        model.register_forward_pre_hook(self.begin)
+        model.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler cannot follow it
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def end(self, *_: Any) -> None:
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None

@@ -69,11 +69,8 @@ class TensorRange:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> "TensorRange":
-        """A view of elements of a file; ``name`` is that of the tensor, for the message.
-
-        Raises:
-            CheckpointError: the offset is no multiple of the elements' size.
-        """
+        """A view of elements of a file; ``name`` is that of the tensor, for the message. Raises
+        CheckpointError: the offset is no multiple of the elements' size."""
         if offset % dtype.itemsize:
             raise CheckpointError(
                 f"{file}: {name} starts at byte {offset}, which is no multiple of its "

@@ -6,12 +6,11 @@ A guess changes when an expert is read, never what is computed.
 import time
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from moe_runtime.config import PrefetchMode
-from moe_runtime.memory.entries import LinkState
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
@@ -21,12 +20,27 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 
-class Guesses(Generic[W]):
-    """The prefetches of one store.
+class LinkState(NamedTuple):
+    """The state of the link between a tier and the one below.
 
-    A guess never takes the slot of an expert that is leased, arriving, used by the running step, or
-    about as probable.
+    Attributes:
+        transfer_s: of one expert on an idle link, as a running mean; 0 before the first.
+        stall_s: for which computation waited, since the counters were reset.
+        demand_s: in which a demand was under way, since the store was opened.
+        num_missing: misses and late hits, since the counters were reset.
+        came_true: guesses that were asked for, since the counters were reset.
     """
+
+    transfer_s: float
+    stall_s: float
+    demand_s: float
+    num_missing: int
+    came_true: int
+
+
+class Guesses(Generic[W]):
+    """The prefetches of one store. A guess never takes the slot of an expert that is leased,
+    arriving, used by the running step, or about as probable."""
 
     def __init__(self, store: ExpertStore[W]) -> None:
         self._store = store
@@ -162,22 +176,6 @@ class _Look:
     link: LinkState
 
 
-class TokenGuesses(Protocol):
-    """A predictor that is asked about a few tokens at a time, without events."""
-
-    def begin_step(self) -> None:
-        """A step begins: pending guesses are dropped."""
-        ...
-
-    def look(self, layer: int, ids_TK: Any, hidden_TD: Any, horizon: int) -> list[Guess]:
-        """Notes a layer's routing and guesses the next layers', nearest first."""
-        ...
-
-    def take_counts(self) -> tuple[int, int, int]:
-        """Experts visited, guessed, and guessed rightly one layer ahead since the last call."""
-        ...
-
-
 class Prefetcher:
     """Watches a model's steps and reads experts before their layer asks for them.
 
@@ -198,7 +196,7 @@ class Prefetcher:
         num_layers: int,
         top_k: int = 1,
         rules: PrefetchRules | None = None,
-        token_look_ahead: TokenGuesses | None = None,
+        token_look_ahead: Any = None,
     ) -> None:
         """``token_look_ahead`` is a quicker predictor for steps of a few tokens."""
         self._guesses = guesses
@@ -264,10 +262,8 @@ class Prefetcher:
         return self.mode.value
 
     def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
-        """A forward pass begins: judges the last one and guesses the first layers.
-
-        ``token_ids`` is a function, since a device may have to be waited for.
-        """
+        """A forward pass begins: judges the last one and guesses the first layers. ``token_ids`` is
+        a function, since a device may have to be waited for."""
         start_s = time.perf_counter()
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if is_prompt:
@@ -386,11 +382,8 @@ class Prefetcher:
         self._account(0, now_s)
 
     def _account(self, now: int, now_s: float) -> None:
-        """Credits the time that demands left of the link since the last account.
-
-        It costs more than a layer's other questions: so it runs once a step, and where credit is
-        short.
-        """
+        """Credits the time that demands left of the link since the last account. It costs more than
+        a layer's other questions: so it runs once a step, and where credit is short."""
         last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)

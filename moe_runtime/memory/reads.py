@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from moe_runtime.errors import CLOSED, FORKED, CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
+from moe_runtime.types import ExpertKey
 
 PATIENCE_S = 1.0
 """A wait ends after this time at the latest, so that what was queued silently is found."""
@@ -108,10 +111,8 @@ class Monitor:
                 before(signal.SIGINT, None)
 
     def wait(self) -> None:
-        """Releases the lock until something has changed; may return without a reason.
-
-        Ctrl-C may leave the operation here, so its state must be consistent.
-        """
+        """Releases the lock until something has changed; may return without a reason. Ctrl-C may
+        leave the operation here, so its state must be consistent."""
         depth, self.is_whole = self._depth, True
         self.sleep()
         self._depth = depth
@@ -254,15 +255,12 @@ class ReadQueue:
             thread.start()
 
     def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
-        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while.
-
-        Raises:
-            MoERuntimeError: the queue was closed.
-        """
+        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while. Raises
+        MoERuntimeError: the queue was closed."""
         if self._closed:
             raise MoERuntimeError(CLOSED)
         with self._changed:
-            waiting = deque(blocks or [_move_nothing])
+            waiting = deque(blocks or [int])
             self._works[read] = _Work(waiting, len(waiting), len(waiting))
             self._push(read, len(waiting), wakes=wakes)
 
@@ -326,7 +324,7 @@ class ReadQueue:
                 self._serve_block(last)
 
     def _serve_block(self, last: Priority) -> None:
-        found = self._take(last)
+        found = self._take(last)  # held here alone: a waiting thread keeps no slot
         if found is not None:
             self._move(*found)
 
@@ -358,10 +356,6 @@ class ReadQueue:
                     read.end()
                     break
             self._works.pop(read, None)
-
-
-def _move_nothing() -> int:
-    return 0
 
 
 class _Attempt:
@@ -437,12 +431,8 @@ class NativeReadQueue(Monitor):
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
-        """Starts the threads; ``keeps`` lives until they have ended: the files they read.
-
-        Raises:
-            ValueError: there would be no thread.
-            CapacityError: the system gives no thread.
-        """
+        """Starts the threads; ``keeps`` lives until they have ended: the files they read. Raises
+        ValueError: there would be no thread. Raises CapacityError: the system gives no thread."""
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
         queue = library.reads_open(num_threads)
@@ -577,3 +567,30 @@ class NativeReadQueue(Monitor):
 def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
     """Ends the threads before their files are given up."""
     library.reads_close(queue)
+
+
+class Fetcher(Protocol):
+    """Fills the slots of a tier, from files or from the tier below. All but ``close`` is called
+    with ``changed`` held, which guards the entries of that tier."""
+
+    changed: Monitor
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to fill a slot; the end of the read is announced later."""
+        ...
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves the rest of a read-ahead as a demand."""
+        ...
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        ...
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was started and its end is still to be announced."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way: every read ends, with its data or an error."""
+        ...

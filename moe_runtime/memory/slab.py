@@ -18,10 +18,8 @@ PART_BYTES = 16 * 2**20
 
 
 class Slab:
-    """Preallocated slots of one tier; ``bytes`` is all of them.
-
-    Host slabs are page-aligned anonymous memory in huge pages, resident once written.
-    """
+    """Preallocated slots of one tier; ``bytes`` is all of them. Host slabs are page-aligned
+    anonymous memory in huge pages, resident once written."""
 
     def __init__(
         self,
@@ -30,12 +28,8 @@ class Slab:
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Allocates the slab, by ``aligned_bytes`` or ``allocate``.
-
-        Raises:
-            ValueError: a size is not positive.
-            CapacityError: the memory cannot be had.
-        """
+        """Allocates the slab, by ``aligned_bytes`` or ``allocate``. Raises ValueError: a size is
+        not positive. Raises CapacityError: the memory cannot be had."""
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(
                 f"a slab needs a slot of a byte, got {num_slots} of {slot_bytes} bytes"
@@ -51,6 +45,14 @@ class Slab:
             raise MoERuntimeError(CLOSED)
         return self._slots[index]
 
+    def extend(self, num_slots: int) -> range:
+        """Adds slots in memory of their own, and returns their numbers; may raise CapacityError."""
+        first = self.num_slots
+        if num_slots > 0:
+            self._slots[first:] = aligned_bytes(num_slots * self.slot_bytes).split(self.slot_bytes)
+            self.num_slots += num_slots
+        return range(first, self.num_slots)
+
     def close(self) -> None:
         """Gives the memory up; it lives on as long as there is a view of it."""
         self._slots, self.bytes = [], self.bytes.new_empty(0)
@@ -61,11 +63,8 @@ class Slab:
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any.
-
-    Raises:
-        CapacityError: the memory cannot be had.
-    """
+    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any. Raises
+    CapacityError: the memory cannot be had."""
     lead = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     # shared memory, which is what Python maps by default, gets no huge pages
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

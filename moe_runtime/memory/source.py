@@ -73,10 +73,8 @@ class FileStamp:
 
 
 class CheckpointFile:
-    """One open file, read past the page cache where the file system allows it.
-
-    The page cache would hold a second copy of every expert within the same memory limit.
-    """
+    """One open file, read past the page cache where the file system allows it. The page cache would
+    hold a second copy of every expert within the same memory limit."""
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
         """CheckpointError where the file cannot be opened."""
@@ -93,12 +91,9 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``.
-
-        Raises:
-            CheckpointError: the file has changed since it was opened.
-            OSError: the disk reports an error.
-            EOFError: the file ends too early.
+        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since
+        it was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too
+        early.
         """
         done = 0
         while done < needed_bytes:
@@ -143,20 +138,15 @@ class CheckpointFile:
 
 
 class ExpertSource:
-    """The slowest tier: experts read by byte range from the checkpoint's files.
-
-    ``changed`` guards the entries of the tier that is filled.
-    """
+    """The slowest tier: experts read by byte range from the checkpoint's files. ``changed`` guards
+    the entries of the tier that is filled."""
 
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
     ) -> None:
-        """Opens the files; ``direct`` goes past the page cache where possible.
-
-        Raises:
-            CheckpointError: a file cannot be opened.
-            ValueError: there would be no reading thread.
-        """
+        """Opens the files; ``direct`` goes past the page cache where possible. Raises
+        CheckpointError: a file cannot be opened. Raises ValueError: there would be no reading
+        thread."""
         self._layouts = dict(layouts)
         paths = {extent.file for layout in layouts.values() for extent in layout.extents}
         library = native_library()
@@ -173,11 +163,8 @@ class ExpertSource:
             raise
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
-        """Starts to read an expert into a slot.
-
-        Python threads announce its end themselves; that of native ones is delivered by the next
-        operation under ``changed``.
-        """
+        """Starts to read an expert into a slot. Python threads announce its end themselves; that of
+        native ones is delivered by the next operation under ``changed``."""
         if self._native:
             packed = self._packed.get(key)
             if packed is None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Never, TypeVar, cast
+from typing import Any, Generic, Never, TypeVar, cast
 
 import torch
 
 from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
-from moe_runtime.memory.entries import Entry, Fetcher, LinkMeter, StoreListener
-from moe_runtime.memory.reads import Priority, Read
-from moe_runtime.memory.slab import Slab, aligned_bytes, give_back
+from moe_runtime.memory.reads import Fetcher, Priority, Read
+from moe_runtime.memory.slab import Slab, give_back
 from moe_runtime.policies.eviction import LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Watcher
 from moe_runtime.policies.eviction.shares import AdaptiveShares
@@ -24,6 +25,96 @@ from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
+
+
+FORGET = 0.98
+"""What a transfer leaves of the weight of those before it: about the last fifty count."""
+
+
+class LinkMeter:
+    """Running mean of throughput, over the time in which transfers were under way.
+
+    Attributes:
+        under_way: transfers that have not ended.
+        beside: those of them that use another link.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = self.beside = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+        self._demands = 0
+        self._demands_since_s = 0.0
+        self._demand_s = 0.0
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
+        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
+
+    @property
+    def demand_s(self) -> float:
+        """Seconds so far in which a demand was under way."""
+        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
+        return self._demand_s + running_s
+
+    def begin(self, *, is_demand: bool) -> None:
+        if self.under_way == self.beside:
+            self._since_s = time.perf_counter()
+        self.under_way += 1
+        if is_demand:
+            self.begin_demand()
+
+    def begin_demand(self) -> None:
+        """A read-ahead that is under way becomes a demand."""
+        if self._demands == 0:
+            self._demands_since_s = time.perf_counter()
+        self._demands += 1
+
+    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
+        """A transfer ended, or was cancelled (0 bytes)."""
+        self.under_way -= 1
+        if is_demand:
+            self._demands -= 1
+            if self._demands == 0:
+                self._demand_s += max(0.0, now_s - self._demands_since_s)
+        if num_bytes:
+            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
+            self._bytes = FORGET * self._bytes + num_bytes
+            self._since_s = now_s
+
+    def recount(self, under_way: int, demands: int) -> None:
+        """Sets the transfers and demands that are under way."""
+        now_s = time.perf_counter()
+        self._demand_s = self.demand_s
+        self.under_way, self._demands = under_way, demands
+        self._since_s = self._demands_since_s = now_s
+
+
+@dataclass(slots=True)
+class Entry(Generic[W]):
+    """One occupied slot.
+
+    Attributes:
+        expected: read ahead, and its layer has not come yet.
+        guessed: prefetched and not used since.
+        pins: leases that hold it.
+        arrived: whether the read has ended.
+        weights: what the slot was bound to, once it was used.
+    """
+
+    slot: int
+    read: Read
+    expected: bool = False
+    guessed: bool = False
+    pins: int = 0
+    arrived: bool = False
+    weights: W | None = None
+
+
+def is_resident(entry: Entry[W] | None) -> bool:
+    """Whether an expert is in its slot; without the lock, this may be outdated."""
+    return entry is not None and entry.arrived and entry.read.error is None
 
 
 class LeaseEndedError(MoERuntimeError):
@@ -116,9 +207,6 @@ class Lease(Generic[W]):
         """Whether the lease was not ended, nor the store emptied."""
         return self in self._store._leases
 
-    def hand_over(self) -> None:
-        self._thread = None
-
     def pinned(self) -> list[ExpertKey]:
         return [*self._held, *self._resident, *self._arriving]
 
@@ -200,7 +288,8 @@ class Lease(Generic[W]):
                 self._resident.append(key)
             else:
                 counters.late_hits += 1
-                store._hasten(key, entry, self._priority)
+                above = self._above
+                store._hasten(key, entry, above.priority if above else Priority.DEMAND)
                 self._arriving.append(key)
             if key not in store._streamed:
                 touch(key)
@@ -227,7 +316,9 @@ class Lease(Generic[W]):
 
     def _admit(self) -> None:
         """Demands what is missing, as far as there are slots."""
-        store, priority = self._store, self._priority
+        store, above = self._store, self._above
+        # which may change while a slot is waited for
+        priority = Priority.DEMAND if above is None else above.priority
         while self._wanted:
             key = self._wanted[0]
             entry = store._entries.get(key)
@@ -243,11 +334,6 @@ class Lease(Generic[W]):
                 )
             entry.pins += 1
             self._arriving.append(self._wanted.popleft())
-
-    @property
-    def _priority(self) -> Priority:
-        """Of missing experts; may change while a slot is waited for."""
-        return Priority.DEMAND if self._above is None else self._above.priority
 
     def _take_ready(self) -> list[ExpertKey]:
         """Takes what may be computed now."""
@@ -291,7 +377,7 @@ class ExpertStore(Generic[W]):
         bind: Callable[[ExpertKey, torch.Tensor], W],
         *,
         stream_slots: int,
-        listener: StoreListener | None = None,
+        listener: Any = None,
     ) -> None:
         """Takes over the fetcher and the slab.
 
@@ -327,11 +413,7 @@ class ExpertStore(Generic[W]):
         return self._policy.share(layer)
 
     def lease(
-        self,
-        keys: Sequence[ExpertKey],
-        *,
-        streaming: bool = False,
-        above: Read | None = None,
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
     ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 
@@ -353,10 +435,7 @@ class ExpertStore(Generic[W]):
 
         The lock is held meanwhile: ``use`` should be short and must not wait for another thread of
         the store. It is given the weights in the order of the keys, and returns None where it did
-        not use them.
-
-        Returns:
-            The result of ``use``, or None where the experts have to be leased.
+        not use them. Returns the result of ``use``, or None where the experts have to be leased.
         """
         if not all(map(self._entries.__contains__, keys)):
             return None
@@ -455,11 +534,8 @@ class ExpertStore(Generic[W]):
 
     def check(self) -> None:
         """Proves that free, resident and arriving slots make up the tier, each exactly once; that
-        open leases hold the pins; and that every read will end.
-
-        Raises:
-            AssertionError: the entries contradict each other.
-        """
+        open leases hold the pins; and that every read will end. Raises AssertionError: the entries
+        contradict each other."""
         with self._changed:
             entries = self._entries
             slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
@@ -494,12 +570,20 @@ class ExpertStore(Generic[W]):
         with self._changed:
             divide(self._policy, shared_slots)
             self._stream_slots = max(1, min(stream_slots, num_slots))
-            while self.num_slots > num_slots and self._close_slot():
-                pass
+            while self.num_slots > num_slots:
+                if not self._free:
+                    victim = self._victim_of_resizing()
+                    if victim is None:
+                        break
+                    self._counters.evictions += 1
+                    self._drop(victim)
+                slot = self._free.pop()
+                self._closed.add(slot)
+                give_back(self._slab.slot(slot))
             while self.num_slots < num_slots and self._closed:
                 self._free.append(self._closed.pop())
-            if self.num_slots < num_slots:
-                self._extend(num_slots - self.num_slots)
+            with contextlib.suppress(CapacityError):
+                self._free += reversed(self._slab.extend(num_slots - self.num_slots))
             self._changed.notify_all()
             return self.num_slots
 
@@ -517,10 +601,8 @@ class ExpertStore(Generic[W]):
     # What follows is called with the lock held.
 
     def reset(self) -> None:
-        """Empties the store, after an exception may have left its entries anyhow.
-
-        Open leases end with an error. What is being read keeps its slot until the read has ended.
-        """
+        """Empties the store, after an exception may have left its entries anyhow. Open leases end
+        with an error. What is being read keeps its slot until the read has ended."""
         for lease in tuple(self._leases):
             self._leases.discard(lease)
             lease.end()
@@ -678,46 +760,15 @@ class ExpertStore(Generic[W]):
     def _num_open_guesses(self) -> int:
         return sum(entry.guessed for entry in self._entries.values())
 
-    def _close_slot(self) -> bool:
-        """Gives up one slot, evicting where none is free; says whether one could be."""
-        if not self._free:
-            victim = self._victim_of_resizing()
-            if victim is None:
-                return False
-            self._counters.evictions += 1
-            self._drop(victim)
-        slot = self._free.pop()
-        self._closed.add(slot)
-        give_back(self._slab.slot(slot))
-        return True
-
     def _victim_of_resizing(self) -> ExpertKey | None:
         """One that only passes through, else one of the layer furthest above its share."""
-        victim = next(filter(self._is_idle, self._streamed), None)
-        if victim is not None:
-            return victim
-        kept = [key for key in self._entries if key not in self._streamed]
-        surplus = {key.layer: -self._policy.share(key.layer) for key in kept}
-        for key in kept:
-            surplus[key.layer] += 1
-        for layer in sorted(surplus, key=surplus.__getitem__, reverse=True):
-            some = next(key for key in kept if key.layer == layer)
-            victim = self._policy.victim_within(layer, self._is_idle, some)
-            if victim is not None:
-                return victim
-        return None
-
-    def _extend(self, num_slots: int) -> None:
-        """Adds slots in memory of their own, if it can be had."""
-        slab = self._slab
-        try:
-            memory = aligned_bytes(num_slots * slab.slot_bytes)
-        except CapacityError:
-            return
-        first = slab.num_slots
-        slab._slots[first:] = memory.split(slab.slot_bytes)
-        slab.num_slots += num_slots
-        self._free.extend(range(slab.num_slots - 1, first - 1, -1))
+        found = next(filter(self._is_idle, self._streamed), None)
+        held = self._policy.layers
+        surplus = [len(policy) - self._policy.share(n) for n, policy in enumerate(held)]
+        for layer in sorted(range(len(held)), key=surplus.__getitem__, reverse=True):
+            if found is None and len(held[layer]):
+                found = self._policy.victim_within(layer, self._is_idle, ExpertKey(layer, 0))
+        return found
 
 
 def divide(policy: LayerShares, num_slots: int) -> None:
@@ -729,3 +780,6 @@ def divide(policy: LayerShares, num_slots: int) -> None:
 
 def _refuse(_: ExpertKey, __: torch.Tensor) -> Never:
     raise MoERuntimeError(CLOSED)
+
+
+W = TypeVar("W")

@@ -13,9 +13,8 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.device.device import Copy, Device, Event
 from moe_runtime.memory.device.device_layout import CopyPart
-from moe_runtime.memory.entries import Fetcher, is_resident
-from moe_runtime.memory.reads import Monitor, OnDone, Priority, Read, ReadQueue
-from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError
+from moe_runtime.memory.reads import Fetcher, Monitor, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError, is_resident
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
@@ -198,7 +197,7 @@ class TierFetcher:
                     return False
                 self.queued[read] = _Copy(copied)
                 finish = partial(self._finish, lease, read, copied, _num_bytes(parts), len(slots))
-                lease.hand_over()
+                lease._thread = None  # another thread ends it
                 self._ends.submit([finish], read, wakes=False)
                 self._has_sleeping_end = True
                 undo.pop_all()
@@ -232,10 +231,7 @@ class TierFetcher:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied where."""
         return [
-            (
-                _part(source, move.source, move.num_bytes),
-                _part(slot, move.place, move.num_bytes),
-            )
+            (_part(source, move.source, move.num_bytes), _part(slot, move.place, move.num_bytes))
             for move in self.moves_of(key, slot)
         ]
 
@@ -296,11 +292,8 @@ class TierFetcher:
             self.changed.notify_all()
 
     def finish_used(self) -> None:
-        """Waits until no work is queued behind a copy that may still fail.
-
-        Raises:
-            MoERuntimeError: one has failed.
-        """
+        """Waits until no work is queued behind a copy that may still fail. Raises MoERuntimeError:
+        one has failed."""
         self.wake_ends()
         with self.changed:
             while any(
@@ -371,10 +364,8 @@ class Return(Read):
 
 
 class ReturningSource:
-    """Fills slots of the host from the files, or with what a device gives back.
-
-    ``kernels`` are events behind which no kernel of the device reads the host's slots.
-    """
+    """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
+    events behind which no kernel of the device reads the host's slots."""
 
     def __init__(self, source: Fetcher, device: Device) -> None:
         self.changed = source.changed
@@ -465,10 +456,6 @@ class LowerStore(ExpertStore[torch.Tensor]):
     def has(self, key: ExpertKey) -> bool:
         return is_resident(self._entries.get(key))
 
-    def is_read_by(self, kernels: Sequence[Event]) -> None:
-        """Slots are overwritten only behind these events of kernels; called with the lock held."""
-        self._fetcher.kernels = kernels
-
     def has_spare(self, layer: int) -> bool:
         """Whether an expert of a layer can come without one leaving both memories."""
         return bool(self._free) or any(
@@ -493,10 +480,8 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Reads an expert behind all demands, if that evicts no other's only copy.
-
-        Returns whether it is here or on its way.
-        """
+        """Reads an expert behind all demands, if that evicts no other's only copy. Returns whether
+        it is here or on its way."""
         with self._changed:
             if key in self._entries:
                 return True

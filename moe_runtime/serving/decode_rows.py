@@ -86,22 +86,26 @@ class RowDecoding:
         elif self.room and not self._exact:
             self._make_way(rounded_up(len(waiting[0].tokens) + 1))
         self._admit(self._scheduler.decoding())
-        others = [each for each in self._scheduler.decoding() if not self._has_place_for(each)]
-        others = self._scheduler.make_room(others)
+        others = self._scheduler.make_room(
+            each
+            for each in self._scheduler.decoding()
+            if not isinstance(each.cache, InRow) or each.num_computed >= self._num_tokens
+        )
         for sequence in others:
             with Failure() as failure:
-                self._take_out(sequence)
+                self.take_out(sequence)
             if failure.has_failed:
                 self._scheduler.preempt(sequence)
         return self._groups(), [each for each in others if each.cache is not None]
 
-    def look_into(self, sequence: Sequence) -> None:
-        """Makes the row of a sequence that ends its cache."""
+    def take_out(self, sequence: Sequence, *, is_view: bool = False) -> None:
+        """Gives a sequence in a row a cache of its own, or one that is a view of the row."""
         if isinstance(sequence.cache, InRow):
             assert self._memory is not None
             cache = self._passes.new_cache()
             row, num_tokens = sequence.cache.row, sequence.num_computed
-            sequence.cache = self._memory.look_into(row, num_tokens, cache)
+            self._memory.read(row, num_tokens, cache, is_view=is_view)
+            sequence.cache = cache
 
     def decode(self, group: Items[Sequence]) -> torch.Tensor:
         assert self._memory is not None
@@ -145,16 +149,6 @@ class RowDecoding:
                 if self._memory is None:  # there was none
                     self._num_rows = 0
                     self.close()
-
-    def _has_place_for(self, sequence: Sequence) -> bool:
-        return isinstance(sequence.cache, InRow) and sequence.num_computed < self._num_tokens
-
-    def _take_out(self, sequence: Sequence) -> None:
-        if isinstance(sequence.cache, InRow):
-            assert self._memory is not None
-            cache = self._passes.new_cache()
-            row, num_tokens = sequence.cache.row, sequence.num_computed
-            sequence.cache = self._memory.read(row, num_tokens, cache)
 
     def _groups(self) -> list[list[Sequence]]:
         self._tidy()

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.budget import activation_bytes_per_token
-from moe_runtime.inference.token_limit import known_positions
+from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE, KVAccount
@@ -404,7 +403,7 @@ class Engine:
     def _finish(self, sequence: Sequence, finished: Finished) -> None:
         if finished.reason != "error" and not self._is_closed:
             with Failure():
-                self._rows.look_into(sequence)
+                self._rows.take_out(sequence, is_view=True)
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)
@@ -417,7 +416,6 @@ def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
 
 
 def capacity_of(model: Any, max_tokens: int | None) -> int:
-    """Tokens that all caches together may have."""
     reserved = getattr(model, "_max_tokens", None)
     found = reserved if max_tokens is None else max_tokens
     if found is None:
@@ -434,7 +432,6 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
 def check_request(
     request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
 ) -> None:
-    """Refuses a request that is too long or has unknown tokens."""
     num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
     # the engine also computes what follows a prompt: one token more, which is not shown
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:
@@ -457,8 +454,6 @@ def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int)
 
 
 class EngineHandle:
-    """A request that an engine took."""
-
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine = engine
         self._sequence = sequence

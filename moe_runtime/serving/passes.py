@@ -42,6 +42,7 @@ from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.scheduling import Failure, Sequence
 from moe_runtime.serving.sequence_cache import (
     BatchCache,
+    RowMemory,
     can_share_a_pass,
     have_close_states,
     have_same_tokens,
@@ -53,7 +54,6 @@ from moe_runtime.serving.sequence_cache import (
 
 if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.serving.sequence_cache import RowMemory
 
 
 class EngineRequests:
@@ -322,8 +322,6 @@ class ModelPasses:
             return self._step(last, cache, places)
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
-        from moe_runtime.serving.sequence_cache import RowMemory
-
         assert self._graphs is not None
         return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
 

@@ -28,6 +28,9 @@ from moe_runtime.serving.requests import (
     TokenLogprob,
 )
 
+_NO_IDS = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
+"""Warpers are called with it; they use the scores alone."""
+
 
 class Sampler:
     """Chooses a request's tokens; what the request does not ask for is not computed."""
@@ -46,9 +49,8 @@ class Sampler:
         self._generator: torch.Generator | None = None
         if options.temperature:
             self._generator = torch.Generator()
-            if options.seed is None:
-                self._generator.seed()
-            else:
+            self._generator.seed()
+            if options.seed is not None:
                 self._generator.manual_seed(options.seed)
 
     def choose(self, logits_V: torch.Tensor, answer_ids: Sequence[int]) -> NewToken:
@@ -66,7 +68,7 @@ class Sampler:
             token = int(scores_V.argmax())
         else:
             # below zero, a temperature near zero makes no infinities but those that mean never
-            scores_1V = self._warpers(_no_ids(), (scores_V - scores_V.max())[None])
+            scores_1V = self._warpers(_NO_IDS, (scores_V - scores_V.max())[None])
             chances_V = torch.softmax(scores_1V[0], dim=-1)
             token = int(torch.multinomial(chances_V, 1, generator=self._generator))
         self._counts[token] += 1
@@ -84,14 +86,15 @@ class Sampler:
         allowed = None if constraint is None else constraint.allowed(answer_ids)
         if constraint is not None and constraint.is_exhausted:
             banned = ()
-        if not (banned or constraint or options.logit_bias or self._penalizes(options)):
+        counts = options.presence_penalty or options.frequency_penalty
+        if not (banned or constraint or options.logit_bias or self._penalty or counts):
             return raw_V
         scores_V = raw_V.clone()
         scores_V[self._biased_ids] += self._biases
         if self._penalty is not None:
             ids = torch.tensor([[*request.prompt_ids, *answer_ids]])
             scores_V = self._penalty(cast(torch.LongTensor, ids), scores_V[None])[0]
-        if self._counts and (options.presence_penalty or options.frequency_penalty):
+        if self._counts and counts:
             ids = torch.tensor(list(self._counts))
             times = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             scores_V[ids] -= options.presence_penalty + options.frequency_penalty * times
@@ -104,10 +107,6 @@ class Sampler:
             if not bool((scores_V > -torch.inf).any()):
                 raise ConstraintError("the constraint allows no token here")
         return scores_V
-
-    def _penalizes(self, options: SamplingOptions) -> bool:
-        counts = options.presence_penalty or options.frequency_penalty
-        return self._penalty is not None or bool(counts)
 
 
 def token_logprobs(
@@ -127,10 +126,6 @@ def token_logprobs(
     return [
         TokenLogprob(logprob, tuple(zip(ids, values, strict=True))) for logprob, ids, values in rows
     ]
-
-
-def _no_ids() -> torch.LongTensor:
-    return cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
 
 
 def _warpers(options: SamplingOptions) -> LogitsProcessorList:

@@ -144,7 +144,6 @@ class Sequence:
         self._logprobs.extend(logprobs)
 
     def tell_read(self) -> None:
-        """The prompt was read; sent once."""
         if not self._is_read:
             wanted = self.request.num_prompt_logprobs is not None
             logprobs = tuple(self._logprobs) if wanted else None

@@ -470,19 +470,19 @@ class RowMemory:
             for rows in pair:
                 rows[to].copy_(rows[row])
 
-    def read(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
-        for index, pair in enumerate(self._layers):
-            cache.update(*(rows[row, None, :, :num_tokens] for rows in pair), index)
-        return cache
+    def read(self, row: int, num_tokens: int, cache: DynamicCache, *, is_view: bool) -> None:
+        """Fills an empty cache with the tokens of a row.
 
-    def look_into(self, row: int, num_tokens: int, cache: DynamicCache) -> DynamicCache:
-        """Makes an empty cache a view of a row's tokens; for layers that keep every token, until it
-        changes."""
+        A view, for layers that keep every token, is good until the row changes.
+        """
         layers: list[Any] = [*cache.layers]
-        for layer, pair in zip(layers, self._layers, strict=True):
-            layer.keys, layer.values = (rows[row, None, :, :num_tokens] for rows in pair)
-            layer.is_initialized = True
-        return cache
+        for index, (layer, pair) in enumerate(zip(layers, self._layers, strict=True)):
+            own = [rows[row, None, :, :num_tokens] for rows in pair]
+            if is_view:
+                layer.keys, layer.values = own
+                layer.is_initialized = True
+            else:
+                cache.update(*own, index)
 
     def step(
         self, first: int, tokens: Sequence[int], places: Sequence[int]

@@ -18,7 +18,6 @@ MAX_COST_RATIO = 3.0
 FREE_GROWTH = 1.25
 """Where all steps take too long, more tokens may make them so much longer: then there are fewer."""
 _NEW_SHARE = 0.3
-"""Share of the latest time in a running mean."""
 _STEPS_KEPT = 500
 """Steps after which larger sizes count as never measured: one slow time would exclude them for
 ever."""
@@ -55,7 +54,6 @@ class StepSizes:
 
     @contextmanager
     def timed(self, *, num_prompt: int, num_decoding: int) -> Iterator[None]:
-        """Times a step of so many tokens of prompts, and of sequences that decode."""
         self._is_ignored = False
         begin = self._clock()
         yield

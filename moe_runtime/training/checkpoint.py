@@ -28,8 +28,6 @@ _LONGEST_VALUE = 60
 
 
 class Kind(NamedTuple):
-    """What a value must be."""
-
     text: str
     fits: Callable[[Any], bool]
 
@@ -37,14 +35,12 @@ class Kind(NamedTuple):
         return Kind(f"{self.text}, or None", lambda value: value is None or self.fits(value))
 
     def listed(self) -> "Kind":
-        """A list or tuple of this kind."""
         return Kind(
             f"a list, each {self.text}",
             lambda value: type(value) in (list, tuple) and all(map(self.fits, value)),
         )
 
     def named(self) -> "Kind":
-        """A mapping from names to this kind."""
         return Kind(
             f"a mapping of names, each to {self.text}",
             lambda value: (
@@ -88,7 +84,6 @@ def require_kinds(
 
 
 def require_kind(value: Any, kind: Kind, what: str) -> None:
-    """Refuses one stored value of another kind."""
     if not kind.fits(value):
         raise CheckpointError(f"{what} is {shown(value)}, expected {kind.text}")
 
@@ -103,7 +98,6 @@ def require_like(tensors: Mapping[str, Any], own: Mapping[str, Tensor], what: st
 
 
 def shown(value: Any) -> str:
-    """A value for messages, cut where it is long."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)
@@ -137,8 +131,6 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState(Progress):
-    """Everything that decides how a run goes on."""
-
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
 
@@ -156,7 +148,6 @@ _STATE_KINDS = {"model": TENSOR.named(), "optimizer": MAPPING}
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
-    """Writes a checkpoint and removes the oldest beyond `keep`."""
     path = folder / f"step-{state.step:08d}.pt"
     content = {name: on_host(getattr(state, name)) for name in state.__dataclass_fields__}
     make_folders(folder)
@@ -206,7 +197,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Reads a checkpoint of one process into host memory."""
     return TrainingState(**load_content(path, TrainingState))
 
 

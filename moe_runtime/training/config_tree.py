@@ -113,7 +113,6 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def lay_over(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree with the values of another in the place of its own, tables key by key."""
     merged = dict(tree)
     for key, value in changes.items():
         below = tree.get(key, {})
@@ -123,7 +122,6 @@ def lay_over(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    """A TOML value as the field's type, or an error that says which type was expected."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, name)

@@ -48,14 +48,11 @@ _RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The text of one source, divided."""
-
     training: tuple[str, ...]
     held_out: tuple[str, ...]
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all text, its division and its order."""
         digest = hashlib.sha256()
         for side, documents in (("training", self.training), ("held out", self.held_out)):
             digest.update(f"{side} {len(documents)}\n".encode())
@@ -92,7 +89,6 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
 
 
 def text_files(data: DataConfig, folder: Path) -> list[Path]:
-    """All files of all sources, `folder` being what relative paths start from."""
     return [
         file
         for name, source in data.sources.items()
@@ -101,7 +97,6 @@ def text_files(data: DataConfig, folder: Path) -> list[Path]:
 
 
 def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
-    """The files of all patterns, each once, in the order of their paths."""
     found: set[Path] = set()
     for pattern in patterns:
         matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
@@ -125,7 +120,6 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
 def _documents(
     paths: Iterable[Path], folder: Path, separator: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Name and text of every document that is not blank."""
     for path in paths:
         try:
             text = decode_text(read_bounded(path, max_bytes=_MAX_FILE_BYTES), "utf-8-sig")
@@ -216,7 +210,6 @@ def obtain_tokenizer(
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes a tokenizer's files into a folder."""
     with blamed_on(f"{folder}: the tokenizer cannot be written"):
         tokenizer.save_pretrained(folder)
 
@@ -232,6 +225,23 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
         )
     return tokenizer
+
+
+def read_corpora(data: DataConfig, folder: Path) -> dict[str, Corpus]:
+    return {name: read_corpus(name, source, data, folder) for name, source in data.sources.items()}
+
+
+def encode_corpora(
+    corpora: Mapping[str, Corpus],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    keeps: bool,
+) -> dict[str, TokenStreams]:
+    return {
+        name: encode_corpus(corpus, tokenizer, cache=cache, name=name, keeps=keeps)
+        for name, corpus in corpora.items()
+    }
 
 
 def encode_corpus(
@@ -380,13 +390,6 @@ class WindowStream:
         self._epoch = epoch
 
 
-@dataclass(frozen=True, slots=True)
-class DataPosition:
-    """How far a run has come in its data: windows taken from each source."""
-
-    taken: tuple[int, ...]
-
-
 class Batches:
     """Windows of all sources, mixed by weight.
 
@@ -424,25 +427,18 @@ class Batches:
         self._taken = [0] * len(self._windows)
 
     @property
-    def position(self) -> DataPosition:
-        """How far the batches have come."""
-        return DataPosition(tuple(self._taken))
+    def taken(self) -> tuple[int, ...]:
+        return tuple(self._taken)
 
-    def seek(self, position: DataPosition) -> None:
-        """Goes on from a position.
-
-        Raises:
-            ValueError: it counts another number of sources.
-        """
-        if len(position.taken) != len(self._windows):
+    def seek(self, taken: Sequence[int]) -> None:
+        if len(taken) != len(self._windows):
             raise ValueError(
-                f"expected the position of {len(self._windows)} sources, got {len(position.taken)}"
+                f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
-        self._taken = list(position.taken)
+        self._taken = list(taken)
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows of all sources together, each once."""
         return sum(stream.windows_per_epoch for stream in self._windows)
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
@@ -479,20 +475,18 @@ def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray
 def windows_of(
     streams: Mapping[str, TokenStreams], config: LoopConfig
 ) -> tuple[Batches, dict[str, npt.NDArray[np.int64]]]:
-    """What a run trains on, and held-out windows by source."""
     batches = Batches(
         {name: stream.training for name, stream in streams.items()},
         {name: source.weight for name, source in config.data.sources.items()},
         context=config.data.context,
         seed=config.run.seed,
     )
+    context, most_tokens = config.data.context, config.run.evaluate_tokens
     held_out = {
-        name: held_out_windows(
-            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
-        )
+        name: held_out_windows(stream.held_out, context=context, most_tokens=most_tokens)
         for name, stream in streams.items()
     }
-    return batches, held_out
+    return batches, {name: windows for name, windows in held_out.items() if len(windows)}
 
 
 def check_groups(

@@ -27,7 +27,7 @@ from moe_runtime.training.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.data import DataPosition, shorten
+from moe_runtime.training.data import shorten
 from moe_runtime.training.metrics import (
     EvaluationRecord,
     JsonLines,
@@ -36,7 +36,7 @@ from moe_runtime.training.metrics import (
     StepRecord,
     read_records,
 )
-from moe_runtime.training.offload.dense_adamw import StepOptimizer
+from moe_runtime.training.optimizer import StepOptimizer
 from moe_runtime.training.prepared import SUMMARY_FILE, PreparedRun
 from moe_runtime.training.ranks import OneRank, autocast_of
 from moe_runtime.training.run_config import OptimizerConfig
@@ -102,19 +102,10 @@ class SkippedSteps:
             )
 
 
-def require_number(loss: float, step: int) -> float:
-    """The mean loss of held-out text, refused if it is no number."""
-    if math.isfinite(loss):
-        return loss
-    raise ValueError(f"the loss of held-out text is no number after step {step}; {LOWER}")
-
-
 class TrainableModel(Protocol):
     """What the loop asks of a model; `LanguageModel` is one."""
 
-    def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses:
-        """Losses of token ids `[B, C]` and the tokens after them."""
-        ...
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses: ...
 
     def after_step(self, *, skipped: bool = False) -> None: ...
 
@@ -157,7 +148,6 @@ class Trainer:
         self._saved_step = -1
 
     def restore(self, state: TrainingState) -> None:
-        """Goes on from a checkpoint, or refuses one that does not fit."""
         model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
@@ -168,7 +158,7 @@ class Trainer:
 
     def go_on(self, state: Progress) -> None:
         """Takes up where a checkpoint left off, without its weights."""
-        self._run.batches.seek(DataPosition(tuple(state.taken)))
+        self._run.batches.seek(state.taken)
         restore_random_states(state.random)
         self._ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
@@ -204,7 +194,6 @@ class Trainer:
         return self.step >= run.steps
 
     def close(self) -> None:
-        """Ends background work; the model is of no use then, if it is offloaded."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -220,7 +209,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "elapsed_s": self.elapsed_s,
-            "taken": self._run.batches.position.taken,
+            "taken": self._run.batches.taken,
             "random": random_states(),
             "settings": dict(self._run.settings),
             "records": next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
@@ -229,22 +218,18 @@ class Trainer:
         if self._shards is not None:
             self._shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
         else:
-            self._save_file(progress, keep)
+            parts: dict[str, Any] = {
+                "model": self._model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            if self.optimizer.keeps_newest_alone:
+                keep = 1
+            self.optimizer.write(
+                TrainingState(**progress, **parts),
+                lambda copied: copied.optimizer,
+                lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
+            )
         self._saved_step = self.step
-
-    def _save_file(self, progress: dict[str, Any], keep: int) -> None:
-        state = TrainingState(
-            **progress,
-            model=self._model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-        )
-        if self.optimizer.keeps_newest_alone:
-            keep = 1
-        self.optimizer.write(
-            state,
-            lambda copied: copied.optimizer,
-            lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
-        )
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
@@ -282,7 +267,6 @@ class Trainer:
         )
 
     def _backward(self, rate: float) -> list[Losses]:
-        """Adds up the gradients of the step; the losses of this process's micro-batches."""
         micro_batches = self._micro_batches()
         losses: list[Losses] = []
         # a caller's autocast would keep narrow copies of weights for the steps that follow
@@ -302,17 +286,16 @@ class Trainer:
             "max_load": [part.max_load for part in losses],
             "dropped_share": [part.dropped_share for part in losses],
         }
-        known: dict[str, list[Tensor]] = {}
+        known: dict[str, Tensor] = {}
         for name, values in named.items():
-            there = [value for value in values if value is not None]
+            there = [value.float() for value in values if value is not None]
             if there:
-                known[name] = there
-        means = self._ranks.mean(torch.stack([_mean(values) for values in known.values()]))
+                known[name] = torch.stack(there).mean().cpu()
+        means = self._ranks.mean(torch.stack(list(known.values())))
         found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
     def _micro_batches(self) -> list[Tensor]:
-        """This process's tokens of the step, in the parts that are computed one after another."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)
@@ -322,15 +305,14 @@ class Trainer:
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses are appended to `found`."""
-        with self._recorded(windows), self._autocast():
+        recorded = contextlib.nullcontext()
+        if self.trace is not None:
+            recorded = self.trace.micro_batch(windows[:, :-1])
+        with recorded, self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
         num_parts = self._config.data.micro_batches // self._ranks.num_data_ranks
         return (losses.cross_entropy + losses.auxiliary) * self._ranks.loss_share / num_parts
-
-    def _recorded(self, windows: Tensor) -> contextlib.AbstractContextManager[None]:
-        trace = self.trace
-        return contextlib.nullcontext() if trace is None else trace.micro_batch(windows[:, :-1])
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)
@@ -352,7 +334,10 @@ class Trainer:
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
         weights = {name: self._run.mixture[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
-        mean = require_number(mean, self.step)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the loss of held-out text is no number after step {self.step}; {LOWER}"
+            )
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)
 
@@ -423,7 +408,3 @@ class Trainer:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.float() for value in values]).mean().cpu()

@@ -103,7 +103,6 @@ class JsonLines:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; a last line that was cut short is left out."""
     path = folder / METRICS_FILE
     return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 

@@ -24,7 +24,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.loss import CHUNK_BYTES
+from moe_runtime.models.lm.layers import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
@@ -127,7 +127,6 @@ _SPARE_SHARE = 1 / 8
 
 
 def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageModel, StreamedInit]:
-    """The model of a run, and where the first weights of offloaded experts come from."""
     streamed = StreamedInit()
     with streamed if is_offloaded else contextlib.nullcontext():
         model = LanguageModel(config.model, recompute=config.run.recompute)
@@ -142,7 +141,6 @@ def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageMod
 
 
 def move_around_experts(model: LanguageModel, device: torch.device) -> None:
-    """Moves a model that `build_model` gave to a device; its experts are nowhere yet."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -208,7 +206,6 @@ def export_of_all(
 
 
 def optimizer_settings(config: LoopConfig) -> AdamW:
-    """The run's optimizer, as offloaded training takes it."""
     options, offload = config.optimizer, config.run.offload
     return AdamW(
         lr=options.peak_rate,
@@ -322,7 +319,6 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
-    """Bytes of activations of one token in one layer that its backward pass needs."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:

@@ -1,33 +1,216 @@
-"""AdamW in memory, and gradients that are checked before they are used."""
+"""What the loop asks of an optimizer, and AdamW in memory."""
 
+from __future__ import annotations
+
+import abc
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.offload.dense_adamw import (
-    DenseAdamW,
-    StepOptimizer,
-    StepOutcome,
-    clip_scale,
+from moe_runtime.training.checkpoint import (
+    AMOUNT,
+    COUNT,
+    MAPPING,
+    require_kind,
+    require_kinds,
+    require_like,
+    shown,
 )
-from moe_runtime.training.ranks import OneRank
-from moe_runtime.training.run_config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from moe_runtime.training.ranks import OneRank
+    from moe_runtime.training.run_config import OptimizerConfig
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did.
+
+    Attributes:
+        gradient_norm: global norm of the gradients before clipping.
+        bad_parameters: parameters whose gradients were not finite; the step was skipped if any.
+    """
+
+    gradient_norm: float
+    bad_parameters: tuple[str, ...] = ()
+
+
+class StepOptimizer(abc.ABC):
+    """What the loop asks of an optimizer, wherever its states are and whenever it updates them."""
+
+    keeps_newest_alone = False
+    """Whether a checkpoint takes over what the one before names."""
+
+    @abc.abstractmethod
+    def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
+        """Computes the losses of a step's micro-batches, one a part, and adds up their gradients.
+
+        After an exception of a part, no gradient is left behind.
+        """
+
+    @abc.abstractmethod
+    def step(self, rate: float) -> StepOutcome:
+        """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave, or refuses it with a `CheckpointError`."""
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Has a job write a checkpoint, which may be done in another thread.
+
+        Args:
+            state: everything that belongs to it, `state_dict` included.
+            own: finds in it what `state_dict` gave; for optimizers that complete it first.
+            job: writes a state to its place, atomically.
+        """
+        del own
+        job(state)
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is durable; raises if it could not be written."""
+        return
+
+    def transfers(self) -> dict[str, Any]:
+        """Seconds of waiting and bytes so far, by name; empty where nothing is moved."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Ends background work; an offloaded model is of no use then."""
+        return
+
+
+class DenseAdamW:
+    """torch's AdamW over named parameters; norms and biases do not decay."""
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        self._named = dict(named)
+        self._adamw = None
+        if self._named:
+            groups = list(_groups(self._named, weight_decay))
+            self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._named.values())
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def norm(self) -> float:
+        gradients = self.gradients()
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def bad_gradients(self) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, parameter in self._named.items()
+            if parameter.grad is not None and not _is_finite(parameter.grad)
+        )
+
+    def step(self, rate: float, scale: float = 1.0) -> None:
+        if scale != 1:
+            for gradient in self.gradients():
+                gradient.mul_(scale)
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+
+    def clipped_step(self, rate: float, clip_norm: float, norm: float | None = None) -> StepOutcome:
+        """Clips, updates and forgets the gradients; changes nothing if some are not finite.
+
+        Args:
+            norm: of all gradients, where other processes have some of them.
+        """
+        norm = self.norm() if norm is None else norm
+        bad: tuple[str, ...] = ()
+        if not math.isfinite(norm):
+            bad = self.bad_gradients() or ("the experts of another process",)
+        if not bad:
+            self.step(rate, clip_scale(norm, clip_norm))
+        self.forget()
+        return StepOutcome(norm, bad)
+
+    def forget(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`; zeros at
+        first."""
+        if self._adamw is None:
+            return {}
+        for parameter in self._named.values():
+            state = self._adamw.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._adamw is None else self._adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self.state_dict()
+        kinds = {"state": MAPPING, "param_groups": MAPPING.listed()} if own else {}
+        require_kinds(state, kinds, "the optimizer's state")
+        if self._adamw is None:
+            return
+        numbers, found = (
+            [group.get("params") for group in groups["param_groups"]] for groups in (own, state)
+        )
+        if not COUNT.listed().listed().fits(found) or found != numbers:
+            raise CheckpointError("the optimizer's state belongs to other parameters")
+        parameters = [p for group in self._adamw.param_groups for p in group["params"]]
+        for number, moments in state["state"].items():
+            if number not in range(len(parameters)):
+                raise CheckpointError(f"the optimizer's state has a parameter {shown(number)}")
+            parameter = parameters[number]
+            step = moments.get("step") if isinstance(moments, Mapping) else None
+            # torch counts in fp64 where that is the default type
+            kind = step.dtype if isinstance(step, Tensor) and step.is_floating_point() else None
+            count = torch.zeros((), dtype=kind)
+            expected = {"step": count, "exp_avg": parameter, "exp_avg_sq": parameter}
+            require_like(moments, expected, f"the optimizer's state of parameter {number}")
+            require_kind(moments["step"].item(), AMOUNT, f"the step of parameter {number}")
+        self._adamw.load_state_dict({**own, "state": state["state"]})
 
 
 class Optimizer(StepOptimizer):
-    """Gradients in, changed parameters out, all of it in memory."""
-
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, ranks: OneRank | None = None
     ) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise ValueError("the model has no trainable parameter")
-        self._ranks = ranks or OneRank()
-        self._clip_norm = config.clip_norm
+        self._ranks, self._clip_norm = ranks, config.clip_norm
         self._adamw = DenseAdamW(
             self._named,
             lr=config.peak_rate,
@@ -38,25 +221,19 @@ class Optimizer(StepOptimizer):
 
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> None:
         del rate  # for optimizers that update inside the backward pass
-        is_done = False
-        try:
+        with contextlib.ExitStack() as failed:
+            # a part of them would be added to the next step's
+            failed.callback(self._adamw.forget)
             for part in parts:
                 part().backward()
-            is_done = True
-        finally:
-            if not is_done:  # a part of them would be added to the next step's
-                self._adamw.forget()
+            failed.pop_all()
 
     def step(self, rate: float) -> StepOutcome:
-        self._ranks.reduce_gradients(self._named)
-        norm = self._ranks.gradient_norm(self._named)
-        bad: tuple[str, ...] = ()
-        if not math.isfinite(norm):
-            bad = self._adamw.bad_gradients() or ("the experts of another process",)
-        if not bad:
-            self._adamw.step(rate, clip_scale(norm, self._clip_norm))
-        self._adamw.forget()
-        return StepOutcome(norm, bad)
+        norm = None
+        if self._ranks is not None:
+            self._ranks.reduce_gradients(self._named)
+            norm = self._ranks.gradient_norm(self._named)
+        return self._adamw.clipped_step(rate, self._clip_norm, norm)
 
     def state_dict(self) -> dict[str, Any]:
         return self._adamw.state_dict()
@@ -67,6 +244,40 @@ class Optimizer(StepOptimizer):
         self._adamw.load_state_dict(state)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`; zeros at
-        first."""
         return self._adamw.moments()
+
+
+def state_order(named: Mapping[str, Tensor]) -> list[str]:
+    """Names of all parameters of a model in one process in the order of `DenseAdamW.state_dict`."""
+    return sorted(named, key=lambda name: not decays(name, named[name]))
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """Factor that brings gradients of a global norm down to `clip_norm`; 0 does not clip."""
+    return clip_norm / norm if clip_norm and math.isfinite(norm) and norm > clip_norm else 1.0
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices and stacks of them, never to norms and biases."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.isfinite().all())
+
+
+def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
+    """AdamW's groups of parameters, some of them empty.
+
+    The fused kernel takes whole parameters and those of every mesh in separate calls.
+    """
+    decaying = [p for name, p in named.items() if decays(name, p)]
+    others = [p for name, p in named.items() if not decays(name, p)]
+    for parameters, decay in ((decaying, weight_decay), (others, 0.0)):
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+        for parameter in parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        for alike in by_mesh.values():
+            yield {"params": alike, "weight_decay": decay}

@@ -46,9 +46,7 @@ CHECKPOINTS = "checkpoints"
 DATA = "data"
 TOKENIZER = "tokenizer"
 EXPERTS = "experts"
-"""Folders in that of a run."""
 LOCK_FILE = "run.lock"
-"""Locked while a run uses its folder, and removed afterwards."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
@@ -166,7 +164,6 @@ class PreparedRun:
         return last, state
 
     def open_sinks(self, state: Progress | None) -> list[MetricsSink]:
-        """Where a run's records go; those of steps after the checkpoint `state` are removed."""
         sinks: list[MetricsSink] = []
         first_step, records = (0, "") if state is None else (state.step, state.records)
         if self.config.run.tensorboard:

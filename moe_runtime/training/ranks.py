@@ -183,8 +183,7 @@ class OneRank:
     def layout_groups(self) -> "LayoutGroups | None":
         return None
 
-    def spread(self, model: LanguageModel) -> None:
-        """Leaves this process its part of a model."""
+    def spread(self, model: LanguageModel) -> None: ...
 
     def draw_apart(self, step: int) -> None:
         """Has gates draw at random for other tokens than the first data-parallel rank's."""
@@ -221,11 +220,9 @@ class OneRank:
                 "that all machines share"
             )
 
-    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
-        """Gives every parameter the gradient of the whole step's loss."""
+    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None: ...
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
-        """The 2-norm over all parameters of the model, on all processes."""
         gradients = [p.grad for p in named.values() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -312,7 +309,6 @@ class SeveralRanks(OneRank):
         self.draw_apart(0)
 
     def _keep_stage(self, model: LanguageModel) -> "StageModule | None":
-        """Leaves this process its stage of the model, where there are several."""
         stages = self.groups.group("dense", "pp")
         if stages is None:
             return None
@@ -396,7 +392,6 @@ class SeveralRanks(OneRank):
 
 
 def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
-    """Says what several processes cannot do."""
     from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
@@ -422,7 +417,6 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
 
 
 def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
-    """Says what processes cannot do whose experts have tiers off memory."""
     own = config.parallel
     for name, degree in (("tp", own.tp), ("pp", own.pp), ("etp", own.etp)):
         if degree > 1:
@@ -442,7 +436,6 @@ def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
 
 
 def _divided(named: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters that all processes have, and those of this one's experts."""
     dense = [p for name, p in named.items() if ".experts." not in name]
     experts = [p for name, p in named.items() if ".experts." in name]
     return dense, experts

@@ -20,6 +20,12 @@ MOST_THREADS, MOST_WORDS = 4096, 1 << 24
 """Beyond them threads are not started, and a tokenizer's tables have no room."""
 
 
+def _at_least(least: int, config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
     """A body of text and its share of the training tokens.
@@ -92,9 +98,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources must name at least one body of text")
-        for name in ("context", "tokens_per_step", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_least(1, self, "context", "tokens_per_step", "micro_batches")
         if self.tokens_per_step % self.context:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must be a multiple of context "
@@ -118,7 +122,6 @@ class DataConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of full length in one optimizer step."""
         return self.tokens_per_step // self.context
 
     @property
@@ -157,17 +160,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not (self.peak_rate > 0 and math.isfinite(self.peak_rate)):
             raise ValueError(f"peak_rate must be positive, got {self.peak_rate}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        _at_least(0, self, "warmup_steps", "weight_decay", "clip_norm")
         if not 0 <= self.final_share <= 1:
             raise ValueError(f"final_share must lie in [0, 1], got {self.final_share}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
         if not self.eps > 0:
             raise ValueError(f"eps must be positive, got {self.eps}")
-        for name in ("weight_decay", "clip_norm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +199,6 @@ class OffloadConfig:
         AdamW(**self.optimizer_options())
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Those of them that are options of the optimizer."""
         options = dataclasses.asdict(self)
         del options["activations"]
         return options
@@ -263,12 +261,8 @@ class RunConfig:
     export_dtype: Precision = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_tokens", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        _at_least(1, self, "steps", "log_every", "evaluate_tokens", "keep_checkpoints")
+        _at_least(0, self, "seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps")
         for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
@@ -335,11 +329,8 @@ class ParallelConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.ep < 0:
-            raise ValueError(f"ep must be at least 0, got {self.ep}")
-        for name in ("etp", "tp", "cp", "pp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_least(0, self, "ep")
+        _at_least(1, self, "etp", "tp", "cp", "pp")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 
@@ -349,11 +340,7 @@ class TrainConfig:
     """A whole training run.
 
     Attributes:
-        run: how long, where to, how.
         model: its architecture; `vocab_size` is the tokenizer's.
-        data: text and batches.
-        tokenizer: where it comes from.
-        optimizer: AdamW and its schedule.
         parallel: how several processes divide the model.
     """
 

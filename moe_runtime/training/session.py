@@ -30,15 +30,14 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.data import (
     check_groups,
-    encode_corpus,
+    encode_corpora,
     obtain_tokenizer,
-    read_corpus,
+    read_corpora,
     save_tokenizer,
     text_files,
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.dense_adamw import state_order
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
 from moe_runtime.training.offloaded import (
@@ -48,7 +47,7 @@ from moe_runtime.training.offloaded import (
     move_around_experts,
     offloaded_optimizer,
 )
-from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.optimizer import Optimizer, state_order
 from moe_runtime.training.prepared import (
     DATA,
     EXPERTS,
@@ -73,7 +72,6 @@ class Preparation(PreparedRun):
     Attributes:
         config: with the vocabulary of the tokenizer.
         folder: what relative paths start from.
-        model: freshly initialised, on the device.
         first_experts: where the first weights of offloaded experts come from.
     """
 
@@ -97,11 +95,6 @@ def prepare(
         folder: what relative paths start from: that of the configuration file.
         on_stage: called with a word on what is being done.
         keeps_text: the tokenizer and what it encodes are written to the run's folder.
-
-    Raises:
-        ValueError: text, tokenizer or model cannot be as configured.
-        CheckpointError: the checkpoint to start from does not fit the model.
-        OSError: a file cannot be read or written.
     """
     device = find_device(config.run.device or "auto", "run.device")
     check_experts(config.model)
@@ -113,19 +106,13 @@ def prepare(
     check_inputs_stay(output, trace, text_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, folder)
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, folder)
     on_stage("preparing the tokenizer")
     tokenizer = obtain_tokenizer(
         config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER, keeps=keeps_text
     )
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     config = _with_vocabulary(config, tokenizer)
     batches, held_out = windows_of(streams, config)
     on_stage("building the model")
@@ -146,7 +133,7 @@ def prepare(
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         model=model,
         first_experts=first_experts,
         device=device,
@@ -175,15 +162,8 @@ def start(
     Args:
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps, the learning rate's course and the short sequences may be
-            others than before; the steps to come follow the new ones as if they had held from the
-            beginning.
-        ranks: the processes that train together; this one alone by default. The model is spread
-            over them; their number may be another one than before.
-
-    Raises:
-        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged, was made with other settings, or has taken more steps than are wanted; or
-            the processes do not share the folder.
+            others than before; the steps to come follow the new ones.
+        ranks: the processes that train together; their number may be another one than before.
     """
     ranks = ranks or OneRank()
     if ranks.size > 1:
@@ -261,8 +241,6 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
 
 
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
-    """Gives the trained model to a function; parts of other processes are in the last
-    checkpoint."""
     config, model = preparation.config, preparation.model
     if model.is_whole:
         use(model)
@@ -277,7 +255,6 @@ def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], N
 def _offloaded_optimizer(
     preparation: Preparation, ranks: OneRank, *, resumes: bool
 ) -> OffloadedTraining:
-    """Spreads the experts, which are not in memory yet, and sends them to their tiers."""
     folder = preparation.storage
     if preparation.config.run.storage_dir is None:
         make_folders(folder)
@@ -315,7 +292,6 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> TrainConfig:
-    """The configuration with the tokenizer's vocabulary where it names none."""
     size = len(tokenizer)
     if config.model.vocab_size is not None:
         if config.model.vocab_size < size:

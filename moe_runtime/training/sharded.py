@@ -152,13 +152,11 @@ class ShardedCheckpoints:
             moment["step"].fill_(steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint holds of this process, in place, by name."""
         moments = self._optimizer.moments()
         return logical_tensors(self._model, moments)
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run had come that wrote a checkpoint."""
     content = load_content(path / _PROGRESS_FILE, Progress)
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
@@ -235,7 +233,6 @@ def _experts_in(model: LanguageModel) -> dict[str, Experts | ParallelExperts]:
 def _by_kind(
     state: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Tensors by kind and by the parameter's name."""
     kinds = {"model": dict(state)}
     for kind in _MOMENTS if moments else ():
         kinds[kind] = {name: states[kind] for name, states in moments.items()}

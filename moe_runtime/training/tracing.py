@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lab.traces.recorder import TraceRecorder
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.hugging_face import hugging_face_family
+from moe_runtime.models.lm.export import hugging_face_family
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.types import ModelSignature
 
@@ -85,7 +85,6 @@ class TrainingTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes the file. Later calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -150,7 +149,6 @@ def open_trace(
 
 
 def trace_bytes(config: LoopConfig, signature: ModelSignature) -> int:
-    """Memory that the trace of a run takes until it is written."""
     steps = min(config.run.steps, config.run.trace_steps or config.run.steps)
     tokens = steps * config.data.tokens_per_step
     id_bytes = 1 if signature.num_experts <= 0xFF else 2

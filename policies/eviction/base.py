@@ -26,14 +26,9 @@ class Setting:
     """What policies may be told about the model and the workload when they are made."""
 
     shape: Shape
-    # recorded sequences to learn from; None where there are none. ``static`` counts in them,
-    # ``activation-aware`` begins with their matrices.
-    training: Routes | None = None
-    # the keys of every event to come, for the policies that bound all others
-    future: Events | None = None
-    # predicts visits, for the policies that evict by predictions. It must not be shared: the policy
-    # passes every event on to it.
-    predictor: TrackedPredictor | None = None
+    training: Routes | None = None  # recorded sequences to learn from
+    future: Events | None = None  # the keys of every event to come, for Belady's bounds
+    predictor: TrackedPredictor | None = None  # not shared: the policy passes every event on to it
     # what a miss of each expert costs, such as the bytes to be read; only ratios matter. None where
     # all cost the same.
     costs: Mapping[ExpertKey, float] | None = None
@@ -62,8 +57,7 @@ class ReplayRule:
     # the rule's one number: the share that SLRU protects, the half-life of ageing, or the weight of
     # the present step in MRS
     parameter: float = 0.0
-    # what static pinning orders keys by; a key that is absent has 0
-    weights: Mapping[Any, float] | None = None
+    weights: Mapping[Any, float] | None = None  # of static pinning; a key that is absent has 0
 
 
 class Watcher(Protocol):
@@ -88,8 +82,7 @@ class EvictionPolicy(ABC, Generic[K]):
     # the policy may rather keep what it holds than a newcomer, which is then used once and not
     # kept. It is asked after the use, when keys of the same event may go too.
     may_decline: bool = False
-    # what must be told of every routing event, if the policy needs more than uses
-    watcher: Watcher | None = None
+    watcher: Watcher | None = None  # must see every routing event
     # says all that the policy does, where the compiled replay can do the same. A class that has one
     # names ``rule`` in its own body; a subclass does not inherit it, since it may do something
     # else.

@@ -120,11 +120,9 @@ class PlacementOptions:
     """What policies can be told; each reads what concerns it."""
 
     num_groups: int = 1  # groups of experts that stay on one node (EPLB)
-    # seconds for searches and solvers; the best placement found by then counts
-    time_limit_s: float = 30.0
+    time_limit_s: float = 30.0  # for searches and solvers; the best placement by then counts
     load_slack: float = 0.1  # how far loads may exceed the best balance for fewer hops
-    # rename devices of each layer to save hops, where a policy looks at loads only
-    aligned: bool = True
+    aligned: bool = True  # rename devices to save hops, where a policy looks at loads only
 
 
 Algorithms = Mapping[str, Callable[[PlacementOptions], PlacementPolicy]]

@@ -1,4 +1,4 @@
-"""Predictors by name: which experts the coming layers will visit. Each is imported when asked for."""
+"""Predictors by name: which experts the coming layers will visit; imported when asked for."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -126,8 +126,7 @@ class Routes:
     expert_ids: np.ndarray  # ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded
     gate_weights: np.ndarray  # ``[T, L, K]`` float32, 0 where nothing was recorded
     token_ids: np.ndarray  # ``[T]`` int64, -1 where there is none
-    # ``[S + 1]`` int64; sequence ``s`` holds the tokens ``offsets[s]:offsets[s + 1]``
-    offsets: np.ndarray
+    offsets: np.ndarray  # ``[S + 1]`` int64; sequence ``s`` is ``offsets[s]:offsets[s + 1]``
 
     @property
     def num_tokens(self) -> int:

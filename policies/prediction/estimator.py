@@ -27,14 +27,9 @@ class Contexts:
     path: np.ndarray  # ``[B, L, K]`` int64, experts of the current token; E where not known
     path_weights: np.ndarray  # ``[B, L, K]`` float32, its gate weights
     previous: np.ndarray  # ``[B, L, K]`` int64, experts of the previous token
-    # ``[B, L, K]`` int64, experts of the last token of this sequence that had the same id as the
-    # current one
-    recalled: np.ndarray
-    # ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-Infinity's
-    # request-level activation matrix)
-    counts: np.ndarray
-    # ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES
-    recent: np.ndarray
+    recalled: np.ndarray  # ``[B, L, K]`` int64, of the sequence's last token with the same id
+    counts: np.ndarray  # ``[B, L, E]`` float32, tokens of the sequence that visited each expert
+    recent: np.ndarray  # ``[B, R, L, E]`` float32, running means with RECENT_RATES
     hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
     # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
     # a step runs; by the estimator's name
@@ -53,7 +48,7 @@ _COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden"
 
 
 class SequenceState:
-    """The memory of one sequence: updated with every finished token, read as one row of contexts."""
+    """The memory of one sequence: updated with every token, read as one row of contexts."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -95,7 +90,7 @@ class SequenceState:
 
 
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
-    """The contexts of all tokens, in order, each with its whole path; at most ``max_rows`` at once."""
+    """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
     chunk, size = _empty(routes.shape, max_rows), 0
     for sequence in range(routes.num_sequences):
         state = SequenceState(routes.shape)

@@ -16,8 +16,7 @@ class PrefetchRules:
     """When a guess is read."""
 
     horizon: int = 2  # most layers to look ahead
-    # a guess must be at least this likely, however much waste is allowed
-    min_probability: float = 0.2
+    min_probability: float = 0.2  # a guess must be at least this likely, whatever the waste
     waste: float = 0.15  # share of the experts loaded that may be loaded and never used
     allowance: float = 16.0  # most unused waste that is saved up, in experts
     min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts

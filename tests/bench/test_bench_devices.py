@@ -1,7 +1,6 @@
 """`bench latency` and `throughput` on a GPU: which one, who takes part, and what is said of it."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan, meas
 from moe_runtime.benchmarks.commands.texts import show_texts
 from moe_runtime.benchmarks.suite.peers import find_peer, started
 from moe_runtime.benchmarks.suite.results import read_results, write_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-STAND_INS = ROOT / "tests" / "support" / "peers"
 POCKET = str(ROOT / "models" / "pocket")
-CASES = pytest.mark.parametrize("case", ["latency", "throughput"])
 # Its likeliest token is the number of the GPU that it sees; torch there is one that has computed.
 COUNTING = """
 import os, sys
@@ -83,13 +80,12 @@ def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(
         find_peer(file, {"device": "cpu"})
 
 
-@CASES
 @pytest.mark.parametrize(
-    ("device", "visible", "name", "gpus"),
+    ("case", "device", "visible", "name", "gpus"),
     [
-        ("cuda:1", None, "cuda:1", "1"),
-        ("auto", "4,7", "cuda:0", "4"),
-        ("cuda:1", "4,7", "cuda:1", "7"),
+        ("latency", "cuda:1", None, "cuda:1", "1"),
+        ("latency", "auto", "4,7", "cuda:0", "4"),
+        ("throughput", "cuda:1", "4,7", "cuda:1", "7"),
     ],
 )
 def test_settings_reach_every_system(
@@ -191,84 +187,6 @@ def test_runs_of_different_devices_are_not_compared(
         line.partition(",first_token_s,")[0] for line in table.read_text().splitlines()
         if "first_token_s" in line
     }  # fmt: skip
-
-
-class StandIns:
-    """Peers whose packages are stand-ins, and what these are called with."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log, self.model = folder / "calls.jsonl", folder / "model.gguf"
-        self.model.write_bytes(b"")
-        monkeypatch.setenv("PYTHONPATH", f"{folder}:{STAND_INS}:{STAND_INS / 'dispatched'}")
-        monkeypatch.setenv("RECORDED_CALLS", str(self.log))
-
-    def answer(self, name: str, **settings: Any) -> list[int]:
-        common = {"num_threads": 3, "max_tokens": 9, "cap_bytes": None, "device": "cuda:0"}
-        given = common | {"device_memory": "auto"} | settings
-        program = find_peer(f"{name}@{sys.executable}={self.model}", given)
-        with started(program, 60) as process:
-            process.ask("start", settings=program.settings)
-            process.ask("load")
-            found = process.ask("measure", ids=[3, 5], num_new=3, given=None)
-            process.ask("end")
-        return found["ids"]
-
-    def calls(self, name: str) -> list[tuple[list[Any], dict[str, Any]]]:
-        lines = map(json.loads, self.log.read_text().splitlines())
-        return [(args, options) for found, args, options in lines if found == name]
-
-
-@pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    return StandIns(tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("asked", "cap", "memory"),
-    [
-        # 10,000 bytes are free on the GPU, 7,000 in RAM
-        ("auto", None, {"0": 9_000, "cpu": 7_000}),
-        (0.25, None, {"0": 2_500, "cpu": 7_000}),
-        (1.0, None, {"0": 10_000, "cpu": 7_000}),
-        (6_000, None, {"0": 6_000, "cpu": 7_000}),
-        (6_000, 3 << 30, {"0": 6_000, "cpu": 1 << 29}),
-    ],
-)
-def test_accelerate_has_the_gpu_s_memory_first(
-    asked: Any, cap: int | None, memory: dict[str, int], stand_ins: StandIns
-) -> None:
-    assert stand_ins.answer("accelerate", device_memory=asked, cap_bytes=cap) == [8, 16, 32]
-    ((_, options),) = stand_ins.calls("from_pretrained")
-    assert options["max_memory"] == memory
-    assert {tuple(args) for args, _ in stand_ins.calls("tensor")} == {("cuda:0",)}
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "layers"),
-    [("cuda:0", "auto", [0, 999]), ("cuda:0", 4_500, [0, 4]), ("cpu", "auto", [0])],
-)
-def test_llama_cpp_gives_a_gpu_as_many_layers_as_there_is_room_for(
-    device: str, asked: Any, layers: list[int], stand_ins: StandIns
-) -> None:
-    assert stand_ins.answer("llama_cpp", device=device, device_memory=asked) == [8, 16, 32]
-    loads = [args for args, _ in stand_ins.calls("load")]
-    assert loads == [[str(stand_ins.model), True, number] for number in layers]
-    assert stand_ins.calls("context") == [([9, 9, 3, 3], {})]
-    freed = [what for (what,), _ in stand_ins.calls("free")]
-    assert freed == ["model"] * (len(layers) - 1) + ["context", "model"]
-
-
-def test_llama_cpp_without_a_gpu_in_its_build_says_so(stand_ins: StandIns, tmp_path: Path) -> None:
-    source = (STAND_INS / "llama_cpp.py").read_text().replace("return True", "return False")
-    (tmp_path / "llama_cpp.py").write_text(source)
-    with pytest.raises(PeerFailedError, match="built without a GPU"):
-        stand_ins.answer("llama_cpp")
-    assert stand_ins.answer("llama_cpp", device="cpu") == [8, 16, 32]
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_of_a_gpu_take_part(name: str, stand_ins: StandIns) -> None:
-    assert stand_ins.answer(name) == [8, 16, 32]
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ def plan_of(folder: Path, num_experts: int, in_flight: int) -> ReadPlan:
 
 
 class WrongReads(PlainReads):
-    """Monitor a bit of an expert that it read."""
+    """Flips a bit of an expert that it read."""
 
     def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
         lies, took_s = super().read(keys)

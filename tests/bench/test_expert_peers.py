@@ -1,6 +1,5 @@
 """Peers of `bench experts`: the layer arrives as it is, and results are held to ours."""
 
-import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,12 +177,6 @@ def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: P
     assert found["failure"] == told + parts
 
 
-def at(address: int, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
-    """What lies in memory at an address."""
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)
-
-
 class Pool:
     """Stands in for kt-kernel's threads."""
 
@@ -197,73 +190,6 @@ class Pool:
 
     def sync(self) -> None:
         pass
-
-
-class Experts:
-    """Stands in for kt-kernel's class: the output of a token is the token."""
-
-    def __init__(self, config: Any) -> None:
-        self.config, self.loaded = config, False
-
-    def load_weights_task(self, order: int) -> Any:
-        def load() -> None:
-            count, _, dim_model, dim_hidden, layer = self.config.sizes
-            assert layer == 0
-            assert at(order, np.int64, count).tolist() == list(range(count))
-            shapes = ((dim_hidden, dim_model),) * 2 + ((dim_model, dim_hidden),)
-            self.parts = []
-            for name, shape in zip(("gate", "up", "down"), shapes, strict=True):
-                (places,) = getattr(self.config, f"{name}_projs")
-                self.parts.append([at(place, np.uint16, *shape).copy() for place in places])
-
-        return load
-
-    def forward_task(self, count: int, top_k: int, *places: Any) -> Any:
-        *addresses, adds = places
-        ids, weights, x, out = addresses
-
-        def forward() -> None:
-            assert not adds
-            (tokens,) = at(count, np.int32, 1)
-            width = self.config.sizes[2]
-            self.given = (
-                at(ids, np.int64, tokens, top_k).tolist(),
-                at(weights, np.float32, tokens, top_k).tolist(),
-            )
-            ctypes.memmove(out, x, int(tokens) * width * 2)
-
-        return forward
-
-
-def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(*sizes: int) -> Any:
-        return SimpleNamespace(sizes=sizes, quant_config=SimpleNamespace())
-
-    moe = SimpleNamespace(MOEConfig=config, AVX2BF16_MOE=Experts)
-    api = SimpleNamespace(CPUInfer=Pool, moe=moe)
-    monkeypatch.setattr(kt_kernel, "find_extension", lambda folder: api)
-    settings = {"model": None, "variant": None, "num_threads": 3, "top_k": 2, "most_tokens": 100}
-    settings |= {"format": "bf16"}
-    peer = kt_kernel.Peer(settings)
-    parts = [np.arange(3 * 4 * 5, dtype=np.uint16) + start for start in (0, 100, 200)]
-    gate, up, down = (
-        part.reshape(shape)
-        for part, shape in zip(parts, [(3, 4, 5), (3, 4, 5), (3, 5, 4)], strict=True)
-    )
-    peer.load_experts(gate, up, down)
-    experts = peer._experts
-    assert experts.config.sizes == (3, 2, 5, 4, 0)
-    assert (experts.config.max_len, experts.config.pool) == (100, "backend")
-    assert peer._pool.num_threads == 3
-    assert kt_kernel.Peer({**settings, "variant": "one_thread"})._pool.num_threads == 1
-    for found, part in zip(experts.parts, (gate, up, down), strict=True):
-        np.testing.assert_array_equal(found, part)
-    x = np.arange(10, dtype=np.uint16).reshape(2, 5)
-    out = np.zeros_like(x)
-    ids = np.array([[0, 2], [1, 0]])
-    peer.experts(x, ids, np.array([[0.25, 0.75], [0.5, 0.5]], np.float32), out)
-    assert experts.given == (ids.tolist(), [[0.25, 0.75], [0.5, 0.5]])
-    np.testing.assert_array_equal(out, x)
 
 
 @pytest.mark.parametrize(

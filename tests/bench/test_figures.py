@@ -10,17 +10,12 @@ from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
 @pytest.mark.parametrize(
     ("unit", "values", "expected"),
     [
-        ("bytes", [242.0], "242 bytes"),
         ("bytes", [2.42e5, 1.0], "242 kB"),
-        ("bytes", [2.5e9], "2.5 GB"),
         ("bytes/s", [1.26e9], "1.26 GB/s"),
         ("s", [0.0123, 0.5], "12.3 ms"),
-        ("s", [1.5], "1.5 s"),
-        ("s", [4.2e-6], "4.2 µs"),
         ("s", [3e-12], "0.003 ns"),
         ("s", [0.0], "0 s"),
         ("tokens/s", [1317.4], "1317 tokens/s"),
-        ("count", [123456.7], "123457 count"),
     ],
 )
 def test_the_unit_is_that_of_the_largest(unit: str, values: list[float], expected: str) -> None:

@@ -7,16 +7,9 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.benchmarks.synthetic import gguf_files as gguf_shape
-from moe_runtime.benchmarks.synthetic.gguf_files import (
-    FILE_NAME,
-    GGUF_SHAPES,
-    GgufShape,
-    gguf_shape_of_name,
-)
+from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GGUF_SHAPES, gguf_shape_of_name
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
-from moe_runtime.errors import UnsupportedModelError
 
 pytest.importorskip("gguf", reason="extra peers is not installed")
 TINY = GGUF_SHAPES["qwen3.6-tiny-q4_k"]
@@ -78,9 +71,3 @@ def test_layers_are_asked_for_and_the_file_is_what_is_measured(
     assert [*asked.values()] == [TINY.name, 1, 4, "random"]
     assert main([*words, "qwen3.6"]) == 2
     assert "qwen3.6-tiny-q4_k" in capsys.readouterr().err
-
-
-def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_shape.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModelError, match="needs gguf"):
-        GgufShape.write(TINY, tmp_path)

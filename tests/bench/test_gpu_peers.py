@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
     layer_of_model,
-    measure_experts,
     num_equal,
     write_layer,
 )
 from moe_runtime.benchmarks.peers import host
-from moe_runtime.benchmarks.suite.peers import describe_peer, find_peer, peer_file
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite.peers import peer_file
 
 PEERS = ("megablocks", "scattermoe")
 
@@ -168,27 +166,3 @@ def test_the_layer_arrives_as_it_is(
     assert len(host.run_experts(peer, str(tmp_path), 5, 0.001)["seconds"]) >= 1
     # the untimed call, too, and every one is waited for
     assert len(packages) >= len(plan.tokens) + 2
-
-
-@pytest.mark.parametrize("name", PEERS[:1])
-def test_without_a_gpu_one_line_says_so(
-    name: str, plan: ExpertsPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    peer = find_peer(name, {"model": None, "num_threads": 1, "top_k": 2}, "experts")
-    rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, settings={}, peers=[peer])
-    failure = results["measurements"][-1]["failure"]
-    said = f"RuntimeError: {name} needs an NVIDIA GPU, and torch sees none here"
-    assert failure.startswith(f"{said} ({name}.py, line ")
-
-
-@pytest.mark.parametrize("name", PEERS[:1])
-def test_without_the_package_the_line_says_how_to_install_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"{name}.* needs: pip install ") as refused:
-        host._made(str(peer_file(name)), {"top_k": 2})
-    assert describe_peer(peer_file(name))["INSTALL"] in str(refused.value)

@@ -53,28 +53,16 @@ def test_words(before: list[float], after: list[float], word: str) -> None:
 def put(path: Path, times: list[float], **changes: Any) -> str:
     measured = MeasuredSystem(repetitions=[{"t_s": [one, one], "load_s": one} for one in times])
     metrics = {"t_s": Metric("s"), "load_s": Metric("s", is_judged=False)}
-    one = describe_system("one", measured, metrics, system_versions={}, quality=None)
-    gone = describe_system(
-        "gone", MeasuredSystem(failure="no room"), metrics, system_versions={}, quality=None
-    )
+    one = describe_system("one", measured, metrics)
+    gone = describe_system("gone", MeasuredSystem(failure="no room"), metrics)
     write_results(path, make_results("latency", {"threads": 2}, "time", [one, gone]) | changes)
     return str(path)
 
 
 def put_failed(path: Path) -> str:
     """Results in which no system has numbers."""
-    one = describe_system(
-        "one", MeasuredSystem(failure="out of it"), {}, system_versions={}, quality=None
-    )
+    one = describe_system("one", MeasuredSystem(failure="out of it"), {})
     return put(path, [1.0], ended="failed", measurements=[one])
-
-
-def test_one_number_beyond_many_may_be_an_outlier() -> None:
-    many = [float(number) for number in range(10, 30)]
-    for found in ([90.0], [90.0, 91.0]):
-        word, _, chance = judge(many, found, bound=0.1, is_less_better=True)
-        assert word == "noise"
-        assert chance <= 1 / 21
 
 
 def test_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

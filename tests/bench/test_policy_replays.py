@@ -20,7 +20,6 @@ from moe_runtime.benchmarks.cases.policies import (
 from moe_runtime.benchmarks.suite.comparing import work_of
 from moe_runtime.benchmarks.suite.results import read_results, write_results
 from moe_runtime.benchmarks.suite.runner import Rules
-from moe_runtime.cli.commands.replay import sizes_of
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
@@ -102,12 +101,6 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
     worse = {(one["system"], one["metric"]) for one in verdicts if one["word"] == "worse"}
     assert worse == {(name, "hit_rate_at_0.25") for name in ("lru", "belady", "random")}
     assert main([*compare, "--bound", "0.02"]) == 0
-
-
-def test_one_size_is_that_of_every_expert(trace: Trace) -> None:
-    sizes = sizes_of("3MiB", trace)
-    assert len(sizes) == trace.signature.num_layers * trace.signature.num_experts
-    assert set(sizes.values()) == {3 << 20}
 
 
 def test_learners_are_taught_and_requests_decode_side_by_side(

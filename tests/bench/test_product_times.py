@@ -124,13 +124,6 @@ def test_a_signal_before_the_first_repetition_leaves_older_results(
     assert f"nothing was measured, and {path} is left as it was" in capsys.readouterr().err
 
 
-def test_a_shape_that_is_named_twice_is_measured_once(ran: None, tmp_path: Path) -> None:
-    path, shape = tmp_path / "k.json", ["--shape", "8,32,16,4,2"]
-    assert main(["bench", "kernels", *shape, *shape, "-o", str(path)]) == 0
-    names = [one["system"] for one in read_results(path)["measurements"]]
-    assert len({*names}) == len(names)
-
-
 def test_a_product_that_fails_when_it_is_repeated_ends_alone(
     ran: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,8 +140,6 @@ def make_counts(folder: Path) -> dict[str, Any]:
             name,
             MeasuredSystem(repetitions=[one] * 3),  # the rank test asks for three
             METRICS,
-            system_versions={},
-            quality=None,
         )
         for name, one in found.items()
     ]

@@ -30,11 +30,7 @@ from moe_runtime.errors import CheckpointError
 def results() -> dict[str, Any]:
     measured = MeasuredSystem(repetitions=[{"t_s": [1.0, 2.0, 9.0]}, {"t_s": [3.0]}])
     one = describe_system(
-        "one",
-        measured,
-        {"t_s": Metric("s")},
-        system_versions={},
-        quality={"compared": 4, "equal": 3},
+        "one", measured, {"t_s": Metric("s")}, quality={"compared": 4, "equal": 3}
     )
     return make_results("latency", {"new_tokens": 2}, "time", [one])
 
@@ -98,8 +94,6 @@ def test_the_page_says_what_its_bars_show() -> None:
             name,
             MeasuredSystem(repetitions=[{"t_s": [one, one], "rate": one} for one in found]),
             metrics,
-            system_versions={},
-            quality=None,
         )
         for name, found in values.items()
     ]

@@ -120,20 +120,6 @@ def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest
     assert "streams writes its own text: prompts go on as this project finds likeliest" in err
 
 
-def test_one_that_cannot_run_leaves_the_others_their_text(
-    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    know_the_shape(shape, tmp_path, monkeypatch)
-    text = STREAMING.replace("self.path =", "raise ImportError('no engine')\n        self.path =")
-    (tmp_path / "streams.py").write_text(text)
-    given = noted("latency", monkeypatch)
-    words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "3", "--quick", "--time", "1"]
-    words += ["--peer", str(tmp_path / "streams.py"), "-o", str(tmp_path / "r.json")]
-    assert main(["bench", "latency", *words]) == 1
-    assert "followed_by" not in read_results(tmp_path / "r.json")["settings"]
-    assert all(ids is not None for _, ids in given)
-
-
 def test_a_peer_of_an_exported_folder_is_refused_without_one(
     shape: ModelShape,
     tmp_path: Path,

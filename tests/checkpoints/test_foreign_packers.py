@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_runtime.checkpoints.dense_weights import read_matrix
 from moe_runtime.checkpoints.formats import packed_weights
-from moe_runtime.checkpoints.packed_parameter import read_matrix
 from moe_runtime.checkpoints.safetensors_index import read_header
 
 PACKED = Path(__file__).parent / "data" / "gptq_awq_packers.npz"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_runtime.checkpoints.formats import compressed_tensors
-from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.formats.packed_weight import Settings
 from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
 from moe_runtime.types import ExpertKey
 
@@ -38,35 +38,23 @@ PARTS = [
 ]
 
 
+@pytest.mark.parametrize("damage", ["missing", "longer", "retyped"])
 @pytest.mark.parametrize(("sample", "part"), PARTS)
-def test_a_missing_part_is_one_line_that_names_it(originals, tmp_path, sample, part) -> None:
-    folder = changed(originals(sample), tmp_path, lambda tensors: tensors.pop(part))
-    assert part.removesuffix("weight") in refusal(folder)
-
-
-@pytest.mark.parametrize(("sample", "part"), PARTS)
-def test_a_part_of_another_shape_is_one_line_that_names_it(
-    originals, tmp_path, sample, part
+def test_a_damaged_part_is_one_line_that_names_it(
+    originals, tmp_path, sample, part, damage
 ) -> None:
-    def lengthen(tensors: dict[str, Tensor]) -> None:
-        tensor = torch.atleast_1d(tensors[part])
-        tensors[part] = tensor.repeat_interleave(2, 0).contiguous()
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensor = tensors.pop(part)
+        if damage == "longer":
+            tensors[part] = torch.atleast_1d(tensor).repeat_interleave(2, 0).contiguous()
+        elif damage == "retyped":
+            tensors[part] = torch.zeros(tensor.shape, dtype=torch.int16)
 
-    folder = changed(originals(sample), tmp_path, lengthen)
-    # the other parts then are those that do not fit
+    message = refusal(changed(originals(sample), tmp_path, change), MoERuntimeError)
+    # of a longer part, the other parts are those that do not fit
     stem = part.rpartition("." if EXPERT in part else "_")[0] or part
-    assert stem.removesuffix(".scale") in refusal(folder)
-
-
-@pytest.mark.parametrize(("sample", "part"), PARTS)
-def test_a_part_of_another_type_is_one_line_that_names_it(
-    originals, tmp_path, sample, part
-) -> None:
-    def retype(tensors: dict[str, Tensor]) -> None:
-        tensors[part] = torch.zeros(tensors[part].shape, dtype=torch.int16)
-
-    folder = changed(originals(sample), tmp_path, retype)
-    assert f"{part}: expected" in refusal(folder, MoERuntimeError)
+    named = {"missing": part.removesuffix("weight"), "longer": stem.removesuffix(".scale")}
+    assert named.get(damage, f"{part}: expected") in message
 
 
 def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> None:

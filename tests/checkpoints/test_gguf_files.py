@@ -69,26 +69,6 @@ def test_headers_say_what_the_package_reads_from_them(written: Written) -> None:
     assert {kind: sizes.get(kind) for kind in BLOCK_SIZES} == BLOCK_SIZES
 
 
-def test_bytes_of_a_header_that_changed_are_read_or_refused_in_one_line(
-    written: Written, tmp_path: Path
-) -> None:
-    content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(1)
-    end, refusals = data_begin(written.folder), []
-    for _ in range(150):
-        changed = bytearray(content)
-        for _ in range(chance.choice((1, 1, 2, 8))):
-            changed[chance.randrange(end)] = chance.choice(
-                (0, 1, 9, 127, 255, chance.randrange(256))
-            )
-        file.write_bytes(changed)
-        try:
-            read(file)
-        except (CheckpointError, UnsupportedModelError) as error:
-            refusals.append(str(error))
-    assert len(refusals) > 20
-    assert not any("\n" in refusal for refusal in refusals)
-
-
 def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(
     written: Written, tmp_path: Path
 ) -> None:
@@ -116,6 +96,10 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(
             is_texts = len(field.types) > 1 and field.types[-1] == gguf.GGUFValueType.STRING
             other = len(field.data) if is_texts else field.contents()
             np.testing.assert_equal(value, other, err_msg=key)  # takes NaN for equal to itself
+        try:
+            read(file)
+        except (CheckpointError, UnsupportedModelError) as error:
+            refusals.append(str(error))
     assert num_read > 20
     assert all(refusal.isprintable() for refusal in refusals)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import read_config
-from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeError, MoERuntimeWarning
 
 Change = Callable[[dict[str, Tensor]], Any]
@@ -54,20 +53,6 @@ def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value
     message = refusal(folder)
     assert f"config.json: expected {key} to be an object" in message
     assert message.endswith(f"found {value!r}")
-
-
-@pytest.mark.parametrize("command", ["inspect", "generate"])
-def test_commands_say_it_in_one_line(originals, tmp_path, capsys, command) -> None:
-    folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", "gptq")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "The"}\n')
-    more = {"generate": ["--prompts", str(prompts), "-o", str(tmp_path / "answers.jsonl")]}
-    capsys.readouterr()
-    assert main([command, str(folder), *more.get(command, [])]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert "expected quantization_config to be an object" in printed.err
 
 
 @pytest.mark.parametrize("value", [None, {}], ids=str)
@@ -259,16 +244,6 @@ def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, 
     assert words in refusal(folder, MoERuntimeError)
 
 
-def test_a_configuration_that_lacks_a_column_may_be_what_is_wrong(originals, tmp_path) -> None:
-    """Its last word has 47 columns or 48."""
-    folder = changed(originals(GPTQ), tmp_path)
-    values = json.loads((folder / "config.json").read_text()) | {"hidden_size": 47}
-    (folder / "config.json").write_text(json.dumps(values))
-    message = refusal(folder)
-    assert "gate_proj.g_idx: expected [47], a group for each column" in message
-    assert message.endswith("found [48]; fetch the checkpoint again, or correct the configuration")
-
-
 def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -> None:
     change = ends("layers.1.self_attn.q_proj.g_idx", lambda t: t[:-1])
     folder = changed(originals(GPTQ), tmp_path, change)
@@ -278,18 +253,6 @@ def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -
     words = f"{name}.g_idx: expected [48], a group for each column of {name}.qweight [6, 48], as"
     assert words in str(caught.value)
     assert "found [47]" in str(caught.value)
-
-
-def test_the_file_that_says_the_size_of_groups_is_named(originals, tmp_path) -> None:
-    """ModelOpt's own; `test_a_configuration_at_fault_is_named` has the other."""
-    folder = changed(originals("qwen3_moe-nvfp4-modelopt"), tmp_path, group_size=32)
-    values = json.loads((folder / "config.json").read_text())
-    said = {"quantization": values.pop("quantization_config")}
-    (folder / "config.json").write_text(json.dumps(values))
-    (folder / "hf_quant_config.json").write_text(json.dumps(said))
-    message = refusal(folder)
-    assert "correct the size of groups in the quantization of hf_quant_config.json, or" in message
-    assert "config.json" not in message.replace("hf_quant_config.json", "")
 
 
 def test_weights_that_no_part_takes_are_named_and_change_nothing(plain, tmp_path) -> None:

@@ -132,15 +132,28 @@ def test_what_is_no_bf16_stays_as_it_is(tmp_path: Path) -> None:
     assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
 
 
-@pytest.mark.parametrize("damage", ["", "byte", "end"])
+@pytest.mark.parametrize(
+    ("options", "damage", "files"),
+    [
+        ({}, "", "experts-*"),
+        ({}, "byte", "experts-*"),
+        ({}, "end", "experts-*"),
+        ({"quantize": "fp8"}, "byte", "model-*"),
+    ],
+)
 def test_an_interrupted_run_goes_on_with_what_is_whole(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    damage: str,
+    files: str,
 ) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
-    pack_checkpoint(source, tmp_path / "at-once")
-    num_files = len(list((tmp_path / "at-once").glob("experts-*")))
+    pack_checkpoint(source, tmp_path / "at-once", **options)
+    num_files = len(list((tmp_path / "at-once").glob(files)))
     assert num_files > 3
-    whole = writer._Growing._write_file
+    whole = writer.CheckpointWriter._write_file
 
     def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
         if number == 2:
@@ -149,18 +162,18 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
 
     out = tmp_path / "packed"
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Growing, "_write_file", be_interrupted)
+        patch.setattr(writer.CheckpointWriter, "_write_file", be_interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pack_checkpoint(source, out)
+            pack_checkpoint(source, out, **options)
     assert not out.exists()
     assert not list(staging_of(out).glob("*.partial"))
-    second = sorted(staging_of(out).glob("experts-*"))[1]
+    second = sorted(staging_of(out).glob(files))[1]
     content = second.read_bytes()
     if damage == "byte":
         second.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
     elif damage == "end":
         second.write_bytes(content[:-100])
-    assert pack_checkpoint(source, out).kept_files == (1 if damage else 2)
+    assert pack_checkpoint(source, out, **options).kept_files == (1 if damage else 2)
     assert contents(out) == contents(tmp_path / "at-once")
     assert not staging_of(out).exists()
 
@@ -170,7 +183,7 @@ def test_nothing_of_another_checkpoint_is_taken_up(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(source, other)
-    monkeypatch.setattr(writer._Growing, "write_rest", lambda _: 1 / 0)
+    monkeypatch.setattr(writer.CheckpointWriter, "_write_rest", lambda _: 1 / 0)
     for code in ("planes", "none"):
         with pytest.raises(ZeroDivisionError):
             pack_checkpoint(other, tmp_path / "packed", code)

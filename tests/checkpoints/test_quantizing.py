@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.checkpoints.formats.settings import matches
-from moe_runtime.checkpoints.packing import Scheme, pack_checkpoint, staging_of, writer
+from moe_runtime.checkpoints.formats.packed_weight import matches
+from moe_runtime.checkpoints.packing import Scheme, pack_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat
@@ -76,10 +76,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize(
@@ -221,34 +217,6 @@ def test_the_error_that_was_made_is_said(tmp_path: Path, capsys: pytest.CaptureF
     (out / "letter").write_text("keep me")
     assert main(["pack", str(source), str(out), "--quantize", "fp8"]) == 2
     assert "holds letter" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_goes_on_with_what_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheme: Scheme = "mxfp4"
-    source = source_of(GPT_OSS, tmp_path / "source")
-    monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 16)
-    pack_checkpoint(source, tmp_path / "at-once", quantize=scheme)
-    whole, out = writer._Growing._write_file, tmp_path / "out"
-
-    def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
-        if number == 2:
-            raise KeyboardInterrupt
-        return whole(self, number, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer._Growing, "_write_file", be_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pack_checkpoint(source, out, quantize=scheme)
-    assert not out.exists()
-    second = sorted(staging_of(out).glob("model-*"))[1]
-    content = bytearray(second.read_bytes())
-    content[9] ^= 1
-    second.write_bytes(content)
-    assert pack_checkpoint(source, out, quantize=scheme).kept_files == 1
-    assert contents(out) == contents(tmp_path / "at-once")
-    assert not staging_of(out).exists()
 
 
 def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:

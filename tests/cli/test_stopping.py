@@ -194,7 +194,7 @@ def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 18)
-    whole, out = writer._Growing._write_file, tmp_path / "packed"
+    whole, out = writer.CheckpointWriter._write_file, tmp_path / "packed"
     growing = staging_of(out)
     endings = ["no file was whole yet; the same command begins again"]
     endings += [f"the files that are whole stay in {growing}; the same command goes on from there"]
@@ -206,7 +206,7 @@ def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
             self._progress("experts", 0, 1)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(writer._Growing, "_write_file", be_interrupted)
+        monkeypatch.setattr(writer.CheckpointWriter, "_write_file", be_interrupted)
         assert main(["pack", str(pocket_path()), str(out)]) == 130
         assert capsys.readouterr().err.splitlines()[-1] == f"moe-runtime: {ending}"
         assert growing.exists() == (number_whole > 0)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_runtime.cli.commands.train import training_display
+from moe_runtime.cli.commands.train import TrainingDisplay
 from moe_runtime.cli.console import print_table
 from moe_runtime.training.metrics import StepRecord
 
@@ -86,7 +86,7 @@ def test_the_line_of_a_training_run_keeps_step_and_loss(
         step=123, loss=4.56789, aux_loss=0.0, rate=1e-3, gradient_norm=1.0, tokens=123 << 12,
         step_s=2.0, stall_s=0.5, **sizes,
     )  # fmt: skip
-    with training_display(1000, 10, 0) as display:
+    with TrainingDisplay(1000, 10, 0) as display:
         display.show(record)
     lines = (
         re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").split("\n")

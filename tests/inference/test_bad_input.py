@@ -68,7 +68,48 @@ def test_a_repository_that_cannot_be_downloaded():
     assert "nobody/nothing is neither a directory nor" in refused("nobody/nothing")
 
 
-def test_no_config(checkpoint):
+UP, DOWN = (
+    f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+    for layer, expert, name in ((1, 3, "up"), (0, 0, "down"))
+)
+NORM = "model.norm.weight"
+
+
+def drop_a_layer(tensors) -> None:
+    for name in [name for name in tensors if "layers.2.mlp.experts" in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t.update({UP: t[UP].to(torch.int8)}), f"{UP} is I8"),
+        (lambda t: t.pop(UP), f"{UP}: expected it for experts 0 to 7"),
+        (drop_a_layer, "no tensors for model.layers.2.mlp.experts"),
+        (
+            lambda t: t.update({DOWN: t[DOWN][:, :5].contiguous()}),
+            f"{DOWN}: expected [64, 48] as those of other experts",
+        ),
+        (lambda t: t.pop(NORM), NORM),
+        (
+            lambda t: t.update({NORM: t[NORM][:7].contiguous()}),
+            f"{NORM}: expected [64], the checkpoint has [7]; fetch",
+        ),
+    ],
+)
+def test_odd_tensors(checkpoint, change, expected):
+    change_tensors(checkpoint, change)
+    assert expected in refused(checkpoint, (CheckpointError, UnsupportedModelError))
+
+
+def test_no_sound_config(checkpoint):
+    change_config(checkpoint, model_type="olmo_e")
+    message = refused(checkpoint, UnsupportedModelError)
+    assert "knows no model_type 'olmo_e'; install one" in message
+    change_config(checkpoint, model_type="olmoe", hidden_size=48)
+    refused(checkpoint)
+    (checkpoint / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(checkpoint)
     (checkpoint / "config.json").unlink()
     assert "has no config.json" in refused(checkpoint)
 
@@ -80,17 +121,6 @@ def test_an_adapter_beside_the_weights_is_not_passed_over(checkpoint):
     assert "has an adapter (adapter_config.json)" in message
     (checkpoint / "config.json").unlink()
     assert refused(checkpoint, UnsupportedModelError) == message
-
-
-def test_a_config_that_is_no_json(checkpoint):
-    (checkpoint / "config.json").write_text("{")
-    assert "config.json cannot be read" in refused(checkpoint)
-
-
-def test_an_unknown_architecture(checkpoint):
-    change_config(checkpoint, model_type="olmo_e")
-    message = refused(checkpoint, UnsupportedModelError)
-    assert "knows no model_type 'olmo_e'; install one" in message
 
 
 def test_code_of_the_checkpoint_is_not_run(checkpoint):
@@ -125,51 +155,6 @@ def test_quantised_experts(checkpoint, method):
     is_read = method != "bitsandbytes"
     expected = "found none among" if is_read else f"quant_method '{method}' cannot be read yet"
     assert expected in message
-
-
-def test_experts_stored_as_integers(checkpoint):
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    change_tensors(checkpoint, lambda t: t.update({name: t[name].to(torch.int8)}))
-    assert f"{name} is I8" in refused(checkpoint, UnsupportedModelError)
-
-
-def test_a_missing_expert(checkpoint):
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    change_tensors(checkpoint, lambda t: t.pop(name))
-    assert f"{name}: expected it for experts 0 to 7" in refused(checkpoint)
-
-
-def test_all_experts_of_a_layer_missing(checkpoint):
-    def drop(tensors):
-        for name in [name for name in tensors if "layers.2.mlp.experts" in name]:
-            del tensors[name]
-
-    change_tensors(checkpoint, drop)
-    assert "no tensors for model.layers.2.mlp.experts" in refused(checkpoint)
-
-
-def test_an_expert_of_another_shape(checkpoint):
-    name = "model.layers.0.mlp.experts.0.down_proj.weight"
-    change_tensors(checkpoint, lambda t: t.update({name: t[name][:, :5].contiguous()}))
-    assert f"{name}: expected [64, 48] as those of other experts" in refused(checkpoint)
-
-
-def test_a_missing_dense_weight(checkpoint):
-    change_tensors(checkpoint, lambda t: t.pop("model.norm.weight"))
-    assert "model.norm.weight" in refused(checkpoint)
-
-
-def test_a_dense_weight_of_another_shape(checkpoint):
-    def shorten(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].contiguous()
-
-    change_tensors(checkpoint, shorten)
-    assert "model.norm.weight: expected [64], the checkpoint has [7]; fetch" in refused(checkpoint)
-
-
-def test_a_config_of_another_model(checkpoint):
-    change_config(checkpoint, hidden_size=48)
-    refused(checkpoint)
 
 
 def test_a_config_that_describes_no_model(checkpoint):
@@ -289,10 +274,7 @@ def test_odd_settings_of_generation(checkpoint, name, value):
 def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
     model = load(checkpoint)
-    with (
-        model.moe,
-        pytest.raises(CheckpointError, match="settings of generation cannot be used"),
-    ):
+    with model.moe, pytest.raises(CheckpointError, match="settings of generation cannot be used"):
         generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
 
 

@@ -46,9 +46,7 @@ def test_a_batch_reads_what_a_replay_of_its_routing_reads(tmp_path, num_sequence
     workload = workload_of(read_trace(tmp_path / "trace.npz"))
     signature = workload.trace.signature
     shape = Shape(
-        num_layers=signature.num_layers,
-        num_experts=signature.num_experts,
-        top_k=signature.top_k,
+        num_layers=signature.num_layers, num_experts=signature.num_experts, top_k=signature.top_k
     )
 
     def hits(num_slots: int) -> int:

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import quantized_checkpoints
 import torch
-from emulated_models import (
-    emulated,
-    experts_modules_of,
-    load_on_emulated_device,
-    logits_of,
-    settle,
-)
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of, settle
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
 from triton_interpreter import repair_interpreter

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_models import (
-    emulated,
-    experts_modules_of,
-    load_on_emulated_device,
-    logits_of,
-    settle,
-)
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of, settle
 from moe_families import Family
 from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model

@@ -8,13 +8,8 @@ from emulated_models import map_of
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 
-from moe_runtime.inference.device.device_stores import experts_on_device
-from moe_runtime.memory.device.device_layout import (
-    CopyPart,
-    copy_parts,
-    parts_alike,
-    stack_slots,
-)
+from moe_runtime.inference.device.device_experts import experts_on_device
+from moe_runtime.memory.device.device_layout import CopyPart, copy_parts, parts_alike, stack_slots
 from moe_runtime.types import ExpertKey
 
 # Gate, down, up apart; gate and up in turn, with biases; one behind the other; transposed.

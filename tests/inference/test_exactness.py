@@ -46,17 +46,11 @@ def outcome(checkpoint: Path, **options) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_same_bits_at_every_budget_and_number_of_threads(checkpoint):
     slot = inspect_checkpoint(checkpoint, max_tokens=MAX_TOKENS).slot_bytes
     logits, tokens = outcome(checkpoint, host_memory="1GiB")
-    for extra_slots, io_threads in ((0, 1), (1, 4), (5, 2), (11, 3), (18, 1)):
+    for extra_slots, io_threads in ((0, 4), (5, 2), (11, 1)):
         budget = smallest(checkpoint) + extra_slots * slot
         found_logits, found_tokens = outcome(checkpoint, host_memory=budget, io_threads=io_threads)
         assert torch.equal(found_logits, logits), f"{extra_slots} more slots change the logits"
         assert torch.equal(found_tokens, tokens)
-
-
-def test_the_same_bits_twice(checkpoint):
-    first, _ = outcome(checkpoint, host_memory=smallest(checkpoint))
-    second, _ = outcome(checkpoint, host_memory=smallest(checkpoint))
-    assert torch.equal(first, second)
 
 
 def test_a_batch_of_padded_prompts_equals_transformers(checkpoint):

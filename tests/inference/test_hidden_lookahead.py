@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.inference.prediction.hidden_states import fit_lookahead, record_hidden
-from moe_runtime.inference.prediction.predictors import find_gates
+from moe_runtime.inference.prediction import find_gates, fit_lookahead, record_hidden
 from moe_runtime.lab.replay.evaluation import evaluate
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Shape

@@ -27,9 +27,8 @@ EVERY_PASS = (
     "inference/cpu/fused_attention.py",
     "inference/cpu/small_batch.py",
     "inference/expert_layer.py",
-    "inference/expert_layer.py",
     "inference/steps.py",
-    "inference/token_limit.py",
+    "inference/hugging_face/loaded_model.py",
 )
 """Files whose functions, but for those that bind slots, a pass calls if an equal pass does,
 whichever read is quicker."""
@@ -246,8 +245,10 @@ def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
     model.moe.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"trace": "t.npz", "timeline": "t.json"}])
-@pytest.mark.parametrize("predictor", ["next-gate", "running-counts"])
+@pytest.mark.parametrize(
+    ("predictor", "options"),
+    [("next-gate", {}), ("running-counts", {"trace": "t.npz", "timeline": "t.json"})],
+)
 def test_threads_that_share_a_model_get_what_they_get_alone(
     checkpoint: Path, tmp_path: Path, predictor: str, options: dict[str, str]
 ) -> None:

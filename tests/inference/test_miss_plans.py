@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_runtime.inference.device.miss_plans import (
+from moe_runtime.inference.device.misses import (
     IDLE_PLANS,
     RESTED_LAYERS,
     TRIED,

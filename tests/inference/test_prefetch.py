@@ -58,7 +58,7 @@ def without() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("predictor", "slots"), [("next-gate", 2), ("running-counts", 14), ("trained", 30)]
+    ("predictor", "slots"), [("next-gate", 30), ("running-counts", 2), ("trained", 30)]
 )
 def test_outputs_are_the_same_bits(
     without: torch.Tensor, trained: Path, predictor: str, slots: int
@@ -68,13 +68,8 @@ def test_outputs_are_the_same_bits(
     assert torch.equal(found, without)
     judged = stats.useful_guesses + stats.late_guesses + stats.wasted_guesses
     assert judged <= stats.guesses
+    assert predictor != "next-gate" or stats.useful_guesses + stats.late_guesses > 0
     assert stats.predict_s > 0
-
-
-def test_enforced_guesses_are_used(without: torch.Tensor) -> None:
-    found, stats = generate(30, prefetch="enforce", predictor="next-gate")
-    assert torch.equal(found, without)
-    assert stats.useful_guesses + stats.late_guesses > 0
 
 
 def test_observing_reads_nothing(without: torch.Tensor) -> None:

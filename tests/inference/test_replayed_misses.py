@@ -72,8 +72,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_sequences", [1, 4])
-@pytest.mark.parametrize("resident", [0.125, 0.25, 0.5])
+@pytest.mark.parametrize(("num_sequences", "resident"), [(1, 0.5), (4, 0.125), (4, 0.25)])
 def test_plans_take_what_they_predict_and_less_than_either_side_alone(
     paths_NSLK: np.ndarray, shape: str, num_sequences: int, resident: float
 ) -> None:

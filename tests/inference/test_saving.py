@@ -209,9 +209,7 @@ def test_experts_of_another_checkpoint_are_not_written_as_the_models(
     assert not (tmp_path / "second").exists()
 
 
-def test_a_place_that_cannot_be_written_is_named_in_one_line(
-    tmp_path: Path,
-) -> None:
+def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
     checkpoint(tmp_path / "first")
     (tmp_path / "file").write_text("x")
     model = load(tmp_path / "first")

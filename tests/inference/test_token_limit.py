@@ -5,20 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    Qwen3MoeConfig,
-    StaticCache,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3MoeConfig, StaticCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from moe_runtime import load
 from moe_runtime.checkpoints.transformers_private import page_size_name
 from moe_runtime.errors import CapacityError
+from moe_runtime.inference.budget import tokens_to_plan_for
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.kv_cache import room_for
-from moe_runtime.inference.token_limit import tokens_to_plan_for
 from moe_runtime.models.pocket import pocket_path
 
 PAGE = page_size_name(ContinuousBatchingConfig())

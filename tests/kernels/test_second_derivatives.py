@@ -22,8 +22,7 @@ from moe_runtime.kernels.linear import frozen_linear
 from moe_runtime.kernels.token_sort import SortedTokens, token_sort
 from moe_runtime.layer.aux import AttachLoss
 from moe_runtime.models.lm.attention import RotaryTable
-from moe_runtime.models.lm.layers import rms_norm
-from moe_runtime.models.lm.loss import linear_cross_entropies
+from moe_runtime.models.lm.layers import linear_cross_entropies, rms_norm
 from moe_runtime.parallel import Overlap, expert_parallel
 from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.rows import (

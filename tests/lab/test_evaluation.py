@@ -93,8 +93,3 @@ def test_split_keeps_sequences_whole_and_apart() -> None:
     assert sorted(texts) == sorted(parts)
     with pytest.raises(ValueError, match="leaves nothing"):
         split_sequences(routes, test_share=0.01)
-
-
-def test_distances_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="positive distances"):
-        evaluate([], make_routes(SHAPE), distances=(0,))

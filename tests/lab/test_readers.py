@@ -47,12 +47,6 @@ def test_a_number_of_experts_that_the_trace_contradicts_is_refused(tmp_path):
         read_any_trace(tmp_path / "own.npz", num_experts=3)
 
 
-def test_our_own_traces_are_told_apart(tmp_path):
-    write_trace(tmp_path / "own.npz", trace_of(ROUTES))
-    trace = read_any_trace(tmp_path / "own.npz")
-    assert trace.signature.model_type == "synthetic"
-
-
 def weights_with(value: float) -> np.ndarray:
     weights = np.full(ROUTES.expert_ids.shape, 0.5)
     weights[2, 1, 0] = value

@@ -228,13 +228,6 @@ def test_a_long_trace_is_cut_and_one_request_is_no_obstacle():
     assert "Not measured" in text
 
 
-def test_steps_of_several_tokens():
-    routes = make_routes(SHAPE, num_sequences=4, length=16)
-    found = find(trace_of(routes, [16, 1] * 3 + [13]), settings())
-    assert found.rows
-    assert "<svg" in render(trace_page(found, "prompts"))
-
-
 def test_names_cannot_break_out_of_the_page(tmp_path, capsys):
     stats = tmp_path / "run.json"
     stats.write_text(json.dumps({**RUN, "model": "<script>alert(1)</script>"}), encoding="utf-8")
@@ -276,13 +269,6 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content, expected):
     assert main(["report", str(stats), "-o", str(tmp_path / "r.html")]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
-
-
-def test_statistics_that_are_missing_are_not_said_to_be_there(tmp_path, capsys):
-    words = ["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]
-    assert main([*words, "--capacity", "20%"]) == 2
-    assert "none.json: " in (line := capsys.readouterr().err)
-    assert "--capacity" not in line
 
 
 @pytest.mark.parametrize(

@@ -144,22 +144,6 @@ def test_no_steps_are_a_trace(tmp_path: Path) -> None:
     assert (trace.num_steps, trace.num_tokens, list(trace.accesses())) == (0, 0, [])
 
 
-def test_numpy_alone_reads_the_documented_arrays(tmp_path: Path) -> None:
-    record_two_steps(tmp_path / "trace.npz")
-    with np.load(tmp_path / "trace.npz", allow_pickle=False) as arrays:
-        assert set(arrays.files) == {
-            "header",
-            "step_phase",
-            "step_start",
-            "token_request",
-            "token_id",
-            "token_position",
-            "expert_ids",
-            "gate_weights",
-        }
-        assert json.loads(arrays["header"].tobytes())["version"] == 1
-
-
 def test_an_unwritable_place_is_refused_before_recording(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no folder"):
         TraceRecorder(tmp_path / "absent" / "trace.npz", SIGNATURE)

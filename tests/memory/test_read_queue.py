@@ -13,13 +13,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.kernels.native import native_library
-from moe_runtime.memory.reads import (
-    NativeReadQueue,
-    Priority,
-    Read,
-    ReadQueue,
-    pack_blocks,
-)
+from moe_runtime.memory.reads import NativeReadQueue, Priority, Read, ReadQueue, pack_blocks
 
 PATIENCE_S = 600  # a test that fails waits so long; one that passes never does
 

@@ -15,7 +15,7 @@ from device_tiers import Tiers
 from emulated_device import EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys
 
-from moe_runtime.memory import entries
+from moe_runtime.memory import store as store_module
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.tiers import Return, ReturningSource
@@ -164,7 +164,7 @@ def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> Non
     threads = returning(tiers)
     tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(60)
     (first, *_) = [key for key in tiers.host._entries if key not in tiers.store._entries]
-    monkeypatch.setattr(entries.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(store_module.time, "perf_counter", lambda: now[0])
     link = tiers.host._link
     use(tiers, first.expert)  # who leaves is under way for long
     assert link.under_way == link.beside == 1

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
 from moe_runtime.models.pocket.evaluate import (
     HeldOut,
@@ -19,6 +18,7 @@ from moe_runtime.models.pocket.evaluate import (
     at_equal_tokens,
     copy_model,
     kept_baseline,
+    render_card,
 )
 from moe_runtime.models.pocket.texts import write_texts
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.models.lm.sequence import SequencePart, causal_mask
+from moe_runtime.models.lm.attention import SequencePart, causal_mask
 
 
 class OneOf:

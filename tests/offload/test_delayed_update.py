@@ -17,7 +17,7 @@ from offloaded_models import (
 )
 
 import moe_runtime
-from moe_runtime.training.offload.dense_adamw import DenseAdamW, clip_scale
+from moe_runtime.training.optimizer import DenseAdamW, clip_scale
 
 AFTER = 2
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1, delayed_update_after=AFTER)

@@ -20,7 +20,7 @@ from offloaded_models import (
 from tiny_checkpoints import PROMPT, tiny_model
 
 import moe_runtime
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.optimizer import DenseAdamW
 from moe_runtime.types import ExpertKey
 
 DECAYING = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))

@@ -82,10 +82,10 @@ class Trained(ExpertStates):
         self.wait_until_durable(versions)
         for key, version in versions.items():
             buffer = torch.empty(LAYOUT.record_bytes, dtype=torch.uint8)
-            self._fill_now(key, self.experts[key], version, buffer)
+            self._fill_now(key, version, buffer)
             assert state_of(buffer).unique().tolist() == [self.numbers[key]]
         self.drop_versions(versions)
-        (file,) = self._on_disk._files.values()
+        (file,) = self._on_disk.files.values()
         # An exception may cost a slot of the file until it is opened again, but never gives one up.
         assert all(file._holds[version.slot] >= 1 for version in versions.values())
         assert not {version.slot for version in versions.values()} & set(file._free)
@@ -97,15 +97,16 @@ OPERATIONS = [(name, number) for name in ("take", "write", "drop", "hold") for n
 
 def struck_in(states: Trained, name: str, number: int, call: Callable[[], None]) -> bool:
     """Makes a call in which one operation of the disk raises; whether it came to that."""
-    disk, count = states._on_disk, itertools.count()
-    real = getattr(disk, name)
+    (file,) = states._on_disk.files.values()
+    place, count = states._on_disk if name == "write" else file, itertools.count()
+    real = getattr(place, name)
 
     def strike(*arguments: Any) -> Any:
         if next(count) == number:
             raise MemoryError(name)
         return real(*arguments)
 
-    with mock.patch.object(disk, name, strike), contextlib.suppress(MemoryError):
+    with mock.patch.object(place, name, strike), contextlib.suppress(MemoryError):
         call()
         return False
     return True

@@ -20,7 +20,6 @@ from offloaded_models import (
 import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.adamw import bytes_of_step, leading_vectors
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.records import (
     CHUNK_ELEMENTS,
     ExpertTensor,
@@ -29,6 +28,7 @@ from moe_runtime.training.offload.records import (
     Sections,
     moment_codec,
 )
+from moe_runtime.training.optimizer import DenseAdamW
 
 BLOCK = 4096
 

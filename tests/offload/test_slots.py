@@ -37,7 +37,7 @@ def slots(tmp_path: Path) -> ExpertStates:
     disk = Disk(tmp_path, layouts, io_threads=1, open_file=partial(Gate, direct=False))
     slots = ExpertStates(layouts, resident=[], ring_slots=3, disk=disk)
     for expert in slots.experts.values():
-        expert.version = Version(disk.take(layout), 0, 0)
+        expert.version = Version(disk.files[layout.state_bytes].take(), 0, 0)
     slots.expect((key, Sections.STATE) for key in [FIRST, *OTHERS])
     Gate.begun.wait()
     return slots

@@ -23,7 +23,7 @@ from rank_pool import RankPool
 from torch import Tensor
 
 import moe_runtime
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.optimizer import DenseAdamW
 
 Ranks = Callable[[int], RankPool]
 CLIPPED = moe_runtime.AdamW(weight_decay=0.1, clip_norm=0.05)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.lab.record_tiers import (
@@ -29,6 +29,7 @@ def test_tiers_are_spread_at_equal_distances() -> None:
     assert spread(KEYS, len(KEYS)) == KEYS
 
 
+@settings(max_examples=30)
 @given(steps=USES, count=st.integers(0, len(KEYS)))
 def test_exchanges_bring_in_what_was_used_more(steps: list[set[ExpertKey]], count: int) -> None:
     """By brute force: while any pair differs by the margin, the widest one is exchanged."""

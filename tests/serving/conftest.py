@@ -1,11 +1,11 @@
 """The bundled model, loaded once, and what listens to an engine's requests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from http_server import TEMPLATE, Served, model_of, served
+from http_server import TEMPLATE, ScriptedEngine, Served, model_of, served
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
@@ -49,3 +49,22 @@ def site(pocket: Any, tokenizer: Any) -> Iterator[Served]:
     """The model behind a server over loopback."""
     with Engine(pocket) as engine, served([model_of("pocket", engine, tokenizer, 4096)]) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def stage(tokenizer: Any) -> Iterator[Served]:
+    """A server over loopback that many tests share, one after another."""
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as found:
+        yield found
+
+
+@pytest.fixture
+def staged(stage: Served, tokenizer: Any) -> Callable[..., Served]:
+    """Puts an engine behind the shared server, and another tokenizer; gives the server."""
+
+    def put(engine: Any = None, own: Any = tokenizer, size: int = 4096) -> Served:
+        model = model_of("pocket", engine or ScriptedEngine(lambda _: []), own, size)
+        stage.server.models = {"pocket": model}
+        return stage
+
+    return put

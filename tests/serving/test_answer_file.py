@@ -94,7 +94,6 @@ def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path: P
         "my notes",
         json.dumps(record(0)) + "\n" + '{"id": "chat-1"}\n',
         json.dumps(record(0) | {"id": "batch_req_of_others"}) + "\n",
-        '{"id": "batch_req_a"\n',
     ],
 )
 def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path: Path, text: str) -> None:
@@ -103,6 +102,15 @@ def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path: Path, text
     with pytest.raises(CheckpointError, match=r"line [12]: .* give another --output"):
         AnswerFile(path, ASKED)
     assert path.read_text() == text
+
+
+def test_a_torn_line_that_others_follow_may_be_removed(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(
+        json.dumps(record(0)) + '\n{"id": "batch_req_a"\n' + json.dumps(record(1)) + "\n"
+    )
+    with pytest.raises(CheckpointError, match=r"out\.jsonl, line 2: .* remove this line"):
+        AnswerFile(path, ASKED)
 
 
 def test_a_write_that_fails_leaves_the_lines_before_it(

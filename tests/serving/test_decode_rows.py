@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,10 +87,14 @@ class Recordings:
         return patch.object(decode_graphs, "RecordedStep", Watched)
 
 
+@functools.lru_cache(maxsize=1)
+def stock(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
 def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
     """What transformers generates for each prompt alone."""
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    found = []
+    model, found = stock(checkpoint), []
     for prompt, num_new in asked:
         out = model.generate(
             torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False, eos_token_id=None
@@ -99,7 +104,7 @@ def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list
 
 
 @emulated
-@pytest.mark.parametrize("slots", [2, 4, NUM_EXPERTS])
+@pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
 def test_one_sequence_after_another_replays_the_steps_of_a_row(
     checkpoint: Path, slots: int
 ) -> None:
@@ -161,10 +166,8 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
     [
         (NUM_EXPERTS, True, 4, False),
         (2, False, 4, False),
-        (NUM_EXPERTS, False, 5, False),
         (NUM_EXPERTS, False, 2, False),
         (2, False, 4, True),
-        (4, True, 4, False),
     ],
 )
 def test_sequences_come_and_go(

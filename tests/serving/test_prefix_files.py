@@ -94,7 +94,7 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
     chance = random.Random(1)
     texts = texts_of(chance, 50)
     both = [files_in(tmp_path, num_files=40), files_in(tmp_path, num_files=40)]
-    for _ in range(2000):
+    for _ in range(400):
         files, text = chance.choice(both), chance.choice(texts)
         if chance.random() < 0.5:
             keep(files, text)

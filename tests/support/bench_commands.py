@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+POCKET = str(Path(__file__).resolve().parents[2] / "models" / "pocket")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,128 +24,90 @@ class Case:
     elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+BENCH = "moe_runtime.benchmarks"
+RULES = {
+    "max_s": ("--time 37", ("max_s", 37.0)),
+    "precision": ("--precision 0.17", ("precision", 0.17)),
+}
+TEXTS = {
+    "model": ("", ("model", POCKET)),
+    "peer": ("--peer transformers:eager", ("variant", "eager")),
+    "prompt_tokens": ("--prompt-tokens 23", 23),
+    "max_new_tokens": ("-n 7", ("num_new", 7)),
+    "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
+    "policy": ("--policy lru", ("policy", "lru")),
+    "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+    "threads": ("--threads 3", ("num_threads", 3)),
+    "agreement": ("--agreement 0.375", ("agreement", 0.375)),
+    **RULES,
+}
+OF_TEXTS = {
+    **dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py"),
+    **dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py"),
+    "keep_shape": "tests/bench/test_shape_checkpoint.py",
+    "cap": "tests/bench/test_memory_cap.py",
+}
+LAYERS = {
+    "tokens": ("--tokens 7", ("tokens", [7])),
+    "training": ("--training", ("trains", True)),
+    "dtype": ("--dtype float16", ("dtype", "float16")),
+    "threads": ("--threads 1", ("num_threads", 1)),
+    **RULES,
+}
 BENCH_CASES = {
     "bench latency": Case(
-        (
-            "moe_runtime.benchmarks.suite.peers.find_peer",
-            "moe_runtime.benchmarks.cases.texts.measure_texts",
-        ),
-        (str(ROOT / "models" / "pocket"),),
-        {
-            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
-            "peer": ("--peer transformers:eager", ("variant", "eager")),
-            "prompt_tokens": ("--prompt-tokens 23", 23),
-            "max_new_tokens": ("-n 7", ("num_new", 7)),
-            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
-            "policy": ("--policy lru", ("policy", "lru")),
-            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-            "threads": ("--threads 3", ("num_threads", 3)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
-            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
-        },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
-        | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
-        | dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py")
-        | {"keep_shape": "tests/bench/test_shape_checkpoint.py"}
-        | {"cap": "tests/bench/test_memory_cap.py"},
+        (f"{BENCH}.suite.peers.find_peer", f"{BENCH}.cases.texts.measure_texts"),
+        (POCKET,),
+        {**TEXTS},
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py") | OF_TEXTS,
     ),
     "bench throughput": Case(
-        (
-            "moe_runtime.benchmarks.suite.peers.find_peer",
-            "moe_runtime.benchmarks.cases.texts.measure_texts",
-        ),
-        (str(ROOT / "models" / "pocket"),),
-        {
-            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
-            "peer": ("--peer transformers:eager", ("variant", "eager")),
-            "batch": ("--batch 5", ("batch", 5)),
-            "batches": ("--batches 3", [23] * 15),
-            "prompt_tokens": ("--prompt-tokens 23", 23),
-            "max_new_tokens": ("-n 7", ("num_new", 7)),
-            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
-            "policy": ("--policy lru", ("policy", "lru")),
-            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-            "threads": ("--threads 3", ("num_threads", 3)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
-            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
-        },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
-        | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
-        | dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py")
-        | {"keep_shape": "tests/bench/test_shape_checkpoint.py"}
-        | {"cap": "tests/bench/test_memory_cap.py"},
+        (f"{BENCH}.suite.peers.find_peer", f"{BENCH}.cases.texts.measure_texts"),
+        (POCKET,),
+        {"batch": ("--batch 5", ("batch", 5)), "batches": ("--batches 3", [23] * 15), **TEXTS},
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py") | OF_TEXTS,
     ),
     "bench io": Case(
-        ("moe_runtime.benchmarks.cases.io.measure_reads",),
-        (str(ROOT / "models" / "pocket"),),
+        (f"{BENCH}.cases.io.measure_reads",),
+        (POCKET,),
         {
             "model": ("", ("model", "pocket")),
             "experts": ("--experts 7", ("num_experts", 7)),
             "in_flight": ("--in-flight 3", ("in_flight", 3)),
             "io_threads": ("--io-threads 5", ("io_threads", 5)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **RULES,
         },
         dict.fromkeys(("quick", "output"), "tests/bench/test_disk_reads.py"),
     ),
     "bench experts": Case(
         (
-            "moe_runtime.benchmarks.cases.expert_layers.layer_of_model",
-            "moe_runtime.benchmarks.cases.expert_layers.measure_experts",
+            f"{BENCH}.cases.expert_layers.layer_of_model",
+            f"{BENCH}.cases.expert_layers.measure_experts",
         ),
-        (str(ROOT / "models" / "pocket"),),
+        (POCKET,),
         {
             "model": ("", ("model", "pocket")),
             "peer": ("--peer kt_kernel", ("name", "kt_kernel")),
-            "tokens": ("--tokens 7", ("tokens", [7])),
-            "training": ("--training", ("trains", True)),
-            "dtype": ("--dtype float16", ("dtype", "float16")),
-            "threads": ("--threads 1", ("num_threads", 1)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **LAYERS,
         },
         dict.fromkeys(("shape", "device", "quick", "output"), "tests/bench/test_expert_backends.py")
         | dict.fromkeys(("formats", "memory"), "tests/bench/test_expert_formats.py"),
     ),
     "bench layer": Case(
-        (
-            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
-            "moe_runtime.benchmarks.cases.layer.measure_layer",
-        ),
-        (str(ROOT / "models" / "pocket"),),
-        {
-            "model": ("", ("model", "pocket")),
-            "tokens": ("--tokens 7", ("tokens", [7])),
-            "training": ("--training", ("trains", True)),
-            "dtype": ("--dtype float16", ("dtype", "float16")),
-            "threads": ("--threads 1", ("num_threads", 1)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
-        },
+        (f"{BENCH}.cases.expert_layers.sizes_of_model", f"{BENCH}.cases.layer.measure_layer"),
+        (POCKET,),
+        {"model": ("", ("model", "pocket")), **LAYERS},
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
     ),
     "bench ops": Case(
-        ("moe_runtime.benchmarks.cases.ops.measure_ops",),
+        (f"{BENCH}.cases.ops.measure_ops",),
         (),
-        {
-            "shape": ("--shape olmoe-1b-7b", ("model", "olmoe-1b-7b")),
-            "tokens": ("--tokens 7", ("tokens", [7])),
-            "training": ("--training", ("trains", True)),
-            "dtype": ("--dtype float16", ("dtype", "float16")),
-            "threads": ("--threads 1", ("num_threads", 1)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
-        },
+        {"shape": ("--shape olmoe-1b-7b", ("model", "olmoe-1b-7b")), **LAYERS},
         dict.fromkeys(("quick", "output"), "tests/bench/test_op_times.py"),
     ),
     "bench training": Case(
-        (
-            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
-            "moe_runtime.benchmarks.cases.training.measure_training",
-        ),
-        (str(ROOT / "models" / "pocket"),),
+        (f"{BENCH}.cases.expert_layers.sizes_of_model", f"{BENCH}.cases.training.measure_training"),
+        (POCKET,),
         {
             "model": ("", ("model", "pocket")),
             "peer": ("--peer deepspeed", ("name", "deepspeed")),
@@ -155,25 +117,21 @@ BENCH_CASES = {
             "dtype": ("--dtype bfloat16", ("dtype", "bfloat16")),
             "host_memory": ("--host-memory 3GiB", ("host_memory", 3 << 30)),
             "threads": ("--threads 1", ("num_threads", 1)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **RULES,
         },
         dict.fromkeys(("shape", "isa", "quick", "output"), "tests/bench/test_training_steps.py")
         | {"device": "tests/cli/test_missing_device.py"},
     ),
     "bench ablation": Case(
-        ("moe_runtime.benchmarks.cases.ablation.read_variants",),
+        (f"{BENCH}.cases.ablation.read_variants",),
         ("run.toml",),
-        {
-            "config_file": ("", Path("run.toml")),
-            "vary": ("--vary run.seed=237", "run.seed=237"),
-        },
+        {"config_file": ("", Path("run.toml")), "vary": ("--vary run.seed=237", "run.seed=237")},
         dict.fromkeys(("seeds", "steps", "quick", "output"), "tests/bench/test_ablation.py"),
     ),
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.benchmarks.cases.policies.measure_policies",
+            f"{BENCH}.cases.policies.measure_policies",
         ),
         ("t.npz",),
         {
@@ -183,8 +141,7 @@ BENCH_CASES = {
             "scope": ("--scope global", ("scope", "global")),
             "reset": ("--reset", ("reset_per_sequence", True)),
             "side_by_side": ("--side-by-side 2", ("side_by_side", 2)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **RULES,
         },
         dict.fromkeys(
             ("num_experts", "train", "predictor", "expert_size", "golden", "quick", "output"),
@@ -196,7 +153,7 @@ BENCH_CASES = {
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.lab.traces.routes.split_numbers",
             "moe_runtime.lab.traces.routes.side_by_side",
-            "moe_runtime.benchmarks.cases.predictors.measure_predictors",
+            f"{BENCH}.cases.predictors.measure_predictors",
         ),
         ("t.npz", "--bandwidth", "2GB"),
         {
@@ -214,8 +171,7 @@ BENCH_CASES = {
             "layer_time": ("--layer-time 0.19", ("layer_s", 0.19)),
             "known_ahead": ("--known-ahead 0.0003", ("known_ahead_s", 0.0003)),
             "expert_time": ("--expert-time 0.011", ("expert_s", 0.011)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **RULES,
         },
         dict.fromkeys(("train", "quick", "output"), "tests/bench/test_predictor_recall.py"),
     ),
@@ -223,7 +179,7 @@ BENCH_CASES = {
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.policies.placement.scoring.split_window",
-            "moe_runtime.benchmarks.cases.placements.measure_placements",
+            f"{BENCH}.cases.placements.measure_placements",
         ),
         ("t.npz",),
         {
@@ -236,13 +192,12 @@ BENCH_CASES = {
             "load_slack": ("--load-slack 0.19", ("load_slack", 0.19)),
             "time_limit": ("--time-limit 17", ("time_limit_s", 17.0)),
             "align": ("--no-align", ("aligned", False)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
+            **RULES,
         },
         dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_placement_scores.py"),
     ),
     "bench dispatch": Case(
-        ("moe_runtime.benchmarks.cases.dispatch_ranks.ranks_here",),
+        (f"{BENCH}.cases.dispatch_ranks.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),
@@ -291,9 +246,7 @@ BENCH_INPUTS = {
         (["bench", "policies", "TRACE", "--golden", "FILE", "--output"], "FILE"),
     ],
     "bench predictors": [(["bench", "predictors", "TRACE", "--output"], "TRACE")],
-    "bench placements": [
-        (["bench", "placements", "TRACE", "--gpus", "2", "--output"], "TRACE"),
-    ],
+    "bench placements": [(["bench", "placements", "TRACE", "--gpus", "2", "--output"], "TRACE")],
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
     "bench ops": [],
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.inference.cpu import attention
+from moe_runtime.inference.cpu import fused_attention
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
 from moe_runtime.inference.device import fused_layers
 from moe_runtime.kernels.linear import linear
@@ -20,7 +20,7 @@ def use_device_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SmallBatchRMSNorm, "forward", by_triton)
     monkeypatch.setattr(SmallBatchLinear, "forward", product_by_triton)
     monkeypatch.setattr(fused_layers, "linear", product_of_router)
-    monkeypatch.setattr(attention, "native_attention", lambda *_: None)
+    monkeypatch.setattr(fused_attention, "native_attention", lambda *_: None)
 
 
 def by_triton(norm: Any, x: torch.Tensor) -> torch.Tensor:

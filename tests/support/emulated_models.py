@@ -20,8 +20,11 @@ from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
 from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import record_decoding
-from moe_runtime.inference.device.device_experts import DeviceExperts
-from moe_runtime.inference.device.device_stores import experts_on_device, open_device_stores
+from moe_runtime.inference.device.device_experts import (
+    DeviceExperts,
+    experts_on_device,
+    open_device_stores,
+)
 from moe_runtime.inference.device.misses import open_misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.handle import RuntimeHandle

@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference import loading as warming
-from moe_runtime.inference.device.step_experts import MOST_REFUSED, FetchedExperts
+from moe_runtime.inference.device.decode_graphs import MOST_REFUSED, FetchedExperts
 from moe_runtime.types import ExpertKey
 
 LAYERS, NUM_EXPERTS = 2, 6

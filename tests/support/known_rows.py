@@ -19,6 +19,7 @@ from moe_runtime.checkpoints.transformers_private import (
     sdpa_attention_forward,
 )
 from moe_runtime.inference import known_classes as known
+from moe_runtime.inference.cpu.fused_attention import is_usual_rotary
 from moe_runtime.inference.cpu.small_batch import is_router
 from moe_runtime.inference.device.fused_layers import compute_router, tensors_of
 from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
@@ -96,7 +97,7 @@ def _check_attention(module: Any) -> None:
     """The bits of a token of two sequences behind others in a static cache."""
     for dtype, length, is_masked in ((torch.float32, 3, False), (torch.bfloat16, 6, True)):
         own = copy.deepcopy(module).to(dtype).eval()
-        if not known.is_usual_rotary(own, known.rotary_settings(own, own.config)):
+        if not is_usual_rotary(own, own.config):
             return
         attend: Any = sdpa_attention_forward
         if own.config._attn_implementation == "eager":

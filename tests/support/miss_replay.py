@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from moe_runtime.inference.device.miss_plans import MissPlan, MissSpeeds
+from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
 from moe_runtime.policies.eviction.base import EvictionPolicy
 
 Way = Literal["copied", "on the CPU", "planned"]

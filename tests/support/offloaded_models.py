@@ -13,7 +13,7 @@ from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.files import write_atomically
 from moe_runtime.layer import MoELayer
 from moe_runtime.training.offload import OffloadedTraining
-from moe_runtime.training.offload.dense_adamw import DenseAdamW, clip_scale
+from moe_runtime.training.optimizer import DenseAdamW, clip_scale
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 

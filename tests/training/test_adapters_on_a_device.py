@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune import checkpoint_model, finetuning
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -155,7 +154,7 @@ def a_run(tmp_path: Path, place: torch.device) -> tuple[Trainer, FinetuneConfig]
 
 def take_step(trainer: Trainer) -> list[float]:
     """The losses of one step, of the same windows every time."""
-    trainer._run.batches.seek(DataPosition((0,)))
+    trainer._run.batches.seek((0,))
     losses = trainer._backward(1e-2)
     return [float(part.cross_entropy) for part in losses]
 

@@ -226,7 +226,7 @@ def test_the_mixture_is_exact_and_a_position_restores_it(weights: list[float], s
     first = batches()
     first.draw(3)
     second = batches()
-    second.seek(first.position)
+    second.seek(first.taken)
     assert np.array_equal(second.draw(5), first.draw(5))
 
 
@@ -240,7 +240,7 @@ def test_order_depends_on_the_seed_and_without_weights_size_counts() -> None:
     assert not np.array_equal(draw(0), draw(1))
     batches = Batches(streams, {"big": 0.0, "small": 0.0}, context=9, seed=0)
     batches.draw(20)
-    assert batches.position.taken == (15, 5)
+    assert batches.taken == (15, 5)
 
 
 def test_bad_streams_are_explained() -> None:

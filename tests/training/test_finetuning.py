@@ -42,7 +42,7 @@ from moe_runtime.training.checkpoint import checkpoints_in, write_content
 from moe_runtime.training.finetune import finetuning as memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.loop import learning_rate
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.optimizer import DenseAdamW
 
 
 def in_memory(

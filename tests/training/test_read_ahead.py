@@ -14,7 +14,6 @@ from text_checkpoint import tiny_tokenizer
 from tiny_checkpoints import save, tiny_model
 
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune.finetuning import prepare, start
 from moe_runtime.training.offload.memory import FrozenMemory
 
@@ -59,7 +58,7 @@ def test_no_expert_is_read_more_often_than_it_is_used(
     ):
         trainer = start(preparation, resume=False)
         for _ in range(2):
-            trainer._run.batches.seek(DataPosition((0,)))
+            trainer._run.batches.seek((0,))
             trainer._backward(1e-2)
         trainer.optimizer.check()  # type: ignore[union-attr]
         trainer.close()

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from triton_interpreter import repair_interpreter
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.inference.device.device_stores import experts_on_device
+from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune import finetuning as frozen_stores
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
 from moe_runtime.training.offload.frozen import SlottedPasses
@@ -123,7 +122,7 @@ def run(
         trained = preparation.model.named_parameters()
         found = {name: p.detach().cpu().clone() for name, p in trained if p.requires_grad}
         trainer.close()
-    assert ways == {is_slotted}
+    assert ways == {True} if is_slotted else True not in ways
     return losses, found
 
 
@@ -184,7 +183,7 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
         trainer = start(preparation, resume=False)
         for _ in range(2):  # the first one does not know who will be wanted
             found.clear()
-            trainer._run.batches.seek(DataPosition((0,)))
+            trainer._run.batches.seek((0,))
             trainer._backward(1e-2)
         trainer.optimizer.check()  # type: ignore[union-attr]
         trainer.close()
@@ -216,7 +215,7 @@ def test_what_ends_a_step_leaves_no_gradient(tmp_path: Path) -> None:
             left[0] = place if error is KeyboardInterrupt else -1
             if error is MoERuntimeError:
                 device.late_faults += [RuntimeError("no link")] * 100
-            trainer._run.batches.seek(DataPosition((0,)))
+            trainer._run.batches.seek((0,))
             if error is not None:
                 with pytest.raises(error):
                     trainer._backward(1e-2)

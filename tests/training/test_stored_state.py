@@ -47,7 +47,7 @@ from moe_runtime.training.checkpoint import (
     write_content,
 )
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.offload.dense_adamw import state_order
+from moe_runtime.training.optimizer import state_order
 from moe_runtime.training.prepared import run_folder
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
@@ -133,7 +133,7 @@ def resumed(folder: Path, settings: tuple[str, ...] = STEPS) -> dict[str, Any]:
             "model": on_host(preparation.model.state_dict()),
             "optimizer": state.get("state", state),
             "experts": state.get("experts"),
-            "position": preparation.batches.position.taken,
+            "position": preparation.batches.taken,
             "random": torch.get_rng_state(),
             "text": {n: [s.training, s.held_out] for n, s in preparation.streams.items()},
             "progress": [trainer.step, trainer.tokens, trainer.elapsed_s],

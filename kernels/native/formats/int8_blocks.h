@@ -1,13 +1,17 @@
-/* Products of blocks that hold their scales with rows of x rounded to int8; a part of quantized_template.h.
+/* Products of blocks that hold their scales with rows of x rounded to int8.
  *
- * A weight is code * scale - minimum. Codes have no sign: what is subtracted from them, times the scale, is the minimum; but
- * where pairs of such products would not fit in 16 bits codes are signed and nothing is subtracted. Products of the codes of
- * 32 columns, or of 16 where as many share a scale, are summed as integers, which is exact, and multiplied by both scales in
- * fp32; minima are multiplied by the sum of what 32 or 16 codes of x stand for. These sums add up in one order, whatever the
- * other rows are.
+ * A weight is code * scale - minimum. Codes have no sign: the number that is subtracted from them, times the scale, is the
+ * minimum; but where pairs of such products would not fit in 16 bits, codes are signed and nothing is subtracted. Products of
+ * the codes of 32 columns, or of 16 where as many share a scale, are summed as integers, which is exact, and multiplied by both
+ * scales in fp32; minima are multiplied by the sum of the values of 32 or 16 codes of x. These sums add up in one order,
+ * whatever the other rows are.
  *
- * A row of x is multiplied by codes as they lie. For more rows codes of a few weight rows are written out, a byte each.
- */
+ * A row of x is multiplied by codes as they lie. For more rows codes of a few weight rows are written out, a byte each. */
+#pragma once
+
+#include "formats/blocks.h"
+#include "formats/int8.h"
+
 enum { INT8_GROUPS_OF_STEP = INT8_BLOCK_STEP / INT8_GROUP, INT8_PAIRS = INT8_GROUPS_OF_STEP / 2 };
 
 /* A packed step of x: codes in their order, and sums of what those of a group, or of its halves, stand for. */
@@ -24,53 +28,251 @@ typedef struct {
 } BlockStep;
 
 /* Whether codes are bytes that use all bits: products of pairs of them fit in 16 bits with their sign only. */
-INLINE int has_signed_codes(int code) {
-    return !HAS_BYTE_DOT && (code == CODE_Q8_0 || code == CODE_IQ4_NL || code == CODE_IQ4_XS);
-}
+INLINE int has_signed_codes(int code) { return !HAS_BF16_DOT && TRAITS(code).int8_zero == 128; }
 
 /* What is subtracted from codes. */
-INLINE int int8_zero(int code) {
-    switch (code) {
-        case CODE_Q8_0:
-        case CODE_IQ4_NL:
-        case CODE_IQ4_XS: return has_signed_codes(code) ? 0 : 128;
-        case CODE_Q4_0: return 8;
-        case CODE_MXFP4_BLOCK: return 12;
-        default: return (int)zero_of(code);
-    }
-}
+INLINE int int8_zero(int code) { return has_signed_codes(code) ? 0 : TRAITS(code).int8_zero; }
 
-INLINE float minimum_factor(int code) { return has_minimum(code) ? 1.0f : (float)int8_zero(code); }
+INLINE float minimum_factor(int code) { return TRAITS(code).has_minimum ? 1.0f : (float)int8_zero(code); }
 
-INLINE Codes looked_up(const int8_t table[16], uint8_t zero, Codes codes) {
+INLINE int is_one_group(int code) { return TRAITS(code).codes == INT8_GROUP; }
+
+INLINE int int8_step_bytes(int code) { return TRAITS(code).bytes * (is_one_group(code) ? INT8_GROUPS_OF_STEP : 1); }
+
 #if defined(__AVX2__)
+INLINE Codes int8_table(const int8_t table[16], int zero, Codes codes) {
     const __m128i values = _mm_add_epi8(_mm_loadu_si128((const __m128i *)table), _mm_set1_epi8((char)zero));
     return (Codes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+}
+#endif
+
+INLINE Codes int8_codes_of(int code, const char *step, int group) {
+    const uint8_t *src = (const uint8_t *)step + (is_one_group(code) ? group * TRAITS(code).bytes : 0);
+#if defined(__AVX2__)
+    const Codes codes = codes_of(code, src, group, 0);
+    if (code == CODE_Q8_0) return codes ^ (uint8_t)int8_zero(code);
+    if (code == CODE_MXFP4_BLOCK) return int8_table(DOUBLED_E2M1, int8_zero(code), codes);
+    return code == CODE_IQ4_NL || code == CODE_IQ4_XS ? int8_table(NONLINEAR_VALUES, int8_zero(code), codes) : codes;
 #else
-    Codes values;
-    for (int i = 0; i < 32; i++) values[i] = (uint8_t)(table[codes[i]] + zero);
-    return values;
+    Bytes halves[2];
+    for (int half = 0; half < 2; half++) halves[half] = half_numbers(code, src, group, half) + (uint8_t)int8_zero(code);
+    return codes_at((const uint8_t *)halves);
 #endif
 }
 
-INLINE int is_one_group(int code) { return BLOCK_SIZES[code - CODE_BLOCKS].codes == INT8_GROUP; }
-
-INLINE int int8_step_bytes(int code) { return BLOCK_SIZES[code - CODE_BLOCKS].bytes * (is_one_group(code) ? INT8_GROUPS_OF_STEP : 1); }
-
-INLINE Codes int8_codes_of(int code, const char *step, int group) {
-    const int offset = is_one_group(code) ? group * BLOCK_SIZES[code - CODE_BLOCKS].bytes : 0;
-    const Codes codes = block_codes(code, (const uint8_t *)step + offset, group);
-    const uint8_t zero = (uint8_t)int8_zero(code);
-    if (code == CODE_Q8_0) return codes ^ zero;
-    if (code == CODE_MXFP4_BLOCK) return looked_up(DOUBLED_E2M1, zero, codes);
-    return code == CODE_IQ4_NL || code == CODE_IQ4_XS ? looked_up(NONLINEAR_VALUES, zero, codes) : codes;
+#if HAS_QUANT_LANES
+/* Numbers of blocks of one group, eight at a time, of which `groups` are there. A vector of them is put together from words:
+ * many small stores before a wide load would wait. */
+INLINE __m256 eight_halves(const char *first, int apart, int groups) {
+#define HALF(i) (short)(i < groups ? load_u16(first + i * apart) : 0)
+    return _mm256_cvtph_ps(_mm_setr_epi16(HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7)));
 }
 
-#if HAS_QUANT_LANES
+/* As half_of_e8m0. */
+INLINE __m256 eight_e8m0(const char *first, int apart, int groups) {
+#define BYTE(i) (i < groups ? (uint8_t)first[i * apart] : 0)
+    const __m256i codes = _mm256_setr_epi32(BYTE(0), BYTE(1), BYTE(2), BYTE(3), BYTE(4), BYTE(5), BYTE(6), BYTE(7));
+    const __m256i one = _mm256_set1_epi32(1), normal = _mm256_slli_epi32(_mm256_sub_epi32(codes, one), 23);
+    const __m256i subnormal = _mm256_slli_epi32(_mm256_add_epi32(codes, one), 21); /* of 0 and 1 */
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, subnormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), codes)));
+}
+
+INLINE __m256 eight_scales(int code, const char *step, int groups) {
+    const int apart = TRAITS(code).bytes;
+    return code == CODE_MXFP4_BLOCK ? eight_e8m0(step, apart, groups) : eight_halves(step, apart, groups);
+}
+
+/* Of blocks that have them, else the scales again. */
+INLINE __m256 eight_minima(int code, const char *step, int groups, __m256 scales) {
+    if (!TRAITS(code).has_minimum) return scales;
+    return _mm256_xor_ps(eight_halves(step + 2, TRAITS(code).bytes, groups), _mm256_set1_ps(-0.0f));
+}
+
+/* Scales of eight groups and then their minima, or of 16 halves. */
+typedef struct {
+    Vec numbers[2 * 16 / LANES];
+} StepNumbers;
+
+INLINE void load_numbers(int has_halves, const float *src, StepNumbers *out) {
+    UNROLL for (int i = 0; i < (1 + has_halves) * 16 / LANES; i++) out->numbers[i] = vec_load_f32(src + LANES * i);
+}
+
+INLINE void store_numbers(int has_halves, const StepNumbers *numbers, float *dst) {
+    UNROLL for (int i = 0; i < (1 + has_halves) * 16 / LANES; i++) vec_store_f32(dst + LANES * i, numbers->numbers[i]);
+}
+
+/* Of a row of x: sums over groups, or pairs of groups, at even and at odd places, and what minima take. */
+typedef struct {
+    Vec sums[2], minima;
+} Int8Row;
+
+INLINE void clear_rows(int count, Int8Row *rows) {
+    UNROLL for (int m = 0; m < count; m++) rows[m] = (Int8Row){{vec_zero(), vec_zero()}, vec_zero()};
+}
+
 #if LANES == 8
-#include "formats/int8_blocks_avx2.h"
+/* A lane has the sums of four columns. */
+
+/* Codes of two groups. */
+typedef struct {
+    Codes codes[2];
+} CodePair;
+
+INLINE CodePair pair_of(int code, const char *step, int pair, int groups) {
+    const Codes first = int8_codes_of(code, step, 2 * pair);
+    return (CodePair){{first, 2 * pair + 1 < groups ? int8_codes_of(code, step, 2 * pair + 1) : first}};
+}
+
+INLINE CodePair load_pair(const Codes *src) { return (CodePair){{src[0], src[1]}}; }
+INLINE void store_pair(CodePair pair, Codes *dst) { dst[0] = pair.codes[0], dst[1] = pair.codes[1]; }
+
+INLINE void numbers_of(int code, const char *step, int groups, StepNumbers *out) {
+    if (is_one_group(code)) {
+        out->numbers[0] = eight_scales(code, step, groups);
+        out->numbers[1] = eight_minima(code, step, groups, out->numbers[0]);
+        return;
+    }
+    const int halves = TRAITS(code).has_groups_of_16;
+    GroupNumbers numbers;
+    block_numbers(code, (const uint8_t *)step, &numbers);
+    UNROLL for (int i = 0; i < 1 + halves; i++) {
+        out->numbers[i] = vec_load_f32(numbers.scales + 8 * i);
+        out->numbers[1 + halves + i] = TRAITS(code).has_minimum ? vec_load_f32(numbers.minima + 8 * i) : out->numbers[i];
+    }
+}
+
+INLINE float whole_sum(int has_halves, const Int8Row *row, float factor) {
+    (void)has_halves;
+    const __m256 all = _mm256_fnmadd_ps(row->minima, _mm256_set1_ps(factor), _mm256_add_ps(row->sums[0], row->sums[1]));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+/* Scales of groups, or of their halves, times those of x. */
+typedef struct {
+    float scales[16];
+} StepScales;
+
+INLINE void step_scales(int has_halves, const StepNumbers *numbers, const Int8Step *x, Int8Row *row, StepScales *out) {
+    const __m256 of_x = _mm256_loadu_ps(x->scales);
+    const __m256 low = _mm256_unpacklo_ps(of_x, of_x), high = _mm256_unpackhi_ps(of_x, of_x);
+    const __m256 twice[2] = {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+    UNROLL for (int i = 0; i < 1 + has_halves; i++) {
+        _mm256_storeu_ps(out->scales + 8 * i, _mm256_mul_ps(numbers->numbers[i], has_halves ? twice[i] : of_x));
+        row->minima = _mm256_fmadd_ps(numbers->numbers[1 + has_halves + i], _mm256_loadu_ps((has_halves ? x->half_sums : x->sums) + 8 * i), row->minima);
+    }
+}
+
+INLINE __m256 scale_of_group(int has_halves, const StepScales *scales, int group) {
+    if (!has_halves) return _mm256_broadcast_ss(scales->scales + group);
+    const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd((const double *)(scales->scales + 2 * group)));
+    return _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+}
+
+INLINE void add_pair(int has_halves, int is_signed, CodePair pair, const Int8Step *x, const StepScales *scales, int place, Int8Row *row) {
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m256i w = (__m256i)pair.codes[i], of_x = _mm256_loadu_si256((const __m256i *)x->codes + 2 * place + i);
+        const __m256i pairs = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(of_x, w)) : _mm256_maddubs_epi16(w, of_x);
+        const __m256 sums = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        row->sums[i] = _mm256_fmadd_ps(sums, scale_of_group(has_halves, scales, 2 * place + i), row->sums[i]);
+    }
+}
 #else
-#include "formats/int8_blocks_avx512.h"
+/* A lane has the sums of four columns; the lower half of a vector those of a group at an even place. What minima take is that
+ * of groups in the upper half. */
+
+typedef __m512i CodePair;
+
+INLINE __m512i joined(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+INLINE __m512 joined_ps(__m256 low, __m256 high) { return _mm512_castsi512_ps(joined(_mm256_castps_si256(low), _mm256_castps_si256(high))); }
+
+/* 64 codes of Q6_K: four bits from 64 bytes, two from 32, of which the first half has the lower ones. */
+INLINE CodePair q6_k_pair(const char *src, int pair) {
+    const __m512i four = _mm512_loadu_si512(src + pair / 2 * 64);
+    const __m512i two = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(src + 128 + pair / 2 * 32)));
+    const __m512i low = _mm512_and_si512(pair % 2 ? _mm512_srli_epi16(four, 4) : four, _mm512_set1_epi8(15));
+    const __m512i shifts = pair % 2 ? _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2) : _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2);
+    const __m512i high = pair % 2 ? _mm512_srlv_epi64(two, shifts) : _mm512_sllv_epi64(two, shifts);
+    return _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi8(0x30)));
+}
+
+INLINE CodePair pair_of(int code, const char *step, int pair, int groups) {
+    if (code == CODE_Q6_K) return q6_k_pair(step, pair);
+    if (code == CODE_Q4_K) {
+        const __m256i bytes = _mm256_loadu_si256((const __m256i *)(step + 16 + 32 * pair));
+        return _mm512_and_si512(joined(bytes, _mm256_srli_epi16(bytes, 4)), _mm512_set1_epi8(15));
+    }
+    const __m256i first = (__m256i)int8_codes_of(code, step, 2 * pair);
+    return joined(first, 2 * pair + 1 < groups ? (__m256i)int8_codes_of(code, step, 2 * pair + 1) : first);
+}
+
+INLINE CodePair load_pair(const Codes *src) { return _mm512_loadu_si512(src); }
+INLINE void store_pair(CodePair pair, Codes *dst) { _mm512_storeu_si512(dst, pair); }
+
+INLINE void numbers_of(int code, const char *step, int groups, StepNumbers *out) {
+    if (is_one_group(code)) {
+        const __m256 scales = eight_scales(code, step, groups);
+        out->numbers[0] = joined_ps(scales, eight_minima(code, step, groups, scales));
+        return;
+    }
+    if (code == CODE_Q4_K || code == CODE_Q5_K) {
+        const __m512 factors = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)six_bit_factors((const uint8_t *)step + 4)));
+        const __m512 shared = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadu_si32(step)));
+        const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        out->numbers[0] = _mm512_mul_ps(factors, _mm512_permutexvar_ps(places, shared));
+        return;
+    }
+    GroupNumbers numbers;
+    block_numbers(code, (const uint8_t *)step, &numbers);
+    if (TRAITS(code).has_groups_of_16) {
+        out->numbers[0] = _mm512_loadu_ps(numbers.scales);
+        out->numbers[1] = TRAITS(code).has_minimum ? _mm512_loadu_ps(numbers.minima) : out->numbers[0];
+    } else {
+        out->numbers[0] = joined_ps(_mm256_loadu_ps(numbers.scales), _mm256_loadu_ps(numbers.scales));
+    }
+}
+
+INLINE float whole_sum(int has_halves, const Int8Row *row, float factor) {
+    const __m512 minima = has_halves ? row->minima : _mm512_maskz_mov_ps(0xff00, row->minima);
+    return _mm512_reduce_add_ps(_mm512_fnmadd_ps(minima, _mm512_set1_ps(factor), _mm512_add_ps(row->sums[0], row->sums[1])));
+}
+
+/* Scales of groups, or of their halves, times those of x. */
+typedef struct {
+    __m512 scales;
+} StepScales;
+
+INLINE void step_scales(int has_halves, const StepNumbers *numbers, const Int8Step *x, Int8Row *row, StepScales *out) {
+    if (!has_halves) {
+        const __m512 both = _mm512_mul_ps(numbers->numbers[0], _mm512_loadu_ps(x->scales)); /* and the sums behind them */
+        row->minima = _mm512_add_ps(row->minima, both);
+        out->scales = both;
+        return;
+    }
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    row->minima = _mm512_fmadd_ps(numbers->numbers[1], _mm512_loadu_ps(x->half_sums), row->minima);
+    out->scales = _mm512_mul_ps(numbers->numbers[0], _mm512_permutexvar_ps(twice, _mm512_loadu_ps(x->scales)));
+}
+
+/* Exact products of 64 codes, four to a lane. */
+INLINE __m512i code_products(int is_signed, __m512i w, __m512i x) {
+#if HAS_BF16_DOT
+    (void)is_signed;
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x);
+#else
+    if (is_signed) x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x), w = _mm512_abs_epi8(w);
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
+#endif
+}
+
+INLINE void add_pair(int has_halves, int is_signed, CodePair codes, const Int8Step *x, const StepScales *scales, int place, Int8Row *row) {
+    const __m512i groups = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i places = _mm512_add_epi32(has_halves ? halves : groups, _mm512_set1_epi32((has_halves ? 4 : 2) * place));
+    const __m512 sums = _mm512_cvtepi32_ps(code_products(is_signed, codes, _mm512_loadu_si512(x->codes + 64 * place)));
+    row->sums[place % 2] = _mm512_fmadd_ps(sums, _mm512_permutexvar_ps(places, scales->scales), row->sums[place % 2]);
+}
 #endif
 
 /* A step of one row of x and a weight row of which `groups` are left. */
@@ -78,10 +280,10 @@ INLINE void add_block_step(int code, const char *weight, int groups, const Int8S
     StepNumbers numbers;
     StepScales scales;
     numbers_of(code, weight, groups, &numbers);
-    step_scales(has_groups_of_16(code), &numbers, x, row, &scales);
+    step_scales(TRAITS(code).has_groups_of_16, &numbers, x, row, &scales);
     UNROLL for (int pair = 0; pair < INT8_PAIRS; pair++)
         if (2 * pair < groups)
-            add_pair(has_groups_of_16(code), has_signed_codes(code), pair_of(code, weight, pair, groups), x, &scales, pair, row);
+            add_pair(TRAITS(code).has_groups_of_16, has_signed_codes(code), pair_of(code, weight, pair, groups), x, &scales, pair, row);
 }
 
 INLINE void row_by_blocks(int code, Matrix weight, int64_t num_weight_rows, int64_t k, const Int8Step *x, float *out) {
@@ -97,20 +299,20 @@ INLINE void row_by_blocks(int code, Matrix weight, int64_t num_weight_rows, int6
             add_block_step(code, step, INT8_GROUPS_OF_STEP, x + i, &row);
         }
         if (is_one_group(code) && rest) add_block_step(code, step, rest, x + steps, &row);
-        out[n] = whole_sum(has_groups_of_16(code), &row, minimum_factor(code));
+        out[n] = whole_sum(TRAITS(code).has_groups_of_16, &row, minimum_factor(code));
     }
 }
 
 static void multiply_row_of_int8(Matrix weight, int64_t num_weight_rows, int64_t k, const Int8Step *x, float *out) {
 #define ROW_CASE(code) \
     case code: row_by_blocks(code, weight, num_weight_rows, k, x, out); break;
-    switch (weight.quantized->codes) { FOR_BLOCKS(ROW_CASE, NO_SEPARATOR) }
+    switch (weight.quantized->codes) { FOR_BLOCKS(ROW_CASE) }
 }
 
 INLINE void write_step(int code, const char *weight, int groups, BlockStep *out) {
     StepNumbers numbers;
     numbers_of(code, weight, groups, &numbers);
-    store_numbers(has_groups_of_16(code), &numbers, out->numbers);
+    store_numbers(TRAITS(code).has_groups_of_16, &numbers, out->numbers);
     UNROLL for (int pair = 0; pair < INT8_PAIRS; pair++)
         if (2 * pair < groups) store_pair(pair_of(code, weight, pair, groups), out->codes + 2 * pair);
 }
@@ -134,48 +336,42 @@ INLINE void panel_steps(int has_halves, int is_signed, int panel_rows, const Blo
 /* A weight row by the rows of a panel. */
 static void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
     const float factor = minimum_factor(code);
-#define PANEL_CASE(rows)                                              \
-    case rows:                                                        \
-        if (has_groups_of_16(code))                                   \
-            panel_steps(1, 0, rows, weights, steps, x, factor, sums); \
-        else if (has_signed_codes(code))                              \
-            panel_steps(0, 1, rows, weights, steps, x, factor, sums); \
-        else                                                          \
-            panel_steps(0, 0, rows, weights, steps, x, factor, sums); \
-        break;
-    switch (panel_rows) {
-        PANEL_CASE(1)
-        PANEL_CASE(2)
-        PANEL_CASE(3)
-        PANEL_CASE(4)
-#if PANEL_ROWS == 6
-        PANEL_CASE(5)
-        PANEL_CASE(6)
-#endif
-    }
+#define PANEL_CASE(halves, rows) \
+    case rows: panel_steps(halves, is_signed, rows, weights, steps, x, factor, sums); break;
+#define BY_PANEL_ROWS(halves, has_sign)                              \
+    do {                                                             \
+        enum { is_signed = has_sign };                               \
+        switch (panel_rows) { FOR_PANEL_ROWS(PANEL_CASE, halves) }   \
+    } while (0)
+    if (TRAITS(code).has_groups_of_16)
+        BY_PANEL_ROWS(1, 0);
+    else if (has_signed_codes(code))
+        BY_PANEL_ROWS(0, 1);
+    else
+        BY_PANEL_ROWS(0, 0);
 }
 #else
 INLINE void write_step(int code, const char *weight, int groups, BlockStep *out) {
-    const int halves = has_groups_of_16(code) ? 2 : 1, count = INT8_GROUPS_OF_STEP * halves;
+    const int halves = TRAITS(code).has_groups_of_16 ? 2 : 1, count = INT8_GROUPS_OF_STEP * halves;
     for (int group = 0; group < groups; group++) out->codes[group] = int8_codes_of(code, weight, group);
     if (!is_one_group(code)) {
         GroupNumbers numbers;
         block_numbers(code, (const uint8_t *)weight, &numbers);
         memcpy(out->numbers, numbers.scales, (size_t)count * 4);
-        memcpy(out->numbers + count, has_minimum(code) ? numbers.minima : numbers.scales, (size_t)count * 4);
+        memcpy(out->numbers + count, TRAITS(code).has_minimum ? numbers.minima : numbers.scales, (size_t)count * 4);
         return;
     }
     for (int group = 0; group < INT8_GROUPS_OF_STEP; group++) {
         GroupNumbers numbers = {{0}, {0}};
-        if (group < groups) block_numbers(code, (const uint8_t *)weight + group * BLOCK_SIZES[code - CODE_BLOCKS].bytes, &numbers);
+        if (group < groups) block_numbers(code, (const uint8_t *)weight + group * TRAITS(code).bytes, &numbers);
         out->numbers[group] = numbers.scales[0];
-        out->numbers[count + group] = has_minimum(code) ? numbers.minima[0] : numbers.scales[0];
+        out->numbers[count + group] = TRAITS(code).has_minimum ? numbers.minima[0] : numbers.scales[0];
     }
 }
 
 /* A weight row by the rows of a panel. */
 static void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
-    const int halves = has_groups_of_16(code) ? 2 : 1, columns = INT8_GROUP / halves, count = INT8_GROUPS_OF_STEP * halves;
+    const int halves = TRAITS(code).has_groups_of_16 ? 2 : 1, columns = INT8_GROUP / halves, count = INT8_GROUPS_OF_STEP * halves;
     float acc[PANEL_ROWS][2] = {0}, minima[PANEL_ROWS] = {0};
     for (int64_t i = 0; i < steps; i++, weights++) {
         for (int m = 0; m < panel_rows; m++, x++) {
@@ -207,12 +403,12 @@ INLINE void write_steps(int code, const char *weight, int64_t k, BlockStep *out)
 static void write_row(int64_t code, const char *weight, int64_t k, BlockStep *out) {
 #define WRITE_CASE(code) \
     case code: write_steps(code, weight, k, out); break;
-    switch (code) { FOR_BLOCKS(WRITE_CASE, NO_SEPARATOR) }
+    switch (code) { FOR_BLOCKS(WRITE_CASE) }
 }
 
 static void pack_int8_blocks(const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows, int64_t k) {
     const int64_t last_k = first_k + count;
-    const int64_t end = last_k == k ? (k + INT8_BLOCK_STEP - 1) / INT8_BLOCK_STEP * INT8_BLOCK_STEP : last_k;
+    const int64_t end = last_k == k ? round_up(k, INT8_BLOCK_STEP) : last_k;
     for (int64_t at = first_k; at < end; at += INT8_GROUP) {
         Int8Step *step = (Int8Step *)panel + at / INT8_BLOCK_STEP * panel_rows + row;
         const int group = (int)(at % INT8_BLOCK_STEP / INT8_GROUP);
@@ -242,7 +438,7 @@ static void multiply_int8_blocks(Matrix weight, int64_t num_weight_rows, int64_t
         return;
     }
 #endif
-    const int64_t panels = num_panels(num_rows, PANEL_ROWS), steps = (k + INT8_BLOCK_STEP - 1) / INT8_BLOCK_STEP;
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS), steps = parts_of(k, INT8_BLOCK_STEP);
     const int64_t fitting = VALUE_BYTES / (int64_t)sizeof(BlockStep) / (steps + !steps);
     const int64_t at_once = panels == 1 || fitting < 2 ? 1 : fitting < INT8_BLOCK_ROWS ? fitting : INT8_BLOCK_ROWS;
     BlockStep weights[at_once * steps + 1];

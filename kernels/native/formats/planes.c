@@ -1,10 +1,6 @@
 /* The lossless code of bf16 matrices: writing it, reading it anywhere, and the functions that Python calls. */
 #include <stdatomic.h>
-#include <string.h>
 
-#include "convert.h"
-#include "kernels.h"
-#include "formats/planes.h"
 #include "formats/quantized.h"
 
 /* Bit i of a byte as byte i of a word, and back; little-endian, as everything that is packed. */
@@ -41,7 +37,8 @@ const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, c
     return escapes;
 }
 
-PlanesDecode planes_decode(void) {
+/* As good as the chosen instruction set and the processor allow. */
+static PlanesDecode planes_decode(void) {
     const char *isa = current_isa()->name;
 #if defined(MOE_HAVE_VBMI2)
     const int is_wide = strcmp(isa, "portable") && strcmp(isa, "avx2");
@@ -116,15 +113,6 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
     return count;
 }
 
-typedef struct {
-    PlanesMatrix matrix;
-    const char *coded;
-    int64_t rows, out_stride;
-    char *out;
-    atomic_llong next_group;
-    atomic_int is_damaged;
-} Decoding;
-
 void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *coded, int64_t first_row) {
     *reader = (PlanesReader){.matrix = matrix, .decode = planes_decode(), .coded = coded, .row = first_row};
 }
@@ -170,17 +158,21 @@ int planes_multiply(PlanesReader *reader, PlanesDot dot, int64_t rows, const cha
     return 1;
 }
 
-static void decode_groups(void *context) {
+typedef struct {
+    PlanesMatrix matrix;
+    const char *coded;
+    int64_t out_stride;
+    char *out;
+    atomic_int is_damaged;
+} Decoding;
+
+static void decode_group(void *context, int thread, int64_t first, int64_t end) {
     Decoding *call = context;
-    for (;;) {
-        const int64_t group = atomic_fetch_add(&call->next_group, 1), first = group * PLANES_GROUP;
-        if (first >= call->rows) return;
-        const int64_t rows = call->rows - first < PLANES_GROUP ? call->rows - first : PLANES_GROUP;
-        PlanesReader reader;
-        planes_begin(&reader, &call->matrix, call->coded + first * planes_row_bytes(call->matrix.cols), first);
-        if (!planes_read(&reader, rows, call->out + first * call->out_stride, call->out_stride) || reader.escapes != reader.end)
-            atomic_store(&call->is_damaged, 1);
-    }
+    PlanesReader reader;
+    (void)thread;
+    planes_begin(&reader, &call->matrix, call->coded + first * planes_row_bytes(call->matrix.cols), first);
+    if (!planes_read(&reader, end - first, call->out + first * call->out_stride, call->out_stride) || reader.escapes != reader.end)
+        atomic_store(&call->is_damaged, 1);
 }
 
 /* Reads a matrix into rows of bf16, each of which has room for whole blocks. There are at most `num_escapes` escapes, and
@@ -189,10 +181,10 @@ MOE_EXPORT int moe_planes_decode(const char *coded, const uint32_t *starts, cons
                                  const uint8_t *book, int64_t rows, int64_t cols, char *out, int64_t out_stride,
                                  int share_threads) {
     if (starts[0]) return STATUS_DAMAGED;
-    Decoding call = {.matrix = {CODE_PLANES, starts, escapes, book, num_escapes, cols}, .coded = coded, .rows = rows,
-                     .out = out, .out_stride = out_stride};
+    Decoding call = {.matrix = {CODE_PLANES, starts, escapes, book, num_escapes, cols}, .coded = coded, .out = out,
+                     .out_stride = out_stride};
     pool_begin();
-    pool_run(decode_groups, &call, share_threads);
+    pool_each(decode_group, &call, rows, PLANES_GROUP, share_threads);
     pool_end();
     return atomic_load(&call.is_damaged) ? STATUS_DAMAGED : STATUS_OK;
 }

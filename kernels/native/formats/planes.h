@@ -1,35 +1,29 @@
 /* The lossless code of bf16 matrices: sign and mantissa as they are, exponents as indices into a short code book.
  *
  * A row of `cols` elements is written in blocks of 64, the last one filled up with a number of the book. First come the
- * indices of all blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes of sign
- * and mantissa, 64 a block. Index 7 says that the exponent is none of the book's seven; these exponents, in the order of
- * rows and positions, are the escapes. Where those of every 32nd row begin is written down, so rows are read from there.
+ * indices of all blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes
+ * of sign and mantissa, 64 a block. Index 7: the exponent is none of the book's seven; these exponents, in the order of rows and
+ * positions, are the escapes. The place where those of every 32nd row begin is stored, so reading can begin there.
  *
  * Positions are ordered so that interleaving bytes within the 16-byte lanes of vectors gives elements in their order:
- * position p of a block is element p % 16 % 8 + p / 16 * 8, and 32 more in the upper half of a lane.
- */
-#ifndef MOE_RUNTIME_PLANES_H
-#define MOE_RUNTIME_PLANES_H
+ * position p of a block is element p % 16 % 8 + p / 16 * 8, and 32 more in the upper half of a lane. */
+#pragma once
 
-#include <stddef.h>
-#include <stdint.h>
+#include "convert.h"
 
 enum { PLANES_BLOCK = 64, PLANES_INDEX_BYTES = 24, PLANES_BOOK = 7, PLANES_GROUP = 32 };
 
-/* How far ahead of its use a matrix is fetched, in bytes. */
-enum { PLANES_AHEAD = 8 << 10 };
+/* How far ahead of its use a matrix is fetched, and bytes after the last escape that may be read. */
+enum { PLANES_AHEAD = 8 << 10, PLANES_TAIL = 64 };
 
-/* Bytes behind the last escape that may be read. */
-enum { PLANES_TAIL = 64 };
-
-static inline int64_t planes_blocks(int64_t cols) { return (cols + PLANES_BLOCK - 1) / PLANES_BLOCK; }
+static inline int64_t planes_blocks(int64_t cols) { return parts_of(cols, PLANES_BLOCK); }
 
 static inline int planes_element(int position) {
     const int lane = position >> 4, place = position & 15;
     return lane * 8 + (place & 7) + (place & 8 ? 32 : 0);
 }
 
-static inline int64_t planes_groups(int64_t rows) { return (rows + PLANES_GROUP - 1) / PLANES_GROUP; }
+static inline int64_t planes_groups(int64_t rows) { return parts_of(rows, PLANES_GROUP); }
 
 static inline int64_t planes_row_bytes(int64_t cols) { return planes_blocks(cols) * (PLANES_INDEX_BYTES + PLANES_BLOCK); }
 
@@ -38,16 +32,12 @@ static inline int64_t planes_row_bytes(int64_t cols) { return planes_blocks(cols
 typedef const uint8_t *(*PlanesDecode)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                             char *out);
 
-const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
-                           char *out);
-#if defined(MOE_HAVE_AVX2)
+const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book,
+                                      int64_t blocks, char *out);
 const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
-                       char *out);
-#endif
-#if defined(MOE_HAVE_VBMI2)
+                                  char *out);
 const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
-                        char *out);
-#endif
+                                   char *out);
 
 /* The products of one row or two, decoded as above, with the rows of a panel of bf16 pairs: out[m * ldo + row]. */
 typedef const uint8_t *(*PlanesDot)(const char *row, int rows, const uint8_t *escapes, const uint8_t *end, const uint8_t *book,
@@ -56,9 +46,7 @@ typedef const uint8_t *(*PlanesDot)(const char *row, int rows, const uint8_t *es
 /* Writes one block of elements and returns how many escapes it has; there is room for 64. */
 typedef int (*PlanesEncode)(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
 
-#if defined(MOE_HAVE_AVX2)
 int planes_encode_avx2(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
-#endif
 
 /* A matrix in the code, as kernels/lossless writes it. */
 typedef struct {
@@ -85,8 +73,3 @@ int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_strid
 
 /* The products of the next rows with the rows of a panel: out[m * ldo + row]. */
 int planes_multiply(PlanesReader *reader, PlanesDot dot, int64_t rows, const char *panel, int panel_rows, float *out, int64_t ldo);
-
-/* The one that calls use: as good as the chosen instruction set and the processor allow. */
-PlanesDecode planes_decode(void);
-
-#endif

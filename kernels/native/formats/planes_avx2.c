@@ -1,6 +1,5 @@
 /* The lossless code with AVX2: escapes, one or two a block, are taken to and from their places one by one. */
 #include <immintrin.h>
-#include <string.h>
 
 #include "formats/planes.h"
 

@@ -1,11 +1,12 @@
-/* Products of quantised matrices whose codes are decoded in registers, for vectors of eight; a part of quantized_template.h.
+/* Products of quantised matrices whose codes are decoded in registers, for vectors of eight.
  *
- * Codes become fp32, which is exact. 64 of them are two parts of four vectors: part p has elements 16 p to 16 p + 15 of
- * the first 32 in its lower lanes and of the last 32 in its upper lanes, vector j the elements 4 q + j of those 16 in lane q.
- * So every lane of a part belongs to one group of a multiple of 16: its sum is taken from zero and multiplied by
- * the group's scale, and no weight is rounded. The sums of both parts are added before that where groups have 32 columns or
- * more.
- */
+ * Codes become fp32, which is exact. 64 of them are two parts of four vectors: part p has elements 16 p to 16 p + 15 of the
+ * first 32 in its lower lanes and of the last 32 in its upper lanes, vector j the elements 4 q + j of those 16 in lane q. So
+ * every lane of a part belongs to one group of a multiple of 16: its sum is taken from zero and multiplied by the group's
+ * scale, and no weight is rounded. The sums of both parts are added before that where groups have 32 columns or more. */
+#pragma once
+
+#include "formats/blocks.h"
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
  * for each group. */
@@ -58,13 +59,6 @@ INLINE __m256 wide_e4m3(__m256i code) {
     return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_and_si256(code, _mm256_set1_epi32((int)0x80000000u))));
 }
 
-/* Powers of two; of 0 a subnormal one. */
-INLINE __m256 wide_e8m0(__m256i code) {
-    const __m256i none = _mm256_cmpeq_epi32(code, _mm256_setzero_si256()), all = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
-    const __m256i least = _mm256_and_si256(none, _mm256_set1_epi32(1 << 22)), nan = _mm256_and_si256(all, _mm256_set1_epi32(1 << 22));
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(code, 23), _mm256_or_si256(least, nan)));
-}
-
 /* Twice the magnitudes of normal fp8 codes are 0x10 to 0xfc: only a subnormal, a zero or a NaN is more than 0xec above 0x10. */
 INLINE __m256i above_normal(__m256i codes) {
     return _mm256_sub_epi8(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(0x10));
@@ -88,12 +82,6 @@ INLINE void read_step(int decoder, const Lanes *lanes, const char *codes, Step *
         const __m256i found = _mm256_subs_epu8(most, _mm256_set1_epi8((char)0xec));
         step->is_special = !_mm256_testz_si256(found, found);
     }
-}
-
-/* Of upper halves of fp32 that lie side by side. */
-INLINE __m256 even_halves(__m256i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(halves, 16)); }
-INLINE __m256 odd_halves(__m256i halves) {
-    return _mm256_castsi256_ps(_mm256_and_si256(halves, _mm256_set1_epi32((int)0xffff0000u)));
 }
 
 /* fp8: the upper half of fp32 is a table of sign and upper exponent bits and, but for special codes, the code's other bits. */
@@ -214,24 +202,182 @@ typedef void (*LanesRow)(const Lanes *lanes, const Source *source, int64_t k, co
                                                      float *out, int64_t ldo) {                                               \
         lanes_row(decoder, scales, panel, lanes, source, k, packed, out, ldo);                                                \
     }
-#define NAME_LANES_ROW(decoder, scales, panel) lanes_##decoder##_##scales##_##panel
-#define FOR_LANES_PANELS(macro, decoder, scales, separator)                                                          \
-    macro(decoder, scales, 1) separator() macro(decoder, scales, 2) separator() macro(decoder, scales, 3) separator() \
-        macro(decoder, scales, 4)
-#define DEFINE_DECODER(decoder) \
-    FOR_LANES_PANELS(DEFINE_LANES_ROW, decoder, 1, NO_SEPARATOR) FOR_LANES_PANELS(DEFINE_LANES_ROW, decoder, 2, NO_SEPARATOR)
-#define NAME_DECODER(decoder) \
-    {{FOR_LANES_PANELS(NAME_LANES_ROW, decoder, 1, COMMA)}, {FOR_LANES_PANELS(NAME_LANES_ROW, decoder, 2, COMMA)}}
+#define NAME_LANES_ROW(decoder, scales, panel) lanes_##decoder##_##scales##_##panel,
+#define FOR_PANELS(macro, decoder, scales) \
+    macro(decoder, scales, 1) macro(decoder, scales, 2) macro(decoder, scales, 3) macro(decoder, scales, 4)
+#define DEFINE_DECODER(decoder) FOR_PANELS(DEFINE_LANES_ROW, decoder, 1) FOR_PANELS(DEFINE_LANES_ROW, decoder, 2)
+#define NAME_DECODER(decoder) {{FOR_PANELS(NAME_LANES_ROW, decoder, 1)}, {FOR_PANELS(NAME_LANES_ROW, decoder, 2)}},
+#define FOR_DECODERS(macro) macro(DECODE_TABLE4) macro(DECODE_ZEROS4) macro(DECODE_E4M3) macro(DECODE_BYTES)
 
-DEFINE_DECODER(DECODE_TABLE4)
-DEFINE_DECODER(DECODE_ZEROS4)
-DEFINE_DECODER(DECODE_E4M3)
-DEFINE_DECODER(DECODE_BYTES)
+FOR_DECODERS(DEFINE_DECODER)
+static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {FOR_DECODERS(NAME_DECODER)};
 
-static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
-    NAME_DECODER(DECODE_TABLE4), NAME_DECODER(DECODE_ZEROS4), NAME_DECODER(DECODE_E4M3), NAME_DECODER(DECODE_BYTES)};
+/* ---- more rows of x than a panel has ----
+ *
+ * A part of some weight rows is decoded once and stays in the nearest caches while the panels are multiplied with it. Sums add
+ * up in the order of lanes_step and go from one part of k to the next as vectors: the result of a row of x does not depend on
+ * how many others there are. */
+enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16, MANY_GROUPS = 64 << 10 };
 
-#include "formats/quantized_many_avx2.h"
+/* Codes as fp32, and the scales of their groups by lanes. */
+typedef struct {
+    Vec values[4], scales;
+} DecodedPart;
+
+typedef DecodedPart DecodedSteps[MANY_STEPS][NUM_PARTS];
+
+INLINE void decode_steps(int decoder, const Lanes *lanes, const Source *source, int64_t first, int64_t k, DecodedSteps out) {
+    const int step_bytes = decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4 ? STEP / 2 : STEP;
+    for (int i = 0; i < MANY_STEPS && first + i * STEP < k; i++) {
+        const int64_t element = first + i * STEP;
+        const char *codes = source->codes + element / STEP * step_bytes;
+        char padded[STEP] = {0};
+        Step step;
+        if (k - element < STEP) {
+            /* The row may end at the end of the mapped memory: never read past it. */
+            memcpy(padded, codes, (size_t)((k - element) * step_bytes + STEP - 1) / STEP);
+            codes = padded;
+        }
+        read_step(decoder, lanes, codes, &step);
+        UNROLL for (int part = 0; part < NUM_PARTS; part++) {
+            decode_part(decoder, lanes, source, &step, element, part, out[i][part].values);
+            out[i][part].scales = by_lanes(lanes, source->scales, element, part);
+        }
+    }
+}
+
+static void decode_row_steps(int decoder, const Lanes *lanes, const Source *source, int64_t first, int64_t k, DecodedSteps out) {
+#define DECODE_CASE(decoder) \
+    case decoder: decode_steps(decoder, lanes, source, first, k, out); break;
+    switch (decoder) { FOR_DECODERS(DECODE_CASE) }
+}
+
+/* A part of three weight rows by those of a panel's rows: twelve sums from zero, three weights and a value of x take all
+ * registers, which are named as in steps_avx2.h. Then either the sums are kept until those of the other part are added, or
+ * they are multiplied by the scales and added to what the steps before gave. */
+#define MUL3(a, b, c)                        \
+    "vmulps %%ymm12, %%ymm15, %%ymm" #a "\n" \
+    "vmulps %%ymm13, %%ymm15, %%ymm" #b "\n" \
+    "vmulps %%ymm14, %%ymm15, %%ymm" #c "\n"
+#define PART_ROW(m, j, products) "vmovups 512*" #m "+32*" #j "(%[x]), %%ymm15\n" products
+#define PART_ROWS_2(j, products) PART_ROW(0, j, products(0, 1, 2)) PART_ROW(1, j, products(3, 4, 5))
+#define PART_ROWS_3(j, products) PART_ROWS_2(j, products) PART_ROW(2, j, products(6, 7, 8))
+#define PART_ROWS_4(j, products) PART_ROWS_3(j, products) PART_ROW(3, j, products(9, 10, 11))
+#define OF_THREE_ROWS(j) \
+    "vmovaps 32*" #j "(%[w0]), %%ymm12\nvmovaps 32*" #j "(%[w1]), %%ymm13\nvmovaps 32*" #j "(%[w2]), %%ymm14\n"
+#define PART_SUMS(panel)                                                                     \
+    OF_THREE_ROWS(0) PART_ROWS_##panel(0, MUL3) OF_THREE_ROWS(1) PART_ROWS_##panel(1, FMA3) \
+    OF_THREE_ROWS(2) PART_ROWS_##panel(2, FMA3) OF_THREE_ROWS(3) PART_ROWS_##panel(3, FMA3)
+#define ADD_SUM(n) "vaddps 32*" #n "(%[sums]), %%ymm" #n ", %%ymm" #n "\n"
+#define SCALE_SUM(n, scales) \
+    "vfmadd213ps 32*" #n "(%[acc]), %%ymm" #scales ", %%ymm" #n "\nvmovaps %%ymm" #n ", 32*" #n "(%[acc])\n"
+#define SCALE3(a, b, c) SCALE_SUM(a, 12) SCALE_SUM(b, 13) SCALE_SUM(c, 14)
+#define SCALE_SUMS_2 OF_THREE_ROWS(4) SCALE3(0, 1, 2) SCALE3(3, 4, 5)
+#define SCALE_SUMS_3 SCALE_SUMS_2 SCALE3(6, 7, 8)
+#define SCALE_SUMS_4 SCALE_SUMS_3 SCALE3(9, 10, 11)
+#define PART(panel, ends)                                                                                                 \
+    __asm__ volatile(PART_SUMS(panel) ends                                                                                \
+                     :                                                                                                    \
+                     : [w0] "r"(w0), [w1] "r"(w1), [w2] "r"(w2), [x] "r"(x), [sums] "r"(sums), [acc] "r"(acc)             \
+                     : "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
+                       "xmm11", "xmm12", "xmm13", "xmm14", "xmm15")
+#define PART_OF_PANEL(panel)                                    \
+    do {                                                        \
+        if (keeps)                                              \
+            PART(panel, EACH_SUM_##panel(STORE_SUM));           \
+        else if (adds)                                          \
+            PART(panel, EACH_SUM_##panel(ADD_SUM) SCALE_SUMS_##panel); \
+        else                                                    \
+            PART(panel, SCALE_SUMS_##panel);                    \
+    } while (0)
+
+INLINE void sum_part(int panel_rows, int keeps, int adds, const DecodedPart *w0, const DecodedPart *w1, const DecodedPart *w2,
+                     const float *x, Vec *sums, Vec *acc) {
+    if (panel_rows == 2)
+        PART_OF_PANEL(2);
+    else if (panel_rows == 3)
+        PART_OF_PANEL(3);
+    else
+        PART_OF_PANEL(4);
+}
+
+/* Sums of three weight rows by the rows of a panel, [row of x][3]. */
+typedef Vec TripleSums[NUM_PARTS][PANEL_ROWS * 3];
+
+INLINE void triple_steps(int scales_of_step, int panel_rows, const DecodedSteps *const w[3], int64_t steps, const float *x,
+                         TripleSums acc) {
+    const int are_added = scales_of_step == 1;
+    for (int64_t i = 0; i < steps; i++) {
+        const float *own = x + (i / 2 * panel_rows * 2 + i % 2) * STEP;
+        Vec sums[PANEL_ROWS * 3];
+        UNROLL for (int part = 0; part < NUM_PARTS; part++)
+            sum_part(panel_rows, are_added && !part, are_added && part, &(*w[0])[i][part], &(*w[1])[i][part], &(*w[2])[i][part],
+                     own + part * 4 * LANES, sums, acc[are_added ? 0 : part]);
+    }
+}
+
+typedef void (*TripleSteps)(const DecodedSteps *const w[3], int64_t steps, const float *x, TripleSums acc);
+
+#define DEFINE_TRIPLE_STEPS(scales, panel)                                                                                     \
+    static void triple_steps_##scales##_##panel(const DecodedSteps *const w[3], int64_t steps, const float *x, TripleSums acc) { \
+        triple_steps(scales, panel, w, steps, x, acc);                                                                         \
+    }
+#define NAME_TRIPLE_STEPS(scales, panel) triple_steps_##scales##_##panel,
+#define FOR_TRIPLE_PANELS(macro, scales) macro(scales, 2) macro(scales, 3) macro(scales, 4)
+
+FOR_TRIPLE_PANELS(DEFINE_TRIPLE_STEPS, 1)
+FOR_TRIPLE_PANELS(DEFINE_TRIPLE_STEPS, 2)
+
+/* Several panels have two rows of x at least. */
+static const TripleSteps TRIPLE_STEPS[2][PANEL_ROWS - 1] = {{FOR_TRIPLE_PANELS(NAME_TRIPLE_STEPS, 1)},
+                                                            {FOR_TRIPLE_PANELS(NAME_TRIPLE_STEPS, 2)}};
+
+static void store_triple_sums(int scales_of_step, int panel_rows, int weight_rows, TripleSums acc, float *out, int64_t ldo) {
+    for (int n = 0; n < weight_rows; n++) {
+        Vec whole[PANEL_ROWS];
+        float sums[4];
+        for (int m = 0; m < PANEL_ROWS; m++) {
+            const int at = 3 * m + n;
+            whole[m] = m >= panel_rows ? vec_zero() : scales_of_step == 2 ? vec_add(acc[0][at], acc[1][at]) : acc[0][at];
+        }
+        vec_four_sums(whole[0], whole[1], whole[2], whole[3], sums);
+        for (int m = 0; m < panel_rows; m++) out[m * ldo + n] = sums[m];
+    }
+}
+
+/* Rows of x as they are packed, and the floats between their sums. */
+typedef struct {
+    const float *packed;
+    int64_t num_rows, row_floats, ldo;
+} ManyRows;
+
+/* Weight rows, up to MANY_WEIGHT_ROWS, by panels, up to MANY_PANELS; `out` begins at the first of the weight rows. */
+static void multiply_many(int decoder, int scales_of_step, const Lanes *lanes, const Source *sources, int weight_rows, int64_t k,
+                          const ManyRows *x, int64_t first_panel, int64_t last_panel, float *out) {
+    const int64_t panels = num_panels(x->num_rows, PANEL_ROWS);
+    DecodedSteps decoded[MANY_WEIGHT_ROWS];
+    TripleSums acc[MANY_PANELS][MANY_WEIGHT_ROWS / 3];
+    memset(acc, 0, (size_t)(last_panel - first_panel) * sizeof acc[0]);
+    for (int64_t element = 0; element < k; element += MANY_STEPS * STEP) {
+        const int64_t left = (k - element + STEP - 1) / STEP, steps = left < MANY_STEPS ? left : MANY_STEPS;
+        for (int n = 0; n < weight_rows; n++) decode_row_steps(decoder, lanes, &sources[n], element, k, decoded[n]);
+        for (int64_t p = first_panel; p < last_panel; p++) {
+            const int64_t row = panel_start(p, panels, x->num_rows), rows = panel_start(p + 1, panels, x->num_rows) - row;
+            const float *own = x->packed + row * x->row_floats + element * rows;
+            for (int n = 0; n < weight_rows; n += 3) {
+                const DecodedSteps *w[3];
+                for (int i = 0; i < 3; i++) w[i] = &decoded[n + i < weight_rows ? n + i : n];
+                TRIPLE_STEPS[scales_of_step - 1][rows - 2](w, steps, own, acc[p - first_panel][n / 3]);
+            }
+        }
+    }
+    for (int64_t p = first_panel; p < last_panel; p++) {
+        const int64_t row = panel_start(p, panels, x->num_rows), rows = panel_start(p + 1, panels, x->num_rows) - row;
+        for (int n = 0; n < weight_rows; n += 3)
+            store_triple_sums(scales_of_step, (int)rows, weight_rows - n < 3 ? weight_rows - n : 3, acc[p - first_panel][n / 3],
+                              out + row * x->ldo + n, x->ldo);
+    }
+}
 
 /* ---- whole matrices ---- */
 
@@ -267,27 +413,6 @@ static void prepare_lanes(const Quantized *format, Lanes *lanes) {
     lanes->low = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low));
     lanes->high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high));
     lanes->flip = _mm256_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
-}
-
-INLINE __m256i load_wide(const char *bytes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)); }
-
-/* Scales of one byte, eight at a time; else as everywhere. */
-static void read_lane_scales(const RowGroups *row, int64_t index) {
-    const Quantized *format = row->format;
-    const char *src = format->scales + group_of(index, format->group_rows) * format->scale_stride;
-    if (format->global != GLOBAL_NONE || format->scale_type > SCALE_E4M3) {
-        read_scales(format, index, row->groups, row->scales);
-        return;
-    }
-    int64_t i = 0;
-    if (format->scale_type == SCALE_E8M0) {
-        for (; i + LANES <= row->groups; i += LANES) vec_store_f32(row->scales + i, wide_e8m0(load_wide(src + i)));
-        for (; i < row->groups; i++) row->scales[i] = e8m0_to_f32((uint8_t)src[i]);
-        return;
-    }
-    for (; i + LANES <= row->groups; i += LANES)
-        vec_store_f32(row->scales + i, wide_e4m3(_mm256_slli_epi32(load_wide(src + i), 24)));
-    for (; i < row->groups; i++) row->scales[i] = e4m3_to_f32((uint8_t)src[i]);
 }
 
 /* Zero points of groups, as much larger as decoded codes are. */
@@ -326,7 +451,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
             sources[i] = (Source){.codes = codes, .ahead = ahead ? ahead : codes, .scales = scales + i * padded_groups,
                                   .zeros = zeros + i * padded_groups};
             row.scales = scales + i * padded_groups;
-            read_lane_scales(&row, weight.first_row + n);
+            read_scales(format, weight.first_row + n, row.groups, row.scales);
             if (has_zeros && (!first || format->zeros)) read_lane_zeros(&row, weight.first_row + n, decoder, zeros + i * padded_groups);
             fetch_scales(&stream, n + rows_ahead, 1, scale_bytes);
         }

@@ -1,13 +1,15 @@
-/* Products of quantised matrices whose codes are decoded in registers; a part of quantized_template.h.
+/* Products of quantised matrices whose codes are decoded in registers, for vectors of sixteen.
  *
- * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact. Every
- * 32-bit lane of the decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's
- * scale; no weight is rounded.
+ * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact. Every 32-bit lane of the
+ * decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's scale; no weight is
+ * rounded.
  *
- * F32 and DOT4: a block of 128 codes fills the lanes of a vector, eight to a lane: lane l belongs to elements 8 l to
- * 8 l + 7, for groups of a multiple of 8. DOT8: of 64 codes the two vectors of pairs have elements 16 q to 16 q + 15 in
- * lanes 4 q to 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16.
- */
+ * F32 and DOT4: a block of 128 codes fills the lanes of a vector, eight to a lane: lane l belongs to elements 8 l to 8 l + 7,
+ * for groups of a multiple of 8. DOT8: of 64 codes the two vectors of pairs have elements 16 q to 16 q + 15 in lanes 4 q to
+ * 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16. */
+#pragma once
+
+#include "formats/blocks.h"
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
  * for each group; 4 bits and a zero point beyond the table. */
@@ -16,7 +18,109 @@ enum { LARGEST_TABLE_ZERO = 16 };
 enum { WIDE, PAIRS, NUM_MODES }; /* of products: as fp32, of pairs of bf16 */
 enum { WEIGHT_ROWS = 4 }; /* that one row of x is multiplied with at a time */
 
-#include "formats/scales_avx512.h"
+/* ---- the scales of a row of codes, one for each lane ----
+ *
+ * They are read where they lie, with the codes that they belong to, which saves a pass over each row. What is rare, E8M0 of 0
+ * and 255, or takes more, such as a global scale, is widened to fp32 before. */
+enum { NUM_LANES = 16, SPAN_BYTES = 16, BYTES_BEHIND = 64 };
+
+/* How the scales of a row are read: from the widened ones; or where they lie, E8M0 and bf16, or fp16. */
+enum { SCALES_WIDENED, SCALES_UPPER, SCALES_HALVES, NUM_SCALE_READERS };
+
+typedef struct {
+    int shift;      /* binary logarithm of a group's columns */
+    int reader;     /* of stored scales */
+    int64_t bytes;  /* of a stored scale */
+    __m512i expand; /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
+    __m512i pick;   /* bytes of each lane's scale among those of the block: the upper ones of fp32, or fp16 */
+    __m512i down;   /* bits by which these are too high */
+} LaneGroups;
+
+static int reader_of(const Quantized *format, int64_t span) {
+    if (format->global != GLOBAL_NONE || span > SPAN_BYTES) return SCALES_WIDENED;
+    if (format->scale_type == SCALE_F16) return SCALES_HALVES;
+    return format->scale_type == SCALE_E8M0 || format->scale_type == SCALE_BF16 ? SCALES_UPPER : SCALES_WIDENED;
+}
+
+/* For blocks of so many codes, of which every lane has some side by side, from the first on. */
+static LaneGroups lane_groups(const Quantized *format, int64_t block_codes, const int32_t first_code[NUM_LANES]) {
+    const int shift = group_shift(format), bytes = SCALE_BYTES[format->scale_type];
+    const int64_t span = (shift < 62 && block_codes >> shift ? block_codes >> shift : 1) * bytes;
+    LaneGroups groups = {.shift = shift, .reader = reader_of(format, span), .bytes = bytes,
+                         .down = _mm512_set1_epi32(format->scale_type == SCALE_E8M0)};
+    int32_t expand[NUM_LANES];
+    uint8_t pick[4 * NUM_LANES];
+    memset(pick, 0x80, sizeof pick); /* zeros */
+    for (int lane = 0; lane < NUM_LANES; lane++) {
+        expand[lane] = (int32_t)((int64_t)first_code[lane] >> shift);
+        uint8_t *place = groups.reader == SCALES_HALVES ? pick + 2 * lane : pick + 4 * lane + 4 - bytes;
+        for (int i = 0; i < bytes; i++) place[i] = (uint8_t)(expand[lane] * bytes + i);
+    }
+    groups.expand = _mm512_loadu_si512(expand);
+    groups.pick = _mm512_loadu_si512(pick);
+    return groups;
+}
+
+/* Of the codes that begin with an element. The last are those of a block that the row ends in: what lies behind its scales
+ * would make NaN of the lanes of no code, whose sums are 0. */
+INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *row, int64_t element, int is_last) {
+    const int64_t first = element >> groups->shift;
+    if (reader == SCALES_WIDENED) return _mm512_permutexvar_ps(groups->expand, _mm512_loadu_ps(row->scales + first));
+    const char *place = row->stored + first * groups->bytes;
+    const int64_t left = (row->groups - first) * groups->bytes;
+    const __m128i stored = is_last ? _mm_maskz_loadu_epi8((__mmask16)((1u << left) - 1), place)
+                                   : _mm_loadu_si128((const __m128i *)place);
+    if (reader == SCALES_HALVES) {
+        const __m256i both = _mm256_broadcastsi128_si256(stored);
+        return _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm512_castsi512_si256(groups->pick)));
+    }
+    const __m512i upper = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(stored), groups->pick);
+    return _mm512_castsi512_ps(_mm512_srlv_epi32(upper, groups->down));
+}
+
+INLINE __m512i zeros_at(const LaneGroups *groups, const RowGroups *row, int64_t element) {
+    return _mm512_permutexvar_epi32(groups->expand, _mm512_loadu_si512(row->zeros + (element >> groups->shift)));
+}
+
+/* Whether some E8M0 is 0 or 255, which are no exponents of normal numbers; those behind the last are looked at too. */
+static int has_ends(const char *scales, int64_t count) {
+    for (int64_t i = 0; i < count; i += BYTES_BEHIND) {
+        const __m512i less_one = _mm512_sub_epi8(_mm512_loadu_si512(scales + i), _mm512_set1_epi8(1));
+        if (_mm512_cmpge_epu8_mask(less_one, _mm512_set1_epi8((char)254))) return 1;
+    }
+    return 0;
+}
+
+/* Whether some stored scales of rows cannot be read as they lie: E8M0 of 0 or 255, or none behind the last. */
+static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind) {
+    const int64_t apart = rows[count - 1].stored - rows->stored, groups = rows->groups;
+    if (behind < BYTES_BEHIND) return 1;
+    if (rows->format->scale_type != SCALE_E8M0) return 0;
+    if (apart <= 2 * count * groups) return has_ends(rows->stored, apart + groups); /* and between them */
+    for (int64_t i = 0; i < count; i++)
+        if (has_ends(rows[i].stored, groups)) return 1;
+    return 0;
+}
+
+/* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: behind
+ * them must be those of other rows. */
+static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index) {
+    const Quantized *format = rows->format;
+    const int64_t stride = format->scale_stride;
+    int64_t group = 0;
+    for (int64_t i = 0; i < count; i++) {
+        group = group_of(index + i, format->group_rows);
+        rows[i].stored = format->scales + group * stride;
+        if (reader == SCALES_WIDENED && rows[i].widened != group) {
+            read_scales(format, index + i, rows[i].groups, rows[i].scales);
+            rows[i].widened = group;
+        }
+        read_zeros(&rows[i], index + i);
+    }
+    if (reader == SCALES_WIDENED) return reader;
+    const int64_t behind = (format->scale_rows - 1 - group) * stride;
+    return must_be_widened(rows, count, behind) ? read_lane_groups(SCALES_WIDENED, rows, count, index) : reader;
+}
 
 typedef struct {
     LaneGroups groups;
@@ -26,7 +130,161 @@ typedef struct {
     __m512i upper_bits;      /* first bytes of fp32 by the upper four bits of normal fp8 codes */
 } Lanes;
 
-#include "formats/decode_avx512.h"
+/* ---- decoding ---- */
+
+/* The first bytes of a half of a vector. */
+INLINE __m256i load_some(const char *codes, int64_t bytes) {
+    return bytes > 0 ? _mm256_maskz_loadu_epi8(~0u >> (bytes < 32 ? 32 - bytes : 0), (const __m256i *)codes) : _mm256_setzero_si256();
+}
+
+/* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
+ * mask leaves out is not read. Its cache line is waited for nevertheless, so that the last codes are loaded by halves. Whole
+ * vectors are loaded once: a compiler that loads them again for the shifts is a fifth slower from memory where rows begin
+ * within a line (measured on Zen 5, in a loop of such products alone). */
+INLINE __m512i load_codes(const char *codes, int64_t bytes) {
+    if (bytes < 64) return _mm512_inserti64x4(_mm512_zextsi256_si512(load_some(codes, bytes)), load_some(codes + 32, bytes - 32), 1);
+    __m512i loaded = _mm512_loadu_si512(codes);
+    __asm__("" : "+v"(loaded));
+    return loaded;
+}
+
+/* Of the eight bytes of each lane the first four, or the last. */
+INLINE __m512i bytes_of_lanes(const char *codes, int64_t bytes, int half, __m512i flip) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i index = half ? _mm512_add_epi32(even, _mm512_set1_epi32(1)) : even;
+    const __m512i low = load_codes(codes, bytes), high = load_codes(codes + 64, bytes - 64);
+    return _mm512_xor_si512(_mm512_permutex2var_epi32(low, index, high), flip);
+}
+
+/* fp8 in the highest byte of each lane. */
+INLINE __m512 wide_e4m3(__m512i code) {
+    const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(code, 4), _mm512_set1_epi32(0x07f00000));
+    const __m512i normal = _mm512_add_epi32(magnitude, _mm512_set1_epi32(120 << 23));
+    const __m512 above = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(121 << 23)));
+    const __mmask16 is_subnormal = _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32(8 << 20));
+    const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x07f00000));
+    __m512 value = _mm512_mask_sub_ps(_mm512_castsi512_ps(normal), is_subnormal, above, _mm512_set1_ps(0.015625f));
+    value = _mm512_mask_mov_ps(value, is_nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+    const __m512i sign = _mm512_and_si512(code, _mm512_set1_epi32((int)0x80000000u));
+    return _mm512_or_ps(value, _mm512_castsi512_ps(sign));
+}
+
+/* Four vectors of the four codes in each lane: the upper half of fp32 is a table of sign and upper exponent bits and the
+ * code's other bits, but for zeros, subnormal codes and NaN. */
+INLINE void decode_wide_e4m3(const Lanes *lanes, __m512i four, __m512 out[4]) {
+    const __m512i above_normal = _mm512_sub_epi8(_mm512_add_epi8(four, four), _mm512_set1_epi8(0x10));
+    if (__builtin_expect(_mm512_cmpgt_epu8_mask(above_normal, _mm512_set1_epi8((char)0xec)) != 0, 0)) {
+        UNROLL for (int j = 0; j < 4; j++) out[j] = wide_e4m3(_mm512_slli_epi32(four, 24 - 8 * j));
+        return;
+    }
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m512i codes = _mm512_shuffle_epi8(four, _mm512_broadcast_i32x4(order)), upper = _mm512_set1_epi32((int)0xffff0000u);
+    const __m512i high = _mm512_shuffle_epi8(lanes->upper_bits, _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15)));
+    const __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8((char)0xf0));
+    const __m512i halves[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    UNROLL for (int i = 0; i < 2; i++) {
+        out[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(halves[i], 16));
+        out[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(halves[i], upper));
+    }
+}
+
+/* Vector j has element 8 l + j of a block in lane l. */
+INLINE void decode_wide(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512 out[8]) {
+    if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
+        const __m512i words = load_codes(codes, bytes);
+        const __m512i zeros = decoder == DECODE_ZEROS4 ? zeros_at(&lanes->groups, row, block * QUANT_BLOCK) : _mm512_setzero_si512();
+        UNROLL for (int j = 0; j < 8; j++) {
+            const __m512i code = _mm512_srli_epi32(words, 4 * j);
+            if (decoder == DECODE_TABLE4)
+                out[j] = _mm512_permutexvar_ps(code, lanes->wide_table);
+            else
+                out[j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(code, _mm512_set1_epi32(15)), zeros));
+        }
+        return;
+    }
+    const __m512i zeros = decoder == DECODE_BYTES ? zeros_at(&lanes->groups, row, block * QUANT_BLOCK) : _mm512_setzero_si512();
+    const __m512i flip = decoder == DECODE_BYTES ? lanes->flip : _mm512_setzero_si512();
+    UNROLL for (int half = 0; half < 2; half++) {
+        const __m512i four = bytes_of_lanes(codes, bytes, half, flip);
+        if (decoder == DECODE_E4M3) {
+            decode_wide_e4m3(lanes, four, out + 4 * half);
+            continue;
+        }
+        UNROLL for (int j = 0; j < 4; j++) {
+            const __m512i code = _mm512_and_si512(_mm512_srli_epi32(four, 8 * j), _mm512_set1_epi32(255));
+            out[4 * half + j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zeros));
+        }
+    }
+}
+
+#if HAS_BF16_DOT
+/* To bf16; pack_quantized says which element lies where. */
+
+/* fp8 by a table of both bytes of bf16 for every magnitude. */
+INLINE void decode_e4m3(const Lanes *lanes, __m512i codes, __m512i out[2]) {
+    const __m512i low = _mm512_permutex2var_epi8(lanes->low[0], codes, lanes->low[1]);
+    const __m512i magnitudes = _mm512_permutex2var_epi8(lanes->high[0], codes, lanes->high[1]);
+    /* magnitudes | (codes & sign) */
+    const __m512i high = _mm512_ternarylogic_epi32(magnitudes, codes, _mm512_set1_epi8((char)0x80), 0xf8);
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+}
+
+/* Bytes above zero in words, less zero points: integers of up to 8 bits are exact in the upper halves of fp32. */
+INLINE __m512i narrow_words(__m512i words, __m512i zeros) {
+    const __m512i low = _mm512_sub_epi32(_mm512_and_si512(words, _mm512_set1_epi32(255)), zeros);
+    const __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(words, 16), zeros);
+    const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
+    /* high & mask | low */
+    return _mm512_ternarylogic_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), _mm512_set1_epi32((int)0xffff0000u), low_bits, 0xea);
+}
+
+/* Two vectors of pairs of 64 codes of 8 bits. */
+INLINE void decode_bytes(int decoder, const Lanes *lanes, const RowGroups *row, __m512i codes, int64_t element, __m512i out[2]) {
+    if (decoder == DECODE_E4M3) {
+        decode_e4m3(lanes, codes, out);
+        return;
+    }
+    const __m512i zeros = zeros_at(&lanes->groups, row, element), bytes = _mm512_xor_si512(codes, lanes->flip);
+    out[0] = narrow_words(_mm512_unpacklo_epi8(bytes, _mm512_setzero_si512()), zeros);
+    out[1] = narrow_words(_mm512_unpackhi_epi8(bytes, _mm512_setzero_si512()), zeros);
+}
+
+INLINE void decode_any4(const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
+    float values[QUANT_BLOCK];
+    char padded[QUANT_BLOCK / 2];
+    int32_t zeros[NUM_LANES];
+    uint16_t narrow[QUANT_BLOCK];
+    _mm512_storeu_si512(padded, load_codes(codes, bytes));
+    code_values(CODE_UINT4, padded, QUANT_BLOCK, values);
+    _mm512_storeu_si512(zeros, zeros_at(&lanes->groups, row, block * QUANT_BLOCK));
+    for (int i = 0; i < QUANT_BLOCK; i++) {
+        const int plane = i / 32, lane = i % 32 / 2, half = i % 2;
+        narrow[i] = f32_to_bf16(values[8 * lane + plane + 4 * half] - (float)zeros[lane]);
+    }
+    for (int plane = 0; plane < 4; plane++) out[plane] = _mm512_loadu_si512(narrow + 32 * plane);
+}
+
+/* Four vectors of pairs of a block of codes of 4 bits. */
+INLINE void decode_nibbles(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
+    if (decoder == DECODE_ANY4) {
+        decode_any4(lanes, row, codes, bytes, block, out);
+        return;
+    }
+    const __m512i words = load_codes(codes, bytes);
+    /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
+    __m512i first = _mm512_setzero_si512();
+    if (decoder == DECODE_ZEROS4) {
+        first = _mm512_sub_epi32(_mm512_set1_epi32(LARGEST_TABLE_ZERO), zeros_at(&lanes->groups, row, block * QUANT_BLOCK));
+        first = _mm512_or_si512(first, _mm512_slli_epi32(first, 16));
+    }
+    UNROLL for (int plane = 0; plane < 4; plane++) {
+        __m512i index = _mm512_srli_epi16(words, 4 * plane);
+        if (decoder == DECODE_ZEROS4) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), first);
+        out[plane] = _mm512_permutexvar_epi16(index, lanes->table);
+    }
+}
+#endif
 
 /* ---- one weight row by one panel ---- */
 
@@ -116,65 +374,39 @@ typedef void (*LanesRow)(const Lanes *lanes, const RowGroups *row, const char *c
 typedef void (*LanesRows)(const Lanes *lanes, const RowGroups *rows, Matrix weight, const char *ahead, const char *x, float *out);
 
 #define DEFINE_LANES_ROW(mode, decoder, panel)                                                                         \
-    static void lanes_##mode##_##decoder##_##panel(const Lanes *lanes, const RowGroups *row, const char *codes,          \
-                                                    const char *ahead, const char *x, float *out, int64_t ldo) {       \
+    static void lanes_##mode##_##decoder##_##panel(const Lanes *lanes, const RowGroups *row, const char *codes,        \
+                                                   const char *ahead, const char *x, float *out, int64_t ldo) {        \
         lanes_row(mode, decoder, panel, lanes, row, codes, ahead, x, out, ldo);                                        \
     }
-#define DEFINE_FOUR(mode, decoder, scales)                                                                                \
-    static void four_##mode##_##decoder##_##scales(const Lanes *lanes, const RowGroups *rows, Matrix weight,             \
-                                                   const char *ahead, const char *x, float *out) {                      \
-        lanes_rows(mode, decoder, scales, lanes, rows, weight, ahead, x, out);                                          \
+#define DEFINE_FOUR(mode, decoder, scales)                                                                             \
+    static void four_##mode##_##decoder##_##scales(const Lanes *lanes, const RowGroups *rows, Matrix weight,           \
+                                                   const char *ahead, const char *x, float *out) {                     \
+        lanes_rows(mode, decoder, scales, lanes, rows, weight, ahead, x, out);                                         \
     }
-#define DEFINE_FOURS(mode, decoder)                                                                                       \
-    DEFINE_FOUR(mode, decoder, SCALES_WIDENED) DEFINE_FOUR(mode, decoder, SCALES_UPPER) DEFINE_FOUR(mode, decoder, SCALES_HALVES)
-#define NAME_FOURS(mode, decoder)                                                                                         \
-    {four_##mode##_##decoder##_SCALES_WIDENED, four_##mode##_##decoder##_SCALES_UPPER, four_##mode##_##decoder##_SCALES_HALVES}
-#define FOR_PANELS(macro, pairs, decoder, separator)                                                          \
-    macro(pairs, decoder, 1) separator() macro(pairs, decoder, 2) separator() macro(pairs, decoder, 3) separator() \
-        macro(pairs, decoder, 4) separator() macro(pairs, decoder, 5) separator() macro(pairs, decoder, 6)
-#define NAME_LANES_ROW(pairs, decoder, panel) lanes_##pairs##_##decoder##_##panel
-#define DEFINE_DECODER(pairs, decoder) FOR_PANELS(DEFINE_LANES_ROW, pairs, decoder, NO_SEPARATOR)
-#define NAME_DECODER(pairs, decoder) {FOR_PANELS(NAME_LANES_ROW, pairs, decoder, COMMA)}
-
-DEFINE_DECODER(0, DECODE_TABLE4)
-DEFINE_DECODER(0, DECODE_ZEROS4)
-DEFINE_DECODER(0, DECODE_E4M3)
-DEFINE_DECODER(0, DECODE_BYTES)
+#define FOR_PANELS(macro, mode, decoder)                                                                               \
+    macro(mode, decoder, 1) macro(mode, decoder, 2) macro(mode, decoder, 3) macro(mode, decoder, 4) macro(mode, decoder, 5) \
+    macro(mode, decoder, 6)
+#define FOR_SCALES(macro, mode, decoder) \
+    macro(mode, decoder, SCALES_WIDENED) macro(mode, decoder, SCALES_UPPER) macro(mode, decoder, SCALES_HALVES)
+#define NAME_LANES_ROW(mode, decoder, panel) lanes_##mode##_##decoder##_##panel,
+#define NAME_FOUR(mode, decoder, scales) four_##mode##_##decoder##_##scales,
+#define DEFINE_DECODER(mode, decoder) FOR_PANELS(DEFINE_LANES_ROW, mode, decoder) FOR_SCALES(DEFINE_FOUR, mode, decoder)
+#define NAME_ROWS(mode, decoder) {FOR_PANELS(NAME_LANES_ROW, mode, decoder)},
+#define NAME_FOURS(mode, decoder) {FOR_SCALES(NAME_FOUR, mode, decoder)},
+#define FOR_DECODERS(macro, mode) \
+    macro(mode, DECODE_TABLE4) macro(mode, DECODE_ZEROS4) macro(mode, DECODE_E4M3) macro(mode, DECODE_BYTES)
 #if HAS_BF16_DOT
-DEFINE_DECODER(1, DECODE_TABLE4)
-DEFINE_DECODER(1, DECODE_ZEROS4)
-DEFINE_DECODER(1, DECODE_E4M3)
-DEFINE_DECODER(1, DECODE_BYTES)
-DEFINE_DECODER(1, DECODE_ANY4)
+#define FOR_MODES(macro, begin, end) begin FOR_DECODERS(macro, 0) end begin FOR_DECODERS(macro, 1) macro(1, DECODE_ANY4) end
+#else
+#define FOR_MODES(macro, begin, end) begin FOR_DECODERS(macro, 0) end
 #endif
+#define NOTHING
+#define BEGIN {
+#define END },
 
-DEFINE_FOURS(0, DECODE_TABLE4)
-DEFINE_FOURS(0, DECODE_ZEROS4)
-DEFINE_FOURS(0, DECODE_E4M3)
-DEFINE_FOURS(0, DECODE_BYTES)
-#if HAS_BF16_DOT
-DEFINE_FOURS(1, DECODE_TABLE4)
-DEFINE_FOURS(1, DECODE_ZEROS4)
-DEFINE_FOURS(1, DECODE_E4M3)
-DEFINE_FOURS(1, DECODE_BYTES)
-DEFINE_FOURS(1, DECODE_ANY4)
-#endif
-
-static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
-    {NAME_DECODER(0, DECODE_TABLE4), NAME_DECODER(0, DECODE_ZEROS4), NAME_DECODER(0, DECODE_E4M3), NAME_DECODER(0, DECODE_BYTES)},
-#if HAS_BF16_DOT
-    {NAME_DECODER(1, DECODE_TABLE4), NAME_DECODER(1, DECODE_ZEROS4), NAME_DECODER(1, DECODE_E4M3), NAME_DECODER(1, DECODE_BYTES),
-     NAME_DECODER(1, DECODE_ANY4)},
-#endif
-};
-
-static const LanesRows LANES_OF_FOUR[NUM_MODES][NUM_DECODERS][NUM_SCALE_READERS] = {
-    {NAME_FOURS(0, DECODE_TABLE4), NAME_FOURS(0, DECODE_ZEROS4), NAME_FOURS(0, DECODE_E4M3), NAME_FOURS(0, DECODE_BYTES)},
-#if HAS_BF16_DOT
-    {NAME_FOURS(1, DECODE_TABLE4), NAME_FOURS(1, DECODE_ZEROS4), NAME_FOURS(1, DECODE_E4M3), NAME_FOURS(1, DECODE_BYTES),
-     NAME_FOURS(1, DECODE_ANY4)},
-#endif
-};
+FOR_MODES(DEFINE_DECODER, NOTHING, NOTHING)
+static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {FOR_MODES(NAME_ROWS, BEGIN, END)};
+static const LanesRows LANES_OF_FOUR[NUM_MODES][NUM_DECODERS][NUM_SCALE_READERS] = {FOR_MODES(NAME_FOURS, BEGIN, END)};
 
 /* ---- whole matrices ---- */
 

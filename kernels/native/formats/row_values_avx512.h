@@ -1,9 +1,11 @@
-/* Values of rows in the type that they are written in, decoded in registers, for vectors of sixteen; a part of
- * quantized_template.h.
+/* Values of rows in the type that they are written in, decoded in registers, for vectors of sixteen.
  *
- * They have the bits of row_values, rounded to fp32 and then to the type, but for those of a NaN. 32 codes are decoded at a
- * time. Codes of four bits that share a scale have sixteen values at most: these are rounded once, and codes choose from them.
- */
+ * They have the bits of row_values, rounded to fp32 and then to the type, except those of a NaN. 32 codes are decoded at a
+ * time. Codes of four bits that share a scale have sixteen values at most: these are rounded once, and codes choose from them. */
+#pragma once
+
+#include "formats/quantized_avx512.h"
+
 enum { STEP_CODES = 32, SPAN_CODES = 128 };
 
 /* As many bytes as are read at a place, so many bytes ahead of it; past the last row fetching is harmless. */
@@ -189,17 +191,16 @@ typedef void (*WriteCodes)(const RowGroups *row, int64_t first, int64_t end, con
                                              int64_t ahead, char *out) {                                                \
         write_codes(dtype, kind, 1, row, first, end, codes, ahead, out);                                                \
     }
-#define FOR_CODES(macro, dtype, separator)                                                                      \
-    macro(dtype, CODE_E4M3) separator() macro(dtype, CODE_UINT4) separator() macro(dtype, CODE_UINT8) separator() \
-        macro(dtype, CODE_INT8)
-#define NAME_WRITE_CODES(dtype, kind) [kind] = {any_##kind##_as_##dtype, ordinary_##kind##_as_##dtype}
-#define NAME_WRITERS(dtype) [dtype] = {FOR_CODES(NAME_WRITE_CODES, dtype, COMMA)}
+#define FOR_CODES(macro, dtype) \
+    macro(dtype, CODE_E4M3) macro(dtype, CODE_UINT4) macro(dtype, CODE_UINT8) macro(dtype, CODE_INT8)
+#define NAME_WRITE_CODES(dtype, kind) [kind] = {any_##kind##_as_##dtype, ordinary_##kind##_as_##dtype},
+#define NAME_WRITERS(dtype) [dtype] = {FOR_CODES(NAME_WRITE_CODES, dtype)},
 
-FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F32, NO_SEPARATOR)
-FOR_CODES(DEFINE_WRITE_CODES, DTYPE_BF16, NO_SEPARATOR)
-FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F16, NO_SEPARATOR)
+FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F32)
+FOR_CODES(DEFINE_WRITE_CODES, DTYPE_BF16)
+FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F16)
 
-static const WriteCodes WRITE_CODES[][CODE_PLANES][2] = {NAME_WRITERS(DTYPE_F32), NAME_WRITERS(DTYPE_BF16), NAME_WRITERS(DTYPE_F16)};
+static const WriteCodes WRITE_CODES[][CODE_PLANES][2] = {NAME_WRITERS(DTYPE_F32) NAME_WRITERS(DTYPE_BF16) NAME_WRITERS(DTYPE_F16)};
 
 /* The last codes are as many as lie in a step, whatever lies behind the row. */
 static void write_row_of_codes(const RowGroups *row, const char *codes, int64_t ahead, int dtype, char *out) {
@@ -230,7 +231,7 @@ INLINE __m512i nibble_words(int code, const uint8_t *src, int group) {
 /* Numbers of fp16 times integers are multiples of 2^-24: none is subnormal in fp32. Of MXFP4 the two least scales are. Where
  * codes choose, those of two groups have their values side by side, or of one alone twice. */
 INLINE void write_blocks(int dtype, int code, const CodeTable *table, const char *weight, int64_t ahead, int64_t k, char *out) {
-    const int codes = BLOCK_SIZES[code - CODE_BLOCKS].codes, bytes = BLOCK_SIZES[code - CODE_BLOCKS].bytes;
+    const int codes = TRAITS(code).codes, bytes = TRAITS(code).bytes;
     const int in_pairs = codes > STEP_CODES;
     for (; k > 0; k -= codes, weight += bytes) {
         const uint8_t *src = (const uint8_t *)weight;
@@ -241,7 +242,7 @@ INLINE void write_blocks(int dtype, int code, const CodeTable *table, const char
         block_numbers(code, src, &numbers);
         IN_MEMORY(numbers);
         UNROLL for (int group = 0; group < codes / STEP_CODES; group++, out += 2 * STEP_CODES) {
-            if (has_table(code)) {
+            if (TRAITS(code).has_table) {
                 if (group % 2 == 0) {
                     const Vec first = scaled(code, *table, &numbers, group), second = scaled(code, *table, &numbers, group + in_pairs);
                     choices = narrowed(dtype, is_normal, first, second);
@@ -271,11 +272,11 @@ typedef void (*WriteBlocks)(const CodeTable *table, const char *weight, int64_t 
     static void f32_of_##code(const CodeTable *table, const char *weight, int64_t ahead, int64_t k, char *out) {           \
         block_rows(code, 0, 1, table, weight, ahead, k, NULL, (float *)out);                                  \
     }
-#define NAME_WRITE_BLOCKS(code) {[DTYPE_F32] = f32_of_##code, [DTYPE_BF16] = bf16_of_##code, [DTYPE_F16] = f16_of_##code}
+#define NAME_WRITE_BLOCKS(code) {[DTYPE_F32] = f32_of_##code, [DTYPE_BF16] = bf16_of_##code, [DTYPE_F16] = f16_of_##code},
 
-FOR_BLOCKS(DEFINE_WRITE_BLOCKS, NO_SEPARATOR)
+FOR_BLOCKS(DEFINE_WRITE_BLOCKS)
 
-static const WriteBlocks WRITE_BLOCKS[END_OF_CODES - CODE_BLOCKS][DTYPE_F16 + 1] = {FOR_BLOCKS(NAME_WRITE_BLOCKS, COMMA)};
+static const WriteBlocks WRITE_BLOCKS[END_OF_CODES - CODE_BLOCKS][DTYPE_F16 + 1] = {FOR_BLOCKS(NAME_WRITE_BLOCKS)};
 
 /* ---- rows of any format ---- */
 

@@ -1,361 +1,86 @@
-/* The kernels of one instruction set, written once against a handful of vector operations.
- *
- * The including file defines, before including this one:
- *   ISA_NAME, ISA_SYMBOL   printable name and name of the exported table
- *   Vec, LANES             a vector of fp32 and how many it holds
- *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
- *   SINGLE_WEIGHT_ROWS     1 when one x row takes weight rows one by one: where one chain of sums keeps up with memory
- *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16; then also vec_load_bf16_pairs, vec_bf16_pair
- *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
- *   HAS_TALL_STEPS         1 when tall_steps has the innermost loop of a tile of all its weight rows and more than one row of x
- *   HAS_QUANT_LANES        1 when quantized_avx512.h, or with eight lanes quantized_avx2.h, can be compiled
- *   HAS_PLANES_DOT         1 when planes_dot.h can be compiled
- *   HAS_BYTE_DOT           1 when _mm512_dpbusd_epi32 can be compiled
- *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
- *
- * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
- */
-#include <math.h>
-#include <string.h>
+/* The kernels of one instruction set, which the including file names: ISA_NAME, printable, and ISA_SYMBOL, the table. */
+#include "formats/int8.h"
+#include "formats/int8_blocks.h"
+#include "formats/quantized_template.h"
+#include "isa/columns.h"
+#if HAS_BF16_DOT
+#include "formats/planes_vbmi2.h"
+#define DOT_PLANES dot_planes
+#else
+#define DOT_PLANES NULL
+#endif
 
-#include "kernels.h"
-#include "convert.h"
-#include "formats/quantized.h"
+/* ---- packing, activations, biases and conversions: plain loops that the compiler vectorises ---- */
 
-#define K_STEP (2 * LANES)
-#define CACHE_LINE 64
-/* Packed rows that are multiplied with a block of weights before the next rows are: they stay in the second-level cache. */
-#define GROUP_BYTES (256 << 10)
-/* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
-#define PART_BYTES (8 << 10)
-enum { PART_WEIGHT_ROWS = TILE_ROWS == 3 ? 30 : 32, PART_PANELS = 22 };
+static void pack(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
+                 int panel_rows, int64_t k) {
+    if (kind == KIND_INT8_BLOCKS) {
+        pack_int8_blocks(src, dtype, count, panel, first_k, row, panel_rows, k);
+        return;
+    }
+    if (kind >= KIND_QUANT_INT4) {
+        pack_int8(kind, src, dtype, count, panel, first_k, row, panel_rows, k);
+        return;
+    }
+    if (kind >= NUM_KINDS) {
+        pack_quantized(kind, src, dtype, count, panel, first_k, row, panel_rows, k);
+        return;
+    }
+    const int width = kind == KIND_BF16_DOT ? 2 : 4;
+    char *group = panel + (first_k * panel_rows + row * K_STEP) * width;
+    for (int64_t i = 0; i < count; i += K_STEP, group += panel_rows * K_STEP * width) {
+        const int filled = count - i < K_STEP ? (int)(count - i) : K_STEP;
+        if (kind == KIND_BF16_DOT && dtype == DTYPE_BF16 && filled == K_STEP) {
+            memcpy(group, src + 2 * i, K_STEP * 2);
+            continue;
+        }
+        float values[K_STEP] = {0};
+        for (int j = 0; j < filled; j++) values[j] = load_as(dtype, src, i + j);
+        if (kind == KIND_BF16_DOT) {
+            uint16_t *out = (uint16_t *)group;
+            for (int j = 0; j < K_STEP; j++) out[j] = f32_to_bf16(values[j]);
+        } else if (kind == KIND_BF16) {
+            float *out = (float *)group;
+            for (int j = 0; j < LANES; j++) {
+                out[j] = values[2 * j];
+                out[LANES + j] = values[2 * j + 1];
+            }
+        } else {
+            memcpy(group, values, sizeof values);
+        }
+    }
+}
+
+INLINE void activate_with(int activation, float *restrict values, const float *restrict factor, int64_t count) {
+    if (factor)
+        for (int64_t i = 0; i < count; i++) values[i] = activated(activation, values[i]) * factor[i];
+    else
+        for (int64_t i = 0; i < count; i++) values[i] = activated(activation, values[i]);
+}
+
+static void activate(int activation, float *values, const float *factor, int64_t count) {
+#define ACTIVATE(activation) activate_with(activation, values, factor, count)
+    BY_ACTIVATION(activation, ACTIVATE)
+}
+
+static void add_bias(float *values, Bias bias, int64_t first, int dtype, int64_t count) {
+    const char *src = bias.data + first * bias.stride;
+    if (bias.stride == dtype_bytes(dtype))
+        for (int64_t i = 0; i < count; i++) values[i] += load_as(dtype, src, i);
+    else
+        for (int64_t i = 0; i < count; i++) values[i] += load_as(dtype, src + i * bias.stride, 0);
+}
+
+static void store(char *dst, int dtype, const float *src, int64_t count) {
+    if (dtype == DTYPE_F32)
+        memcpy(dst, src, (size_t)count * 4);
+    else if (dtype == DTYPE_BF16)
+        for (int64_t i = 0; i < count; i++) store_as(DTYPE_BF16, dst, i, src[i]);
+    else
+        for (int64_t i = 0; i < count; i++) store_as(DTYPE_F16, dst, i, src[i]);
+}
 
 /* ---- products ---- */
-
-INLINE Vec load_weight(int kind, int half, const char *w) {
-    if (kind == KIND_F32) return vec_load_f32((const float *)(w + half * LANES * 4));
-    if (kind == KIND_F16) return vec_load_f16(w + half * LANES * 2);
-    return half ? vec_load_bf16_odd(w) : vec_load_bf16_even(w);
-}
-
-INLINE void step(int kind, int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_ROWS],
-                 const char *const w[TILE_ROWS], const char *x) {
-#if HAS_BF16_DOT
-    if (kind == KIND_BF16_DOT) {
-        BfVec weight[TILE_ROWS];
-        UNROLL for (int n = 0; n < tile_rows; n++) weight[n] = vec_load_bf16_pairs(w[n]);
-        UNROLL for (int m = 0; m < panel_rows; m++) {
-            BfVec value = vec_load_bf16_pairs(x + m * K_STEP * 2);
-            UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = dot_bf16(acc[m][n], weight[n], value);
-        }
-        return;
-    }
-#endif
-    for (int half = 0; half < 2; half++) {
-        Vec weight[TILE_ROWS];
-        UNROLL for (int n = 0; n < tile_rows; n++) weight[n] = load_weight(kind, half, w[n]);
-        UNROLL for (int m = 0; m < panel_rows; m++) {
-            Vec value = vec_load_f32((const float *)(x + (m * K_STEP + half * LANES) * 4));
-            UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_fma(acc[m][n], weight[n], value);
-        }
-    }
-}
-
-/* Where a tile fetches ahead: `steps` steps from each pointer in turn. */
-typedef struct {
-    const char *data;
-    int64_t steps;
-} Ahead;
-
-/* A single row needs two such parts because the place ahead crosses from one row to the next. */
-#define AHEAD_PARTS(tile_rows, lines) ((tile_rows) == 1 ? 2 : (lines))
-
-/* The rows a multiplication reads: those of `weight`, then those of `next`. */
-typedef struct {
-    Matrix weight, next;
-    int64_t num_rows;
-    int64_t whole_rows, rest_steps; /* the distance ahead: rows, and steps within a row */
-    int64_t steps, step_bytes;      /* of one row */
-} Stream;
-
-INLINE const char *stream_row(const Stream *stream, int64_t row) {
-    if (row < stream->num_rows) return stream->weight.data + row * stream->weight.stride;
-    return stream->next.data ? stream->next.data + (row - stream->num_rows) * stream->next.stride : NULL;
-}
-
-/* A single row fetches `distance` bytes ahead of itself. */
-INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead *ahead) {
-    const char *near = stream_row(stream, row + stream->whole_rows), *far = stream_row(stream, row + stream->whole_rows + 1);
-    ahead[0].data = near + stream->rest_steps * stream->step_bytes;
-    ahead[0].steps = near ? stream->steps - stream->rest_steps : 0;
-    ahead[1].data = far;
-    ahead[1].steps = far ? stream->rest_steps : 0;
-}
-
-/* The panels of a tile share the rows of a later tile: `lines` rows for each panel, until all are fetched. */
-INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int lines, int64_t panel, Ahead *ahead) {
-    const int64_t share = stream->steps / lines;
-    UNROLL for (int part = 0; part < lines; part++) {
-        const int64_t offset = lines * panel + part;
-        ahead[part].data = offset < height ? stream_row(stream, row + stream->whole_rows + offset) : NULL;
-        ahead[part].steps = !ahead[part].data ? 0 : part < lines - 1 ? share : stream->steps - share * (lines - 1);
-    }
-}
-
-/* Sums over lanes, four vectors at a time; a vector's sum does not depend on its neighbours. */
-INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_ROWS], float *out, int64_t ldo) {
-    UNROLL for (int first = 0; first < panel_rows * tile_rows; first += 4) {
-        Vec four[4];
-        float sums[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            const int index = first + i;
-            four[i] = index < panel_rows * tile_rows ? acc[index / tile_rows][index % tile_rows] : vec_zero();
-        }
-        vec_four_sums(four[0], four[1], four[2], four[3], sums);
-        UNROLL for (int i = 0; i < 4; i++)
-            if (first + i < panel_rows * tile_rows) out[(first + i) / tile_rows * ldo + (first + i) % tile_rows] = sums[i];
-    }
-}
-
-/* A part of k. The vectors of sums go from one part to the next as they are: the result has the bits of one pass. */
-typedef struct {
-    int64_t first, count;
-    int is_first, is_last;
-    Vec *sums; /* NULL where the part is all of k */
-} Part;
-
-/* A tile of sums over a part of k, which fetches `lines` times as many bytes ahead as one weight row has. */
-INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, const Part *part, Vec *sums, const char *x,
-                 float *out, int64_t ldo, const Ahead *ahead) {
-    const int width = kind == KIND_F32 ? 4 : 2;
-    const int step_bytes = K_STEP * width, ahead_bytes = lines * step_bytes;
-    const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
-    Vec acc[PANEL_ROWS][TILE_ROWS];
-    const char *w[TILE_ROWS];
-    UNROLL for (int n = 0; n < tile_rows; n++) w[n] = weight.data + n * weight.stride;
-    UNROLL for (int m = 0; m < panel_rows; m++)
-        UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = part->is_first ? vec_zero() : sums[m * tile_rows + n];
-
-    int64_t steps = part->count / K_STEP;
-#if HAS_TALL_STEPS
-    if (tile_rows == TILE_ROWS && panel_rows > 1) {
-        for (int i = 0; steps > 0; i++) {
-            const int64_t count = i < lines ? ahead[i].steps : steps;
-            const char *line = i < lines ? ahead[i].data : NULL;
-            if (!count) continue;
-            tall_steps(kind, panel_rows, &acc[0][0], w, x, count, line ? line : x, line != NULL, ahead_bytes);
-            UNROLL for (int n = 0; n < tile_rows; n++) w[n] += count * step_bytes;
-            x += count * x_step_bytes, steps -= count;
-        }
-    } else
-#endif
-    for (int i = 0; i < AHEAD_PARTS(tile_rows, lines); i++) {
-        const char *line = ahead[i].data;
-        for (int64_t left = ahead[i].steps; left > 0; left--, steps--) {
-            UNROLL for (int b = 0; b < ahead_bytes; b += CACHE_LINE) __builtin_prefetch(line + b, 0, 2);
-            line += ahead_bytes;
-            step(kind, tile_rows, panel_rows, acc, w, x);
-            UNROLL for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
-            x += x_step_bytes;
-        }
-    }
-    for (; steps > 0; steps--) {
-        step(kind, tile_rows, panel_rows, acc, w, x);
-        UNROLL for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
-        x += x_step_bytes;
-    }
-    const int64_t rest = part->count % K_STEP;
-    if (rest) {
-        /* The row may end at the end of the mapped memory: never read past it. */
-        char padded[TILE_ROWS][K_STEP * 4];
-        memset(padded, 0, sizeof padded);
-        UNROLL for (int n = 0; n < tile_rows; n++) {
-            memcpy(padded[n], w[n], (size_t)(rest * width));
-            w[n] = padded[n];
-        }
-        step(kind, tile_rows, panel_rows, acc, w, x);
-    }
-    if (part->is_last) {
-        store_sums(tile_rows, panel_rows, acc, out, ldo);
-        return;
-    }
-    UNROLL for (int m = 0; m < panel_rows; m++)
-        UNROLL for (int n = 0; n < tile_rows; n++) sums[m * tile_rows + n] = acc[m][n];
-}
-
-/* Tiles one below the other, for one panel of x. */
-INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stream *stream, int64_t row, int64_t num_tiles,
-                  const Part *part, Vec *sums, const char *x, int64_t panel, float *out, int64_t ldo) {
-    for (; num_tiles > 0; num_tiles--, row += tile_rows) {
-        const Matrix here = {.data = stream->weight.data + row * stream->weight.stride, .stride = stream->weight.stride};
-        Ahead ahead[AHEAD_PARTS(tile_rows, lines)];
-        if (tile_rows == 1)
-            ahead_of_row(stream, row, ahead);
-        else
-            ahead_of_tile(stream, row, tile_rows, lines, panel, ahead);
-        tile(kind, tile_rows, panel_rows, lines, here, part, sums, x, out + row, ldo, ahead);
-    }
-}
-
-typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, const Part *part, Vec *sums, const char *x,
-                        int64_t panel, float *out, int64_t ldo);
-
-#define DEFINE_STRIP(kind, rows, panel_rows, lines)                                                                 \
-    static void strip_##kind##_##rows##_##panel_rows##_##lines(const Stream *stream, int64_t row, int64_t num_tiles, \
-                                                               const Part *part, Vec *sums, const char *x,          \
-                                                               int64_t panel, float *out, int64_t ldo) {            \
-        strip(kind, rows, panel_rows, lines, stream, row, num_tiles, part, sums, x, panel, out, ldo);               \
-    }
-#define NAME_STRIP(kind, rows, panel_rows, lines) strip_##kind##_##rows##_##panel_rows##_##lines
-
-/* The shapes of tiles: how many weight rows, and how many lines are fetched a step; a tall tile fetches more with fewer
- * panels to share the work. */
-#if TILE_ROWS == 3
-enum { SHAPE_SINGLE, SHAPE_TALL, SHAPE_TALL_ALONE, SHAPE_TALL_PAIR, SHAPE_TWO, NUM_SHAPES };
-static const int SHAPE_ROWS[NUM_SHAPES] = {1, 3, 3, 3, 2};
-#else
-enum { SHAPE_SINGLE, SHAPE_TALL, SHAPE_TALL_ALONE, SHAPE_TALL_PAIR, NUM_SHAPES };
-static const int SHAPE_ROWS[NUM_SHAPES] = {1, TILE_ROWS, TILE_ROWS, TILE_ROWS};
-#endif
-#if TILE_ROWS == 4
-#define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
-    macro(kind, 1, panel, 1) separator() macro(kind, 4, panel, 1) separator() macro(kind, 4, panel, 4) separator()  \
-        macro(kind, 4, panel, 2)
-#elif TILE_ROWS == 3
-#define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
-    macro(kind, 1, panel, 1) separator() macro(kind, 3, panel, 1) separator() macro(kind, 3, panel, 3) separator()  \
-        macro(kind, 3, panel, 2) separator() macro(kind, 2, panel, 2)
-#else
-#define FOR_SHAPES(macro, kind, panel, separator) \
-    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 1) separator() macro(kind, 2, panel, 2)
-#endif
-#define NO_SEPARATOR()
-#define COMMA() ,
-#define DEFINE_PANEL(kind, panel) FOR_SHAPES(DEFINE_STRIP, kind, panel, NO_SEPARATOR)
-#define NAME_PANEL(kind, panel) {FOR_SHAPES(NAME_STRIP, kind, panel, COMMA)}
-
-#if PANEL_ROWS == 6
-#define DEFINE_KIND(kind)                                                                                           \
-    DEFINE_PANEL(kind, 1) DEFINE_PANEL(kind, 2) DEFINE_PANEL(kind, 3)                                               \
-    DEFINE_PANEL(kind, 4) DEFINE_PANEL(kind, 5) DEFINE_PANEL(kind, 6)
-#define NAME_KIND(kind)                                                                                             \
-    {NAME_PANEL(kind, 1), NAME_PANEL(kind, 2), NAME_PANEL(kind, 3),                                                 \
-     NAME_PANEL(kind, 4), NAME_PANEL(kind, 5), NAME_PANEL(kind, 6)}
-#elif PANEL_ROWS == 4
-#define DEFINE_KIND(kind) DEFINE_PANEL(kind, 1) DEFINE_PANEL(kind, 2) DEFINE_PANEL(kind, 3) DEFINE_PANEL(kind, 4)
-#define NAME_KIND(kind) {NAME_PANEL(kind, 1), NAME_PANEL(kind, 2), NAME_PANEL(kind, 3), NAME_PANEL(kind, 4)}
-#endif
-
-DEFINE_KIND(KIND_F32)
-DEFINE_KIND(KIND_F16)
-DEFINE_KIND(KIND_BF16)
-#if HAS_BF16_DOT
-DEFINE_KIND(KIND_BF16_DOT)
-#endif
-
-static const StripFn STRIPS[NUM_STRIP_KINDS][PANEL_ROWS][NUM_SHAPES] = {
-    NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
-#if HAS_BF16_DOT
-    NAME_KIND(KIND_BF16_DOT),
-#endif
-};
-
-/* One row of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
- * Zen 4: four rows at once are a third slower), where the vectors are wide enough. Narrower ones wait for their one chain of
- * sums (measured on Zen 5: AVX2 reads 25 GB/s so, and 34 by pairs of rows). More rows of x need the reuse of a taller tile
- * to keep up with memory; its panels share the fetching as evenly as they can, because fetches in a burst hold up the
- * loads between them. */
-static int tile_shape(int64_t num_rows, int64_t panels) {
-    if (SINGLE_WEIGHT_ROWS && num_rows == 1) return SHAPE_SINGLE;
-#if TILE_ROWS == 3
-    if (num_rows == 1) return SHAPE_TWO; /* three rows at once are a fortieth slower from memory (measured on Zen 3) */
-#endif
-    return panels == 1 ? SHAPE_TALL_ALONE : panels < TILE_ROWS ? SHAPE_TALL_PAIR : SHAPE_TALL;
-}
-
-/* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
- * own window of loads falls short (measured on Zen 4). */
-static int64_t ahead_distance(int shape) { return shape == SHAPE_SINGLE ? 2 << 10 : 16 << 10; }
-
-static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int height, int64_t distance, int64_t steps,
-                          int64_t step_bytes) {
-    Stream stream = {.weight = weight, .next = next, .num_rows = num_rows, .steps = steps, .step_bytes = step_bytes};
-    const int64_t tile_bytes = height * steps * step_bytes;
-    if (height > 1) {
-        stream.whole_rows = tile_bytes ? (distance + tile_bytes - 1) / tile_bytes * height : 0;
-    } else if (tile_bytes) {
-        stream.whole_rows = distance / tile_bytes;
-        stream.rest_steps = distance % tile_bytes / step_bytes;
-    }
-    return stream;
-}
-
-/* All panels from `first_panel` to `last_panel` with all weight rows, over a part of k. */
-static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k, const Part *part, const char *packed,
-                            int64_t num_rows, int64_t first_panel, int64_t last_panel, float *out, int64_t ldo) {
-    const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const int64_t small = num_rows / panels, num_larger = num_rows % panels;
-    const int64_t skipped = packed_row_bytes(kind, part->first, K_STEP), first_row = panel_start(first_panel, panels, num_rows);
-    for (int64_t n = 0; n < stream->num_rows; shape = SHAPE_SINGLE) {
-        const int64_t height = SHAPE_ROWS[shape], tiles = (stream->num_rows - n) / height;
-        /* One panel takes the whole strip; several take turns on a tile while it is in the cache. */
-        const int64_t turn = panels == 1 ? tiles : 1;
-        for (const int64_t last = n + tiles * height; n < last; n += turn * height) {
-            int64_t row = first_row;
-            for (int64_t p = first_panel; p < last_panel; p++) {
-                const int64_t rows = small + (p < num_larger);
-                Vec *sums = part->sums ? part->sums + (row - first_row) * PART_WEIGHT_ROWS + n * rows : NULL;
-                STRIPS[kind][rows - 1][shape](stream, n, turn, part, sums, packed + row * row_bytes + rows * skipped, p,
-                                              out + row * ldo, ldo);
-                row += rows;
-            }
-        }
-    }
-}
-
-static int64_t weight_bytes(int kind) { return kind == KIND_F32 ? 4 : 2; }
-
-static void multiply_tiles(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
-                           float *out, int64_t ldo, Matrix next, int shape, int64_t distance) {
-    const int64_t panels = num_panels(num_rows, PANEL_ROWS);
-    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
-    const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
-    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], distance, k / K_STEP,
-                                      K_STEP * weight_bytes(kind));
-    const Part whole = {.count = k, .is_first = 1, .is_last = 1};
-    for (int64_t first = 0; first < panels; first += group) {
-        const int64_t last = first + group < panels ? first + group : panels;
-        multiply_panels(kind, &stream, shape, k, &whole, packed, num_rows, first, last, out, ldo);
-    }
-}
-
-/* The same for rows so long that few panels of them would fill the second-level cache. */
-static void multiply_parts(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
-                           float *out, int64_t ldo) {
-    const int64_t panels = num_panels(num_rows, PANEL_ROWS), width = weight_bytes(kind), most = PART_BYTES / width;
-    Vec sums[PART_PANELS * PANEL_ROWS * PART_WEIGHT_ROWS];
-    for (int64_t n = 0; n < num_weight_rows; n += PART_WEIGHT_ROWS) {
-        const int64_t count = num_weight_rows - n < PART_WEIGHT_ROWS ? num_weight_rows - n : PART_WEIGHT_ROWS;
-        for (int64_t first = 0; first < panels; first += PART_PANELS) {
-            const int64_t last = first + PART_PANELS < panels ? first + PART_PANELS : panels;
-            for (int64_t start = 0; start < k; start += most) {
-                const Part part = {.first = start, .count = k - start < most ? k - start : most, .is_first = start == 0,
-                                   .is_last = k - start <= most, .sums = sums};
-                const Matrix here = {.data = weight.data + n * weight.stride + start * width, .stride = weight.stride};
-                const Stream stream = plan_stream(here, count, (Matrix){0}, TILE_ROWS, 0, part.count / K_STEP, K_STEP * width);
-                multiply_panels(kind, &stream, SHAPE_TALL, k, &part, packed, num_rows, first, last, out + n, ldo);
-            }
-        }
-    }
-}
-
-/* Weights that are in the first-level cache: tiles have as many sums as there are registers, and nothing is fetched. */
-static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
-                            float *out, int64_t ldo) {
-    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, (Matrix){0}, SHAPE_TALL, INT32_MAX);
-}
-
-#include "formats/quantized_template.h"
 
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
@@ -372,15 +97,6 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(shape));
 }
 
-#if HAS_PLANES_DOT
-#include "formats/planes_dot.h"
-#define DOT_PLANES dot_planes
-#else
-#define DOT_PLANES NULL
-#endif
-#include "isa/columns_template.h"
-#include "isa/elements_template.h"
-
 static float read_all(const char *data, int64_t bytes) {
     Vec sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
     const int64_t block = 4 * LANES * 4;
@@ -394,7 +110,6 @@ static float read_all(const char *data, int64_t bytes) {
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .tile_rows = TILE_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
-    .dot_planes = DOT_PLANES,
-    .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
+    .dot_planes = DOT_PLANES, .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = product_kind, .dequantize = dequantize,
 };

@@ -1,9 +1,12 @@
-/* The innermost loop of a tile of three weight rows by up to four rows of x, for vectors of eight; a part of isa_avx2.c.
+/* The innermost loop of a tile of three weight rows by up to four rows of x, for vectors of eight.
  *
  * Twelve sums, three weights and a value of x take all sixteen registers. Compilers spill some of the sums or read a value
- * again for every product, which halves the speed (measured on Zen 3: 100 GFLOP/s of 190), so the registers are named
- * here. Sums add up in the order of `step` in isa_template.h.
- */
+ * again for every product, which halves the speed (measured on Zen 3: 100 GFLOP/s of 190), so the registers are named here.
+ * Sums add up in the order of `step` in tiles.h. */
+#pragma once
+
+#include "isa/vec.h"
+
 #define FMA3(a, b, c)                      \
     "vfmadd231ps %%ymm12, %%ymm15, %%ymm" #a "\n" \
     "vfmadd231ps %%ymm13, %%ymm15, %%ymm" #b "\n" \

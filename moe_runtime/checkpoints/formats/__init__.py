@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
-from moe_runtime.checkpoints.formats.settings import CONFIG, Settings
+from moe_runtime.checkpoints.formats.packed_weight import CONFIG, PackedWeight, Packing, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

@@ -12,15 +12,16 @@ import torch
 
 from moe_runtime.checkpoints.formats.packed_weight import (
     SCALE_NAMES,
+    Contents,
     PackedWeight,
     PartOrder,
+    Settings,
     codes_of_modules,
     codes_shape,
     other_groups,
     part_of,
     require_beside,
 )
-from moe_runtime.checkpoints.formats.settings import Contents, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moe_runtime.checkpoints.formats.packed_weight import (
+    Contents,
     PackedWeight,
     PartOrder,
+    Settings,
     codes_shape,
+    matches,
     one_number,
     part_of,
     require_beside,
     with_scales,
 )
-from moe_runtime.checkpoints.formats.settings import Contents, Settings, matches
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import CodeName, ScaleName, WeightFormat

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
+    Settings,
     codes_of_modules,
     codes_shape,
     one_number,
     part_of,
     with_scales,
 )
-from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

@@ -63,7 +63,7 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_model(file: Path) -> Checkpoint:
-    """Reads the headers of a model, to be computed in the type of most weights, bf16 if quantised."""
+    """Reads the headers of a model; it computes in the type of most weights, bf16 if quantised."""
     header = _read_parts(file)
     architecture = architecture_of(header)
     values = settings_of(header, architecture)

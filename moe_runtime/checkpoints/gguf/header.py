@@ -46,11 +46,9 @@ class GgufHeader:
     """What a file says before its tensors."""
 
     file: Path  # the file, or the first of several
-    # by key; of an array of texts, how many there are, unless they were asked for
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # of arrays of texts the number, unless the texts are asked for
     tensors: list[GgufTensor]
-    # ends of the architecture's keys whose values have been used
-    understood: set[str] = field(default_factory=set, compare=False)
+    understood: set[str] = field(default_factory=set, compare=False)  # keys that were used
 
     @property
     def name(self) -> Any:

@@ -22,8 +22,7 @@ class WordSplit:
     expressions: tuple[str, ...]  # applied one after another
     keeps_tokens: bool = False  # a word that is a token stays whole, whatever its merges
     adds_bos: bool = False  # where the file does not say
-    # words are merged from characters, with a mark for the space, and not from bytes
-    is_raw: bool = False
+    is_raw: bool = False  # words are merged from characters, not bytes, with a mark for the space
 
 
 _ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # english contractions
@@ -255,7 +254,7 @@ def _with_ends(
 
 
 def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
-    """The `PreTrainedTokenizerFast` of a file; every id that it gives is one of the file's tokens."""
+    """The `PreTrainedTokenizerFast` of a file; every id of it is one of the file's tokens."""
     vocabulary = read_vocabulary(metadata, num_rows, file)
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("llama", "gpt2", "gemma4"):

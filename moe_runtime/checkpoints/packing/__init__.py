@@ -44,7 +44,6 @@ from moe_runtime.checkpoints.packing.writer import (
     GrowingFile,
     read_progress,
     staging_of,
-    write_checkpoint,
 )
 from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, header_of
 from moe_runtime.checkpoints.strict_json import parse_object
@@ -173,8 +172,7 @@ class PackSummary:
     packed_bytes: int
     num_experts: int
     kept_files: int  # files of experts that an earlier, interrupted run had written
-    # of quantised matrices, for each layer and each of its matrices
-    errors: tuple[MatrixError, ...] = ()
+    errors: tuple[MatrixError, ...] = ()  # of quantised matrices by layer
 
     @property
     def ratio(self) -> float:
@@ -230,15 +228,15 @@ def pack_checkpoint(
         writer = PackedWriter(checkpoint, experts, code)
     else:
         writer = QuantizedWriter(checkpoint, experts, quantize)
-    written, kept = write_checkpoint(writer, Path(folder), io_threads=io_threads, progress=progress)
+    writer.write(Path(folder), io_threads=io_threads, progress=progress)
     return PackSummary(
         folder=Path(folder),
         code=code,
         quantize=quantize,
         expert_bytes=writer.expert_bytes,
-        packed_bytes=sum(file.num_bytes for file in written),
+        packed_bytes=sum(file.num_bytes for file in writer.done),
         num_experts=len(experts.layouts),
-        kept_files=kept,
+        kept_files=writer.num_kept,
         errors=tuple(writer.errors) if isinstance(writer, QuantizedWriter) else (),
     )
 

@@ -54,8 +54,7 @@ class MatrixError:
 
     module: str
     matrix: str  # `gate`, `up` or `down`
-    # root of the sum of squared differences to that of squared weights, over the experts
-    relative_rms: float
+    relative_rms: float  # root of squared differences over squared weights, of all experts
     worst_expert: int  # the expert whose own is the largest
     worst_relative_rms: float
 

@@ -56,9 +56,7 @@ class WrittenFile:
 
     file: str
     pieces: list[list[int]]  # begin, bytes and digest of what it holds, the header too
-    # for each expert what its writer wants to know again: the rooms of its escapes, or the squares
-    # of its errors
-    notes: list[list[Any]]
+    notes: list[list[Any]]  # of each expert: the rooms of its escapes, or squares of its errors
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +104,7 @@ def _written_file(shard: Any) -> WrittenFile:
 
 
 class GrowingFile:
-    """A file of experts that is being written; ``pieces`` are begin, bytes and digest of each one."""
+    """A file of experts that is being written; ``pieces`` have begin, bytes and digest."""
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
         self._descriptor = descriptor
@@ -121,20 +119,25 @@ class GrowingFile:
 
 
 class CheckpointWriter(abc.ABC):
-    """What becomes of a checkpoint's experts; everything else is copied."""
+    """Writes a checkpoint's experts in another form; everything else is copied.
+
+    ``settings`` are what files of an earlier run must have been written with, ``replaced`` the
+    tensors that the new checkpoint has in another form, ``expert_bytes`` those of what is written
+    anew, as it was. ``done`` are the files of experts, of which an earlier run wrote ``num_kept``.
+    """
 
     stage: ClassVar[str]
     report_name: ClassVar[str]  # name of the file that lists the files of the new checkpoint
-    # name of the file that says which file has which tensor
     index_name: ClassVar[str] = INDEX_FILE_NAME
-    settings: dict[str, Any]  # what files of an earlier run must have been written with
-    replaced: set[str]  # the tensors of the checkpoint that the new one has in another form
-    expert_bytes: int  # bytes of what is written anew, as it was
+    settings: dict[str, Any]
+    replaced: set[str]
+    expert_bytes: int
 
     def __init__(self, checkpoint: Checkpoint, experts: ExpertMap) -> None:
-        """Takes the experts of a checkpoint, and where they lie there."""
         self.checkpoint = checkpoint
         self.experts = experts
+        self.done: list[WrittenFile] = []
+        self.num_kept = 0
 
     @abc.abstractmethod
     def units(self) -> Iterable[list[ExpertKey]]:
@@ -164,67 +167,42 @@ class CheckpointWriter(abc.ABC):
     def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
         """The content of the file `report_name`, with the notes of all experts."""
 
+    def write(self, folder: Path, *, io_threads: int = 4, progress: Progress | None = None) -> None:
+        """Writes the new checkpoint, which takes the folder's place once it is whole."""
+        staging = staging_of(folder)
+        make_folders(staging.parent)
+        read_progress(staging)
+        staging.mkdir(exist_ok=True)
+        with held(staging, advice=f"remove {staging}"):
+            self._progress = progress
+            self._begin(staging)
+            try:
+                source = ExpertSource(self.experts.layouts, io_threads=io_threads)
+                with contextlib.closing(source):
+                    self._write_experts(source)
+                self._write_rest()
+                self._require_experts()
+                with replace_folder(folder) as new:
+                    for path in sorted(staging.iterdir()):
+                        if path.name != PROGRESS_NAME:
+                            _link_or_move(path, new / path.name)
+                shutil.rmtree(staging)
+            finally:
+                if not self.done:  # nothing from which another run could go on
+                    shutil.rmtree(staging, ignore_errors=True)
 
-def write_checkpoint(
-    writer: CheckpointWriter,
-    folder: Path,
-    *,
-    io_threads: int = 4,
-    progress: Progress | None = None,
-) -> tuple[list[WrittenFile], int]:
-    """Writes a checkpoint's experts in another form, and everything else as it is.
-
-    Returns the files of experts, and how many of them an interrupted run had written.
-    """
-    staging = staging_of(folder)
-    make_folders(staging.parent)
-    read_progress(staging)
-    staging.mkdir(exist_ok=True)
-    with held(staging, advice=f"remove {staging}"):
-        growing = _Growing(writer, staging, progress)
-        kept = len(growing.done)
-        try:
-            source = ExpertSource(writer.experts.layouts, io_threads=io_threads)
-            with contextlib.closing(source):
-                growing.write_experts(source)
-            growing.write_rest()
-            growing.require_experts()
-            with replace_folder(folder) as new:
-                for path in sorted(staging.iterdir()):
-                    if path.name != PROGRESS_NAME:
-                        _link_or_move(path, new / path.name)
-            shutil.rmtree(staging)
-        finally:
-            if not growing.done:  # nothing from which another run could go on
-                shutil.rmtree(staging, ignore_errors=True)
-    return growing.done, kept
-
-
-def _link_or_move(path: Path, target: Path) -> None:
-    """Gives a file a second name, or, where the filesystem has none, another one."""
-    try:
-        os.link(path, target)
-    except OSError:
-        os.rename(path, target)
-
-
-class _Growing:
-    """The growing folder of one checkpoint; held by its caller."""
-
-    def __init__(self, writer: CheckpointWriter, staging: Path, progress: Progress | None) -> None:
-        self._writer = writer
+    def _begin(self, staging: Path) -> None:
         self._staging = staging
-        self._progress = progress
         self._plan = [*self._files()]
-        checkpoint = writer.checkpoint
-        self._outside = [e for e in checkpoint.entries.values() if e.name not in writer.replaced]
-        files = sorted({entry.file for entry in checkpoint.entries.values()})
-        versions = [[file.name, *file_version(file)] for file in files]
-        self._origin = {**writer.settings, "shard_bytes": SHARD_BYTES, "files": versions}
+        entries = self.checkpoint.entries.values()
+        self._outside = [entry for entry in entries if entry.name not in self.replaced]
+        versions = [[file.name, *file_version(file)] for file in sorted({e.file for e in entries})]
+        self._origin = {**self.settings, "shard_bytes": SHARD_BYTES, "files": versions}
         self.done = self._read_done()
+        self.num_kept = len(self.done)
         self._write_done()
 
-    def write_experts(self, source: ExpertSource) -> None:
+    def _write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""
         sizes = [sum(map(self._bytes_of, keys)) for keys in self._plan]
         done, total = sum(sizes[: len(self.done)]), sum(sizes)
@@ -232,11 +210,11 @@ class _Growing:
 
         def experts_of(keys: Sequence[ExpertKey]) -> Experts:
             nonlocal done
-            for key, views in _read_ahead(source, self._writer.experts, keys):
+            for key, views in _read_ahead(source, self.experts, keys):
                 yield key, views
                 done += self._bytes_of(key)
                 if self._progress is not None:
-                    self._progress(self._writer.stage, done, total)
+                    self._progress(self.stage, done, total)
 
         with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
             for number in range(len(self.done), len(self._plan)):
@@ -244,10 +222,10 @@ class _Growing:
                 self.done.append(self._write_file(number, experts_of(keys), pool))
                 self._write_done()
 
-    def write_rest(self) -> None:
+    def _write_rest(self) -> None:
         """Writes what is no expert: dense weights, index, configuration and tokenizer."""
-        writer, staging = self._writer, self._staging
-        name = writer.file_name(len(self._plan), len(self._plan))
+        staging = self._staging
+        name = self.file_name(len(self._plan), len(self._plan))
         offsets, header, total = widest_first(self._outside)
         with write_atomically(staging / name) as output:
             write_at(output.fileno(), header, 0)
@@ -255,39 +233,39 @@ class _Growing:
                 copy_tensor(entry, output.fileno(), len(header) + offsets[entry.name])
         file_of = dict.fromkeys(offsets, name)
         for keys, written in zip(self._plan, self.done, strict=True):
-            file_of |= dict.fromkeys(writer.tensors_of(keys), written.file)
+            file_of |= dict.fromkeys(self.tensors_of(keys), written.file)
             total += written.num_bytes
-        source = writer.checkpoint.folder
-        own = (INDEX_FILE_NAME, PROGRESS_NAME, writer.report_name)
+        source = self.checkpoint.folder
+        own = (INDEX_FILE_NAME, PROGRESS_NAME, self.report_name)
         for found in sorted(source.iterdir()):
             if found.is_file() and found.suffix not in _NOT_COPIED and found.name not in own:
                 shutil.copyfile(found, staging / found.name)
-        write_index(staging / writer.index_name, file_of, {"total_size": total})
+        write_index(staging / self.index_name, file_of, {"total_size": total})
         config = parse_object((source / "config.json").read_bytes(), has_infinity=True)
-        config["quantization_config"] = writer.quantization()
+        config["quantization_config"] = self.quantization()
         write_text(staging / "config.json", json.dumps(config, indent=2) + "\n")
-        files = {path.name for path in staging.iterdir()} - {PROGRESS_NAME} | {writer.report_name}
+        files = {path.name for path in staging.iterdir()} - {PROGRESS_NAME} | {self.report_name}
         every = (key for keys in self._plan for key in keys)
         notes = (note for written in self.done for note in written.notes)
-        report = writer.report(dict(zip(every, notes, strict=True)), sorted(files))
-        write_text(staging / writer.report_name, report)
+        report = self.report(dict(zip(every, notes, strict=True)), sorted(files))
+        write_text(staging / self.report_name, report)
 
-    def require_experts(self) -> None:
+    def _require_experts(self) -> None:
         """Opens what was written as any other checkpoint, and finds its experts."""
-        new = open_checkpoint(self._staging, self._writer.checkpoint.dtype)
+        new = open_checkpoint(self._staging, self.checkpoint.dtype)
         found = map_experts(build_on_meta(new), new).layouts.keys()
-        if found != self._writer.experts.layouts.keys():
+        if found != self.experts.layouts.keys():
             raise CheckpointError(
-                f"{self._staging}: expected {len(self._writer.experts.layouts)} experts in what "
+                f"{self._staging}: expected {len(self.experts.layouts)} experts in what "
                 f"was written, found {len(found)}"
             )
 
     def _write_file(self, number: int, experts: Experts, pool: ThreadPoolExecutor) -> WrittenFile:
-        keys, name = self._plan[number], self._writer.file_name(number, len(self._plan))
+        keys, name = self._plan[number], self.file_name(number, len(self._plan))
         with write_atomically(self._staging / name) as output:
             descriptor = output.fileno()
             file = GrowingFile(descriptor, pool)
-            self._writer.write_file(file, keys, experts)
+            self.write_file(file, keys, experts)
             os.fsync(descriptor)
             written = WrittenFile(name, file.pieces, file.notes)
             self._compare(Path(f"/proc/self/fd/{descriptor}"), written)
@@ -311,7 +289,7 @@ class _Growing:
     def _files(self) -> Iterator[list[ExpertKey]]:
         keys: list[ExpertKey] = []
         size = 0
-        for unit in self._writer.units():
+        for unit in self.units():
             num_bytes = sum(map(self._bytes_of, unit))
             if keys and size + num_bytes > SHARD_BYTES:
                 yield keys
@@ -320,11 +298,11 @@ class _Growing:
         yield keys
 
     def _bytes_of(self, key: ExpertKey) -> int:
-        return self._writer.experts.layouts[key].tensor_bytes
+        return self.experts.layouts[key].tensor_bytes
 
     def _require_room(self) -> None:
         needed = sum(entry.num_bytes for entry in self._outside)
-        needed += sum(map(self._writer.least_bytes, self._plan[len(self.done) :]))
+        needed += sum(map(self.least_bytes, self._plan[len(self.done) :]))
         free = shutil.disk_usage(self._staging).free
         if free < needed:
             raise CapacityError(
@@ -362,6 +340,14 @@ class _Growing:
         shards = [asdict(written) for written in self.done]
         text = json.dumps({"origin": self._origin, "shards": shards})
         write_text(self._staging / PROGRESS_NAME, text)
+
+
+def _link_or_move(path: Path, target: Path) -> None:
+    """Gives a file a second name, or, where the filesystem has none, another one."""
+    try:
+        os.link(path, target)
+    except OSError:
+        os.rename(path, target)
 
 
 def _read_ahead(source: ExpertSource, experts: ExpertMap, keys: Sequence[ExpertKey]) -> Experts:

@@ -66,13 +66,13 @@ def chat(
     fetch_model(model, weights=False)
     import moe_runtime
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+    from moe_runtime.inference.budget import known_positions
     from moe_runtime.inference.generation import (
         encode_messages,
         end_token_ids,
         sampling_words,
         stop_strings_of,
     )
-    from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
     chosen = find_sampling(ctx, model, sampling, is_engine=True)

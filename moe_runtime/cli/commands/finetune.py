@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.train import (
-    budget_rows,
-    offload_row,
-    outcome_rows,
-    speed_row,
-    take_steps,
-    timed_plan,
-)
+from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
 from moe_runtime.cli.console import (
     loading_bar,
     print_json,
@@ -28,7 +21,6 @@ from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
-    from moe_runtime.training.finetune.settings import FinetuneConfig
 
 
 def finetune(
@@ -150,8 +142,23 @@ def finetune(
     from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
-        preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
-        _warn_of_adapters(preparation)
+        with loading_bar() as progress:
+            from moe_runtime.training.finetune.finetuning import prepare
+
+            preparation = prepare(
+                settings,
+                epochs=1 if steps is None else None,
+                on_stage=lambda stage: progress(stage, 0, 0),
+                progress=progress,
+                keeps_text=not dry_run,
+            )
+        adapted = settings.lora and settings.lora.places
+        if preparation.exporter is None and adapted and "experts" in adapted:
+            say_line(
+                f"warning: {model} is quantised or packed, so adapters of its experts are for "
+                "PEFT alone: `moe-runtime serve` refuses them, and they cannot be merged; "
+                "--lora-on attention trains adapters that serve takes"
+            )
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
@@ -162,32 +169,6 @@ def finetune(
         print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
-
-
-def _prepare(
-    config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
-) -> "FinetunePreparation":
-    with loading_bar() as progress:
-        from moe_runtime.training.finetune.finetuning import prepare
-
-        return prepare(
-            config,
-            epochs=None if has_steps else 1,
-            on_stage=lambda stage: progress(stage, 0, 0),
-            progress=progress,
-            keeps_text=keeps_text,
-        )
-
-
-def _warn_of_adapters(preparation: "FinetunePreparation") -> None:
-    """Says on stderr, before anything is trained, who can use adapters of frozen experts."""
-    lora = preparation.config.lora
-    if preparation.exporter is None and lora is not None and "experts" in lora.places:
-        say_line(
-            f"warning: {preparation.config.model} is quantised or packed, so adapters of its "
-            "experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot be "
-            "merged; --lora-on attention trains adapters that serve takes"
-        )
 
 
 def _finetune(
@@ -210,8 +191,7 @@ def _finetune(
 
 def _pattern(name: str) -> str:
     """A folder stands for the text files in it."""
-    is_folder = os.path.isdir(at_home(name))
-    return os.path.join(name, "**", "*.txt") if is_folder else name
+    return os.path.join(name, "**", "*.txt") if os.path.isdir(at_home(name)) else name
 
 
 def _timed(
@@ -257,9 +237,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
-        *budget_rows(found),
-        ("experts", offload_row(found)),
-        ("speed", speed_row(found, config.data.tokens_per_step)),
+        *offload_rows(found, config.data.tokens_per_step),
         ("folder", str(preparation.output)),
     ]
     print_rows("what would be trained", rows, to_stderr=False)

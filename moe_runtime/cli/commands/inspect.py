@@ -18,7 +18,6 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
-    from moe_runtime.policies.eviction.base import PolicyChoice
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""
@@ -61,91 +60,39 @@ def inspect(
             verify=verify,
             progress=progress,
         )
-    asked_bytes = budget.num_bytes if budget is not None else None
-    purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
-    asked = next((p for p in purchases if p.budget_bytes == asked_bytes), purchases[0])
-    choice = summary.choice_for(asked.expert_slots) if asked.expert_slots else None
-    if as_json:
-        print_json(
-            {
-                **_as_json(summary, purchases),
-                "verified": verify,
-                "auto": choice and _choice(asked, choice),
-            }
-        )
-        return
-    verified = (
-        [("verified", "every weight that the model uses was read, all values are finite")]
-        if verify
-        else []
-    )
-    from moe_runtime.serving.http.dividing import server_bytes
-
-    for_server = summary.smallest_budget_bytes + server_bytes(max_tokens)
-    size = format_bytes(for_server, up=True)
-    others = ("smallest for serve", f"{size}; run needs less for a shorter prompt and answer")
-    rows = [*_as_rows(summary), others, *verified]
-    print_rows(f"{summary.path}", rows, to_stderr=False)
-    _print_purchases(purchases)
-    if choice is not None:
-        rows = [(name, str(value)) for name, value in _choice(asked, choice).items()]
-        print_rows("what --policy auto takes", rows, to_stderr=False)
-
-
-def _choice(purchase: "Purchase", choice: "PolicyChoice") -> dict[str, str]:
-    return {
-        "budget": format_bytes(purchase.budget_bytes, up=True),
-        "policy": choice.policy,
-        "shares": "adaptive" if choice.adaptive else "even",
-        "reason": choice.reason,
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Purchase:
-    """What one budget buys; `expert_slots` is 0 when the budget does not work."""
-
-    budget_bytes: int
-    max_tokens: int
-    expert_slots: int
-    slots_per_layer: float
-    resident_share: float
-
-
-def _budgets(summary: "CheckpointSummary", asked_bytes: int | None) -> list[int]:
-    """The smallest budget, those for certain shares of the experts, and the asked one."""
+    asked_bytes = None if budget is None else budget.num_bytes
     smallest = summary.smallest_budget_bytes
     first_slots = summary.slots_for(smallest)
     wanted = (max(first_slots, round(summary.total_experts * share)) for share in _SHARES)
     budgets = {smallest + (slots - first_slots) * summary.slot_bytes for slots in wanted}
     budgets |= {smallest} | ({asked_bytes} if asked_bytes is not None else set())
-    return sorted(budgets)
+    purchases = [_purchase(summary, size) for size in sorted(budgets)]
+    asked = next((one for one in purchases if one["budget_bytes"] == asked_bytes), purchases[0])
+    auto = None
+    if asked["expert_slots"]:
+        choice = summary.choice_for(asked["expert_slots"])
+        auto = {
+            "budget": format_bytes(asked["budget_bytes"], up=True),
+            "policy": choice.policy,
+            "shares": "adaptive" if choice.adaptive else "even",
+            "reason": choice.reason,
+        }
+    if as_json:
+        print_json(
+            {
+                **dataclasses.asdict(summary),
+                "path": str(summary.path),
+                "smallest_budget_bytes": smallest,
+                "budgets": purchases,
+                "verified": verify,
+                "auto": auto,
+            }
+        )
+        return
+    from moe_runtime.serving.http.dividing import server_bytes
 
-
-def _buy(summary: "CheckpointSummary", budget_bytes: int) -> Purchase:
-    works = budget_bytes >= summary.smallest_budget_bytes
-    slots = summary.slots_for(budget_bytes) if works else 0
-    return Purchase(
-        budget_bytes=budget_bytes,
-        max_tokens=summary.tokens_for(budget_bytes),
-        expert_slots=slots,
-        slots_per_layer=slots / summary.num_layers,
-        resident_share=slots / summary.total_experts,
-    )
-
-
-def _as_json(summary: "CheckpointSummary", purchases: list[Purchase]) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(summary),
-        "path": str(summary.path),
-        "smallest_budget_bytes": summary.smallest_budget_bytes,
-        "budgets": [dataclasses.asdict(purchase) for purchase in purchases],
-    }
-
-
-def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
-    total_bytes = summary.dense_bytes + summary.expert_bytes
-    return [
+    for_server = format_bytes(smallest + server_bytes(max_tokens), up=True)
+    rows = [
         ("model", f"{summary.architecture} ({summary.model_type})"),
         (
             "experts",
@@ -159,37 +106,43 @@ def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
         ),
         ("all experts", format_bytes(summary.expert_bytes)),
         ("everything else", format_bytes(summary.dense_bytes)),
-        ("together", format_bytes(total_bytes)),
+        ("together", format_bytes(summary.dense_bytes + summary.expert_bytes)),
         (
             "smallest budget",
-            f"{format_bytes(summary.smallest_budget_bytes, up=True)}, of which "
-            f"{format_bytes(summary.reserve_bytes)} for a context of {summary.max_tokens} tokens",
+            f"{format_bytes(smallest, up=True)}, of which {format_bytes(summary.reserve_bytes)} "
+            f"for a context of {summary.max_tokens} tokens",
         ),
+        ("smallest for serve", f"{for_server}; run needs less for a shorter prompt and answer"),
     ]
+    if verify:
+        read = "every weight that the model uses was read, all values are finite"
+        rows.append(("verified", read))
+    print_rows(f"{summary.path}", rows, to_stderr=False)
+    names = ("--host-memory", "experts in memory", "per layer", "share")
+    columns = [(name, "right") for name in names]
+    print_table("what a budget buys", columns, [_purchase_row(one) for one in purchases])
+    if auto is not None:
+        print_rows("what --policy auto takes", list(auto.items()), to_stderr=False)
 
 
-def _too_small(purchase: Purchase) -> str:
-    if not purchase.max_tokens:
-        return "too small"
-    return f"too small; enough with --max-tokens {purchase.max_tokens}"
+def _purchase(summary: "CheckpointSummary", budget_bytes: int) -> dict[str, Any]:
+    """What a budget buys; no slots of experts when it does not work."""
+    works = budget_bytes >= summary.smallest_budget_bytes
+    slots = summary.slots_for(budget_bytes) if works else 0
+    return {
+        "budget_bytes": budget_bytes,
+        "max_tokens": summary.tokens_for(budget_bytes),
+        "expert_slots": slots,
+        "slots_per_layer": slots / summary.num_layers,
+        "resident_share": slots / summary.total_experts,
+    }
 
 
-def _print_purchases(purchases: list[Purchase]) -> None:
-    columns = [
-        ("--host-memory", "right"),
-        ("experts in memory", "right"),
-        ("per layer", "right"),
-        ("share", "right"),
-    ]
-    rows = [
-        (
-            format_bytes(purchase.budget_bytes, up=True),
-            str(purchase.expert_slots),
-            f"{purchase.slots_per_layer:.1f}",
-            f"{purchase.resident_share:.0%}",
-        )
-        if purchase.expert_slots
-        else (format_bytes(purchase.budget_bytes, up=True), _too_small(purchase), "", "")
-        for purchase in purchases
-    ]
-    print_table("what a budget buys", columns, rows)
+def _purchase_row(bought: dict[str, Any]) -> tuple[str, ...]:
+    size = format_bytes(bought["budget_bytes"], up=True)
+    if not bought["expert_slots"]:
+        tokens = bought["max_tokens"]
+        enough = f"; enough with --max-tokens {tokens}" if tokens else ""
+        return size, f"too small{enough}", "", ""
+    per_layer, share = bought["slots_per_layer"], bought["resident_share"]
+    return size, str(bought["expert_slots"]), f"{per_layer:.1f}", f"{share:.0%}"

@@ -129,13 +129,12 @@ def place(
         if signature.num_experts % gpus == 0 and algorithm != "round-robin":
             plain = RoundRobin()(profile, devices, num_replicas=0)
             scores["round-robin"] = score_placement(plain, future, devices)
+        drawn = f"on {len(future)} tokens"
         scores["random"] = random_score(
             future,
             signature.num_experts,
             devices,
-            on_draw=lambda number: say(
-                f"scoring random placement {number} on {len(future)} tokens"
-            ),
+            on_draw=lambda number: say(f"scoring random placement {number} {drawn}"),
         )
     if output is not None:
         new.save(output)
@@ -156,16 +155,15 @@ def place(
             }
         )
         return
-    columns = [("placement", "left"), *((title, "right") for title in _COLUMNS.values())]
-    rows = [
-        (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
-        for name, score in scores.items()
-    ]
-    title = (
+    print_table(
         f"{new.devices.num_gpus} devices, {new.placement.slots_per_gpu} slots each; placed by "
-        f"{len(past)} tokens, scored on the next {len(future)}"
+        f"{len(past)} tokens, scored on the next {len(future)}",
+        [("placement", "left"), *((title, "right") for title in _COLUMNS.values())],
+        [
+            (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
+            for name, score in scores.items()
+        ],
     )
-    print_table(title, columns, rows)
     if update is not None:
         print(f"from the map in use: {update.num_transfers} experts move between devices")
     if output is not None:

@@ -25,7 +25,6 @@ from moe_runtime.lazy import is_code_file
 if TYPE_CHECKING:
     import numpy as np
 
-    from moe_runtime.lab.replay.evaluation import Evaluation
     from moe_runtime.policies.prediction import Estimator, Routes
     from moe_runtime.types import ModelSignature
 
@@ -128,7 +127,7 @@ def fit(
     routes = read.routes
     estimator = read.trained(predictor, list(range(routes.num_sequences)))
     write_predictor(output, estimator, read.signature)
-    facts = {
+    facts: dict[str, Any] = {
         "predictor": predictor,
         "file": str(output),
         "file_bytes": output.stat().st_size,
@@ -160,7 +159,7 @@ def evaluate(
     """
     from moe_runtime.lab.replay.evaluation import evaluate as measure
     from moe_runtime.lab.traces.routes import split_unrepeated
-    from moe_runtime.policies.prediction import PREDICTORS
+    from moe_runtime.policies.prediction import PREDICTORS, EamCollection
 
     names = predictor or [
         name for name, kind in PREDICTORS.items() if sources.model or not kind.needs_hidden
@@ -175,20 +174,44 @@ def evaluate(
     results = measure(
         estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed, hidden_TLD=hidden
     )
-    facts = {
+    facts: dict[str, Any] = {
         "sequences": routes.num_sequences,
         "repeated_sequences": routes.num_sequences - len(windows) - len(held_out),
         "training_sequences": len(windows),
         "test_sequences": test.num_sequences,
-        **_coverage(estimators, test),
     }
+    for matched in (one for one in estimators if isinstance(one, EamCollection)):
+        facts.setdefault("eam_coverage", matched.coverage(test))
     if as_json:
-        print_json({**facts, "results": [_as_json(result) for result in results]})
+        shown = [
+            {
+                "predictor": one.name,
+                "tokens": one.num_tokens,
+                "call_s": one.call_s,
+                "calibration_error": _finite(one.calibration_error),
+                "calibration": [list(row) for row in one.calibration],
+                "recalls": [_recall_json(recall) for recall in one.recalls],
+            }
+            for one in results
+        ]
+        print_json({**facts, "results": shown})
         return
     print_rows("data", [(k, f"{value:g}") for k, value in facts.items()], to_stderr=False)
     numbers = ("layers ahead", "@K", "@2K", "gate mass @2K", "calibr. error", "us per call")
     header = [("predictor", "left"), *((number, "right") for number in numbers)]
-    rows = [row for result in results for row in _as_rows(result)]
+    rows = [
+        (
+            result.name,
+            str(recall.distance),
+            _shown(recall.mean_at_k, 3),
+            _shown(recall.mean_at_2k, 3),
+            _shown(recall.mean_mass_at_2k, 3),
+            _shown(result.calibration_error, 4),
+            f"{1e6 * result.call_s:.0f}",
+        )
+        for result in results
+        for recall in result.recalls
+    ]
     print_table("recall on held-out sequences", header, rows)
 
 
@@ -244,49 +267,14 @@ def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     return join_routes([routes_of(trace) for trace in traces]), traces[0].signature
 
 
-def _coverage(estimators: "list[Estimator]", test: "Routes") -> dict[str, float]:
-    from moe_runtime.policies.prediction import EamCollection
-
-    found = [e.coverage(test) for e in estimators if isinstance(e, EamCollection)]
-    return {"eam_coverage": found[0]} if found else {}
-
-
-def _as_rows(result: "Evaluation") -> list[tuple[str, ...]]:
-    cost = f"{1e6 * result.call_s:.0f}"
-    return [
-        (
-            result.name,
-            str(recall.distance),
-            _shown(recall.mean_at_k, 3),
-            _shown(recall.mean_at_2k, 3),
-            _shown(recall.mean_mass_at_2k, 3),
-            _shown(result.calibration_error, 4),
-            cost,
-        )
-        for recall in result.recalls
-    ]
-
-
-def _as_json(result: "Evaluation") -> dict[str, Any]:
-    return {
-        "predictor": result.name,
-        "tokens": result.num_tokens,
-        "call_s": result.call_s,
-        "calibration_error": _finite(result.calibration_error),
-        "calibration": [list(row) for row in result.calibration],
-        "recalls": [
-            {
-                "distance": recall.distance,
-                "mean_at_k": _finite(recall.mean_at_k),
-                "mean_at_2k": _finite(recall.mean_at_2k),
-                "mean_mass_at_2k": _finite(recall.mean_mass_at_2k),
-                "at_k": [*map(_finite, recall.at_k.tolist())],
-                "at_2k": [*map(_finite, recall.at_2k.tolist())],
-                "mass_at_2k": [*map(_finite, recall.mass_at_2k.tolist())],
-            }
-            for recall in result.recalls
-        ],
+def _recall_json(recall: Any) -> dict[str, Any]:
+    means = {name: _finite(getattr(recall, name)) for name in ("mean_at_k", "mean_at_2k")}
+    means["mean_mass_at_2k"] = _finite(recall.mean_mass_at_2k)
+    by_layer = {
+        name: [*map(_finite, getattr(recall, name).tolist())]
+        for name in ("at_k", "at_2k", "mass_at_2k")
     }
+    return {"distance": recall.distance, **means, **by_layer}
 
 
 def _finite(value: float) -> float | None:
@@ -327,7 +315,7 @@ class Sequences:
 
         routes, hidden = self.part(numbers)
         if hidden is not None and name in (HiddenLookahead.name, NextGate.name):
-            from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
+            from moe_runtime.inference.prediction import fit_lookahead, next_gate
 
             if name == NextGate.name:
                 return next_gate(self.model, routes.shape)
@@ -350,7 +338,7 @@ def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Se
             f"{text}: has {len(ids)} tokens, expected at least {2 * WINDOW_TOKENS} to learn from"
         )
     import moe_runtime
-    from moe_runtime.inference.prediction.hidden_states import record_hidden
+    from moe_runtime.inference.prediction import record_hidden
 
     with loading_bar() as progress:
         loaded: Any = moe_runtime.load(

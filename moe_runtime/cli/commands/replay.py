@@ -166,11 +166,42 @@ def replay(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
         )
     if machine is not None and not (expert_size or own_bytes):
-        warn_of_assumed_size(trace)
-    if as_json:
-        print_json(_as_json(trace, recorded, experiment, rows))
-    else:
+        say_line(
+            f"warning: {trace} does not say how large an expert is, so {ASSUMED_EXPERT} are "
+            "assumed; give --expert-size"
+        )
+    if not as_json:
         _print(trace, recorded, experiment, rows)
+        return
+    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
+
+    def timing(row: "Row") -> dict[str, Any]:
+        return {
+            name: {
+                "tokens_per_s": timed.tokens_per_s,
+                "seconds": timed.seconds,
+                **timed.total.summary(expert_bytes),
+                "by_layer": [layer.summary(expert_bytes) for layer in timed.layers],
+            }
+            for name, timed in row.timed.items()
+        }
+
+    signature = recorded.signature
+    print_json(
+        {
+            "trace": str(trace),
+            "tokens": recorded.num_tokens,
+            "layers": signature.num_layers,
+            "experts": signature.num_experts,
+            "top_k": signature.top_k,
+            "scope": experiment.scope,
+            "reset_per_sequence": experiment.reset_per_sequence,
+            "rows": [
+                {**row.__dict__, "uniform_random_hit_rate": row.capacity, "timed": timing(row)}
+                for row in rows
+            ],
+        }
+    )
 
 
 def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None) -> "Trace":
@@ -243,14 +274,6 @@ def machine_of(
     )
 
 
-def warn_of_assumed_size(path: Path) -> None:
-    """Says that a trace lacks what was modelled with."""
-    say_line(
-        f"warning: {path} does not say how large an expert is, so {ASSUMED_EXPERT} are assumed; "
-        "give --expert-size"
-    )
-
-
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     """Bytes of each expert, from one size, one for each layer, or one for each expert of all."""
     from moe_runtime.types import ExpertKey
@@ -269,46 +292,9 @@ def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     return {ExpertKey(*divmod(place, experts)): size for place, size in enumerate(sizes)}
 
 
-def _as_json(
-    path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]"
-) -> dict[str, Any]:
-    signature = trace.signature
-    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
-
-    def timing(row: "Row") -> dict[str, Any]:
-        return {
-            name: {
-                "tokens_per_s": replay.tokens_per_s,
-                "seconds": replay.seconds,
-                **replay.total.summary(expert_bytes),
-                "by_layer": [layer.summary(expert_bytes) for layer in replay.layers],
-            }
-            for name, replay in row.timed.items()
-        }
-
-    return {
-        "trace": str(path),
-        "tokens": trace.num_tokens,
-        "layers": signature.num_layers,
-        "experts": signature.num_experts,
-        "top_k": signature.top_k,
-        "scope": experiment.scope,
-        "reset_per_sequence": experiment.reset_per_sequence,
-        "rows": [
-            {**row.__dict__, "uniform_random_hit_rate": row.capacity, "timed": timing(row)}
-            for row in rows
-        ],
-    }
-
-
 def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]") -> None:
-    signature = trace.signature
-    columns = [("policy", "left")] + [
-        (header, "right")
-        for header in ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
-    ]
-    weighed = experiment.sizes is not None
-    columns += [("read", "right")] * weighed
+    signature, weighed = trace.signature, experiment.sizes is not None
+    headers = ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
     cells = [
         [
             row.policy + "*" * (row.policy == "static" and experiment.training is None),
@@ -325,22 +311,15 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
         f"{path.name}: {trace.num_tokens} tokens, {signature.num_layers} layers of "
         f"{signature.num_experts} experts, {signature.top_k} for each token; {experiment.scope}"
     )
-    print_table(title, columns, cells)
+    print_table(title, _columns("policy", *headers, *["read"] * weighed), cells)
     if any("*" in row[0] for row in cells):
         print("* trained on the replayed trace itself; --train gives it another one to learn from")
-    if experiment.machine is not None:
-        _print_timing(experiment.machine.expert_bytes, rows)
-
-
-def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
-    columns = [("policy", "left"), ("prefetch", "left")] + [
-        (header, "right")
-        for header in ("capacity", "tokens/s", "stall", "loads/layer", "late", "demand", "wasted")
-    ]
+    if experiment.machine is None:
+        return
     cells = []
     for row in rows:
         for name, replay in row.timed.items():
-            total = replay.total.summary(expert_bytes)
+            total = replay.total.summary(experiment.machine.expert_bytes)
             cells.append(
                 [
                     row.policy,
@@ -354,4 +333,9 @@ def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
                     format_bytes(total["wasted_bytes"]),
                 ]
             )
-    print_table("modelled time", columns, cells)
+    headers = ("capacity", "tokens/s", "stall", "loads/layer", "late", "demand", "wasted")
+    print_table("modelled time", [("policy", "left"), *_columns("prefetch", *headers)], cells)
+
+
+def _columns(first: str, *others: str) -> list[tuple[str, str]]:
+    return [(first, "left"), *((header, "right") for header in others)]

@@ -103,9 +103,12 @@ def run(
         if group is not None and not is_interrupted:
             stats = _stats_of_all(group, stats)
         if as_json:
-            is_list = prompts is not None or len(texts) > 1
-            outcome = _outcome_json(model, results, stats, is_list=is_list)
-            print_json({**outcome, "sampling": chosen})
+            of_each = [{name: getattr(one, name) for name in _OF_A_TEXT} for one in results]
+            outcome = of_each[0]
+            if prompts is not None or len(texts) > 1:
+                outcome = {"results": of_each, **_sums(results)}
+            counts = dataclasses.asdict(stats)
+            print_json({"model": model, **outcome, **counts, "sampling": chosen})
         else:
             from moe_runtime.inference.generation import sampling_words
 
@@ -220,29 +223,15 @@ def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
         on_read()
         yield
         return
-    with contextlib.ExitStack() as shown:
-        passed = _show_first_pass(model, shown)
-
-        def end(*_: Any) -> None:
-            shown.close()
-            on_read()
-
-        shown.callback(model.register_forward_hook(end).remove)
-        for block in _blocks(model):
-            shown.callback(block.register_forward_hook(passed).remove)
-        yield
-
-
-def _show_first_pass(model: Any, shown: contextlib.ExitStack) -> Callable[..., None]:
-    """Makes the bar, which starts when the model does; returns what is called after each block."""
     from rich.progress import BarColumn, MofNCompleteColumn
+    from torch.nn import ModuleList
 
+    lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
+    blocks = max(lists, key=len, default=())  # the layers that a token passes one after another
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     bar = terminal_bar(*columns, "layers{task.fields[speed]}")
-    num_blocks = len(_blocks(model))
-    bytes_before = model.moe.stats().bytes_read
-    task = bar.add_task("", total=num_blocks or None, speed="")
-    num_tokens, started_s = 0, 0.0
+    task = bar.add_task("", total=len(blocks) or None, speed="")
+    bytes_before, num_tokens, started_s = model.moe.stats().bytes_read, 0, 0.0
 
     def start(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_tokens, started_s
@@ -253,32 +242,21 @@ def _show_first_pass(model: Any, shown: contextlib.ExitStack) -> Callable[..., N
 
     def passed(*_: Any) -> None:
         bar.advance(task)
-        done = num_tokens * bar.tasks[0].completed / num_blocks
+        done = num_tokens * bar.tasks[0].completed / len(blocks)
         rate = done / (time.perf_counter() - started_s)
         read = format_bytes(model.moe.stats().bytes_read - bytes_before)
         bar.update(task, speed=f", {rate:,.0f} tokens/s, {read} read")
 
-    shown.callback(model.register_forward_pre_hook(start, with_kwargs=True).remove)
-    return passed
+    def end(*_: Any) -> None:
+        shown.close()
+        on_read()
 
-
-def _blocks(model: Any) -> Any:
-    """The layers that a token passes one after another; none where they are not found."""
-    from torch.nn import ModuleList
-
-    lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
-    return max(lists, key=len, default=())
-
-
-def _outcome_json(
-    model: str, results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, is_list: bool
-) -> dict[str, Any]:
-    """What `--json` prints; with `is_list` each prompt has an object under `results`, and sums
-    stand above."""
-    of_each = [{name: getattr(result, name) for name in _OF_A_TEXT} for result in results]
-    if not is_list:
-        return {"model": model, **of_each[0], **dataclasses.asdict(stats)}
-    return {"model": model, "results": of_each, **_sums(results), **dataclasses.asdict(stats)}
+    with contextlib.ExitStack() as shown:
+        shown.callback(model.register_forward_pre_hook(start, with_kwargs=True).remove)
+        shown.callback(model.register_forward_hook(end).remove)
+        for block in blocks:
+            shown.callback(block.register_forward_hook(passed).remove)
+        yield
 
 
 def _sums(results: "Sequence[GenerationResult]") -> dict[str, Any]:
@@ -317,7 +295,7 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
     asked = stats.hits + stats.late_hits + stats.misses
     hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     used_bytes = stats.peak_rss_bytes - stats.baseline_rss_bytes
-    return [
+    rows = [
         (
             "memory",
             f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "
@@ -329,36 +307,21 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
         ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
-        *_miss_rows(stats),
-        *_policy_rows(stats, verbose=verbose),
-        *_prefetch_rows(stats, verbose=verbose),
     ]
-
-
-def _miss_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
-    if not stats.computed_misses and not stats.planned_s:
-        return []
-    copied = stats.misses - stats.computed_misses
-    row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
-    if stats.planned_s:
-        row += f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
-    return [("misses", row)]
-
-
-def _policy_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
-    if not stats.policy_reason:
-        return []
-    chosen = f"{stats.policy}, {stats.shares} shares"
-    return [("policy", f"{chosen}: {stats.policy_reason}" if verbose else chosen)]
-
-
-def _prefetch_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
+    if stats.computed_misses or stats.planned_s:
+        copied = stats.misses - stats.computed_misses
+        row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
+        planned = f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
+        rows.append(("misses", row + planned * bool(stats.planned_s)))
+    if stats.policy_reason:
+        reason = f": {stats.policy_reason}" if verbose else ""
+        rows.append(("policy", f"{stats.policy}, {stats.shares} shares{reason}"))
     if stats.prefetch == "off":
-        return []
+        return rows
     if not verbose:
-        return [("prefetch", stats.prefetch.partition(";")[0].partition(":")[0])]
+        return [*rows, ("prefetch", stats.prefetch.partition(";")[0].partition(":")[0])]
     outcome = (
         f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
         f"{stats.wasted_guesses} wasted; guessing took {stats.predict_s:.2f} s"
     )
-    return [("prefetch", stats.prefetch), ("prefetched", outcome)]
+    return [*rows, ("prefetch", stats.prefetch), ("prefetched", outcome)]

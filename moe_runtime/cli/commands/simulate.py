@@ -1,7 +1,6 @@
 """``moe-runtime simulate``: time of an expert-parallel layer on ranks that one need not have."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,8 +64,17 @@ def simulate(
     """
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
-    backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
-    if backbone_s is not None and 1 not in chunks:
+    try:
+        backbone_s = (
+            tuple(float(word) for word in shortcut.split(",")) if shortcut is not None else ()
+        )
+    except ValueError:
+        backbone_s = (-1.0,)
+    if not all(0 <= value < float("inf") for value in backbone_s):
+        raise ValueError(
+            f"--shortcut must be seconds with commas, such as 3e-4,1e-3, got {shortcut!r}"
+        )
+    if backbone_s and 1 not in chunks:
         raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
     from moe_runtime.lab.simulate.scaling import (
         ASSUMED,
@@ -106,7 +114,7 @@ def simulate(
         )
     if plot is not None:
         draw(points, plot)
-    schedules = {} if backbone_s is None else _shortcut_schedules(points, backbone_s)
+    schedules = _shortcut_schedules(points, backbone_s) if backbone_s else {}
     if as_json:
         print_json(
             {
@@ -121,10 +129,22 @@ def simulate(
                 ],
             }
         )
-    else:
-        _print(points, assumed=machine is None, plot=plot)
-        if schedules:
-            _print_shortcuts(schedules)
+        return
+    _print(points, assumed=machine is None)
+    if plot is not None:
+        print(f"wrote {plot}")
+    if schedules:
+        names = ("ranks", "experts after operation", "block ms", "exposed ms")
+        rows = [
+            (
+                str(num_ranks),
+                str(schedule.position),
+                f"{1e3 * schedule.block_s:.3f}",
+                f"{1e3 * schedule.exposed_s:.3f}",
+            )
+            for num_ranks, schedule in schedules.items()
+        ]
+        print_table("with a shortcut", [(name, "right") for name in names], rows)
 
 
 def draw(points: "list[ScalingPoint]", path: Path) -> None:
@@ -133,40 +153,33 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure, (times, exposed) = pyplot.subplots(1, 2, figsize=(11, 4))
-    degrees, sizes = ({getattr(p, n) for p in points} for n in ("degree", "num_ranks"))
+    degrees, sizes = (sorted({getattr(p, n) for p in points}) for n in ("degree", "num_ranks"))
 
-    def line(axes: "Axes", own: "list[ScalingPoint]", x: str, y: Any, number: int, of: str) -> None:
-        name, style = ("two levels", "-") if own[0].hierarchical else ("flat", "--")
-        axes.plot(
-            [getattr(point, x) for point in own],
-            [y(point) for point in own],
-            style,
-            color=f"C{number}",
-            marker="o",
-            markersize=4,
-            label=f"{name}, {of}",
-        )
+    def lines(axes: "Axes", x: str, of: str, values: list[int], unit: str, y: Any) -> None:
+        for level, (name, style) in enumerate((("flat", "--"), ("two levels", "-"))):
+            for number, value in enumerate(values):
+                own = [p for p in points if p.hierarchical == level and getattr(p, of) == value]
+                heights, label = [y(point) for point in own], f"{name}, {unit}: {value}"
+                places = [getattr(point, x) for point in own]
+                look = {"color": f"C{number}", "marker": "o", "markersize": 4}
+                axes.plot(places, heights, style, label=label, **look)
 
-    for level in (False, True):
-        mine = [point for point in points if point.hierarchical == level]
-        for number, degree in enumerate(sorted(degrees)):
-            own = [point for point in mine if point.degree == degree]
-            of = f"{degree} chunk{'s' if degree > 1 else ''}"
-            line(times, own, "num_ranks", lambda p: 1e3 * p.prediction.layer_s, number, of)
-        for number, size in enumerate(sorted(sizes)):
-            own = [point for point in mine if point.num_ranks == size]
-            line(exposed, own, "degree", lambda p: 100 * p.exposed_ratio, number, f"{size} ranks")
+    lines(times, "num_ranks", "degree", degrees, "chunks", lambda p: 1e3 * p.prediction.layer_s)
+    lines(exposed, "degree", "num_ranks", sizes, "ranks", lambda p: 100 * p.exposed_ratio)
     times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="layer time (ms)")
-    exposed.set(
-        xscale="log",
-        xlabel="chunks",
-        ylabel="exposed communication\n(% of flat without overlap)",
-        ylim=(0, 150),
-    )
-    for axes, numbers in ((times, sizes), (exposed, degrees)):
-        plain_numbers(axes, sorted(numbers))
+    percent = "exposed communication\n(% of flat without overlap)"
+    exposed.set(xscale="log", xlabel="chunks", ylabel=percent, ylim=(0, 150))
+    # Every tenth of a decade would be written over its neighbours.
+    times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 4.0, 6.0)))
+    for axes, shown in ((times, sizes), (exposed, degrees)):
+        axes.set_xticks(shown, [str(number) for number in shown])
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.3)
         axes.legend(fontsize=7, handlelength=3)
     figure.tight_layout()
     with write_atomically(path) as file:
@@ -174,38 +187,14 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
     pyplot.close(figure)
 
 
-def plain_numbers(axes: "Axes", shown: Sequence[int]) -> None:
-    """Marks what was computed on a logarithmic axis below, and writes numbers without powers."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    axes.set_xticks(shown, [str(number) for number in shown])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    if axes.get_yscale() == "log":
-        # Every tenth of a decade would be written over its neighbours.
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 4.0, 6.0)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3)
-
-
 def _numbers(text: str, name: str, most: int) -> list[int]:
     try:
-        numbers = [int(word) for word in text.split(",")]
+        numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:
-        numbers = []
-    if not numbers or not all(1 <= number <= most for number in numbers):
+        numbers = [0]
+    if numbers[0] < 1 or numbers[-1] > most:
         raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
-    return sorted(set(numbers))
-
-
-def _seconds(text: str, name: str) -> tuple[float, ...]:
-    try:
-        seconds = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        seconds = (-1.0,)
-    if not all(0 <= value < float("inf") for value in seconds):
-        raise ValueError(f"{name} must be seconds with commas, such as 3e-4,1e-3, got {text!r}")
-    return seconds
+    return numbers
 
 
 def _shortcut_schedules(
@@ -232,32 +221,8 @@ def _shortcut_schedules(
     return found
 
 
-def _print_shortcuts(schedules: "dict[int, ShortcutSchedule]") -> None:
-    columns = [
-        (name, "right") for name in ("ranks", "experts after operation", "block ms", "exposed ms")
-    ]
-    rows = [
-        (
-            str(num_ranks),
-            str(schedule.position),
-            f"{1e3 * schedule.block_s:.3f}",
-            f"{1e3 * schedule.exposed_s:.3f}",
-        )
-        for num_ranks, schedule in schedules.items()
-    ]
-    print_table("with a shortcut", columns, rows)
-
-
-def _print(points: "list[ScalingPoint]", *, assumed: bool, plot: Path | None) -> None:
-    columns = [
-        ("ranks", "right"),
-        ("all-to-all", "left"),
-        ("chunks", "right"),
-        ("layer ms", "right"),
-        ("compute ms", "right"),
-        ("exposed ms", "right"),
-        ("ratio", "right"),
-    ]
+def _print(points: "list[ScalingPoint]", *, assumed: bool) -> None:
+    names = ("ranks", "all-to-all", "chunks", "layer ms", "compute ms", "exposed ms", "ratio")
     rows = [
         (
             str(point.num_ranks),
@@ -270,8 +235,7 @@ def _print(points: "list[ScalingPoint]", *, assumed: bool, plot: Path | None) ->
         )
         for point in points
     ]
+    columns = [(name, "left" if name == "all-to-all" else "right") for name in names]
     balance = min(point.balancedness for point in points)
     source = "assumed links and rates" if assumed else "measured links and rates"
     print_table(f"one layer, {source}, balance of ranks {balance:.3f} or better", columns, rows)
-    if plot is not None:
-        print(f"wrote {plot}")

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,7 +141,7 @@ def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
     message = "stopping after this step, with a checkpoint; once more stops at once"
     with (
         stop_on_signals(message) as stop,
-        training_display(run.steps, run.log_every, trainer.step) as display,
+        TrainingDisplay(run.steps, run.log_every, trainer.step) as display,
     ):
         is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
     return 0 if is_complete else stop.exit_code
@@ -150,7 +149,7 @@ def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
     """The architecture that the model leaves as, or None and the reason."""
-    from moe_runtime.models.lm.hugging_face import hugging_face_family
+    from moe_runtime.models.lm.export import hugging_face_family
 
     try:
         return hugging_face_family(preparation.config.model), ""
@@ -159,6 +158,7 @@ def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
 
 
 def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
+    from moe_runtime.research.scaling_laws import ROUTED_LAWS, routed_law_of
     from moe_runtime.training.checkpoint import checkpoints_in
 
     config = preparation.config
@@ -167,10 +167,16 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
     num_parameters = preparation.num_parameters
     tokens = config.run.steps * config.data.tokens_per_step
     available = preparation.batches.windows_per_epoch * config.data.context
+    equivalent = None  # the dense model that a scaling law expects to be as good
+    if (moe := config.model.moe) is not None:
+        law = routed_law_of(moe.gate)
+        active = preparation.num_active_parameters
+        parameters = ROUTED_LAWS[law].dense_equivalent(active, moe.num_experts)
+        equivalent = {"law": law, "parameters": round(parameters)}
     return {
         "parameters": num_parameters,
         "active_parameters": preparation.num_active_parameters,
-        "dense_equivalent": _dense_equivalent(preparation),
+        "dense_equivalent": equivalent,
         "state_bytes": num_parameters * _STATE_BYTES,
         "vocab_size": config.model.vocab_size,
         "steps": config.run.steps,
@@ -186,19 +192,6 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
         "export": family,
         "export_obstacle": reason or None,
     }
-
-
-def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
-    """The dense model that a scaling law expects to be as good; None of a dense model."""
-    from moe_runtime.research.scaling_laws import ROUTED_LAWS, routed_law_of
-
-    moe = preparation.config.model.moe
-    if moe is None:
-        return None
-    law = routed_law_of(moe.gate)
-    active = preparation.num_active_parameters
-    parameters = ROUTED_LAWS[law].dense_equivalent(active, moe.num_experts)
-    return {"law": law, "parameters": round(parameters)}
 
 
 def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
@@ -227,12 +220,14 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         f"{name} {count:,} + {plan['held_out_tokens'][name]:,} held out"
         for name, count in plan["training_tokens"].items()
     )
-    rows = [
+    worth = plan["dense_equivalent"]
+    dense = worth and f"a dense model of about {worth['parameters'] / 1e6:.3g} million parameters"
+    return [
         (
             "model",
             f"{plan['parameters']:,} parameters, {plan['active_parameters']:,} active a token",
         ),
-        *([("worth", _worth(plan["dense_equivalent"]))] if plan["dense_equivalent"] else []),
+        *([("worth", f"{dense}, by the scaling law of {worth['law']}")] if worth else []),
         ("memory", f"{format_bytes(plan['state_bytes'])} for weights, gradients and AdamW"),
         ("text", f"{text} tokens, vocabulary {plan['vocab_size']:,}"),
         (
@@ -243,40 +238,31 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("folder", plan["output"]),
         ("last checkpoint", plan["last_checkpoint"] or "none"),
         ("leaves as", plan["export"] or f"no Hugging Face checkpoint: {plan['export_obstacle']}"),
+        *(offload_rows(plan["offload"], plan["tokens_per_step"]) if plan["offload"] else []),
     ]
-    if plan["offload"]:
-        rows += budget_rows(plan["offload"])
-        rows.append(("experts", offload_row(plan["offload"])))
-        rows.append(("speed", speed_row(plan["offload"], plan["tokens_per_step"])))
-    return rows
 
 
-def budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The budget of each memory and its reserves, for people."""
-    host, device = (found[f"{name}_budget_bytes"] for name in ("host", "device"))
+def offload_rows(found: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
+    """Budgets and their reserves, where experts would be, what a step would move, and its time."""
+    host, device = found["host_budget_bytes"], found["device_budget_bytes"]
     reserves = (
         f"{format_bytes(found['dense_bytes'])} of it for everything but experts, "
         f"{format_bytes(found['activation_bytes'])} for activations"
     )
-    if device is None:
-        return [("host memory", f"{format_bytes(host)}, {reserves}")]
-    experts = f"{format_bytes(host)}, {format_bytes(found['slot_bytes'])} of it for experts"
-    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {reserves}")]
-
-
-def offload_row(found: dict[str, Any]) -> str:
-    """Where experts would live and what a step would move, for people."""
-    return (
+    rows = [("host memory", f"{format_bytes(host)}, {reserves}")]
+    if device is not None:
+        experts = f"{format_bytes(host)}, {format_bytes(found['slot_bytes'])} of it for experts"
+        rows = [("host memory", experts), ("device memory", f"{format_bytes(device)}, {reserves}")]
+    speed = f"about {found['step_s']:.3g} s a step, {tokens / found['step_s']:,.0f} tokens/s"
+    if "disk_s" in found:
+        speed += f"; {found['disk_s']:.3g} s of it for the disk, if it were alone"
+    moved = (
         f"{found['experts_in_memory']} of {found['experts']} in memory; a step reads at "
         f"most {format_bytes(found['read_bytes_per_step'])} and writes "
         f"{format_bytes(found['written_bytes_per_step'])}; "
         f"{format_bytes(found['disk_bytes'])} of disk, and twice that with checkpoints"
     )
-
-
-def _worth(found: dict[str, Any]) -> str:
-    millions = f"{found['parameters'] / 1e6:.3g} million"
-    return f"a dense model of about {millions} parameters, by the scaling law of {found['law']}"
+    return [*rows, ("experts", moved), ("speed", speed)]
 
 
 def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -321,7 +307,16 @@ def timed_plan(
     moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
     if not plan or (begins and moved < WORTH_MEASURING_BYTES):
         return plan
-    compute_s = disk_s = _OPERATIONS * active_parameters * tokens / _operations_per_s()
+    import torch
+
+    # products in fp32, as wide as those of a small expert
+    left, right = torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, _WIDTH)
+    done, started = 0, time.perf_counter()
+    while done < 2 or time.perf_counter() - started < _SECONDS / 2:
+        torch.mm(left, right)
+        done += 1
+    product_s = (time.perf_counter() - started) / done
+    compute_s = disk_s = _OPERATIONS * active_parameters * tokens / (2 * _WIDTH**3) * product_s
     disk = {}
     if moved:
         there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
@@ -343,34 +338,34 @@ def timed_plan(
     return {**plan, **disk, "compute_s": compute_s, "step_s": max(compute_s, disk_s)}
 
 
-def speed_row(plan: dict[str, Any], tokens: int) -> str:
-    """For people."""
-    text = f"about {plan['step_s']:.3g} s a step, {tokens / plan['step_s']:,.0f} tokens/s"
-    if "disk_s" in plan:
-        text += f"; {plan['disk_s']:.3g} s of it for the disk, if it were alone"
-    return text
-
-
-def _operations_per_s() -> float:
-    """Of products in fp32, as wide as those of a small expert."""
-    import torch
-
-    left, right = torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, _WIDTH)
-    done, started = 0, time.perf_counter()
-    while done < 2 or time.perf_counter() - started < _SECONDS / 2:
-        torch.mm(left, right)
-        done += 1
-    return 2 * _WIDTH**3 * done / (time.perf_counter() - started)
-
-
 class TrainingDisplay:
     """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps."""
 
-    def __init__(self, num_steps: int, log_every: int, bar: "Progress | None") -> None:
+    def __init__(self, num_steps: int, log_every: int, first_step: int) -> None:
         self._num_steps = num_steps
         self._log_every = log_every
         self._recent: deque[StepRecord] = deque(maxlen=log_every)
-        self._bar = bar
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.table import Column
+
+            # where a line is short, the end of the status goes, and step and loss stay
+            rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
+            columns = ("step", progress.MofNCompleteColumn(), status)
+            remaining = progress.TimeRemainingColumn()
+            self._bar = terminal_bar(*columns, remaining, expand=True, transient=False)
+            self._bar.add_task("train", total=num_steps, completed=first_step, status="")
+
+    def __enter__(self) -> "TrainingDisplay":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def show(self, record: "Record") -> None:
         from moe_runtime.training.metrics import StepRecord
@@ -396,15 +391,15 @@ class TrainingDisplay:
         """Loss, speed, balance and drops over the recent steps."""
         records = list(self._recent)
         last = records[-1]
-        tokens = last.tokens // last.step * len(records)
         seconds = sum(record.step_s for record in records)
         losses = [record.loss for record in records if record.loss is not None]
-        loss = f"{sum(losses) / len(losses):.4f}" if losses else "no number"
 
         def mean(name: str) -> float:
             return sum(getattr(record, name) for record in records) / len(records)
 
-        parts = [f"loss {loss}", f"{tokens / seconds:,.0f} tokens/s"]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "no number"
+        speed = last.tokens // last.step * len(records) / seconds
+        parts = [f"loss {loss}", f"{speed:,.0f} tokens/s"]
         if last.max_load is not None:
             parts.append(f"load {mean('max_load'):.2f}")
         if last.dropped_share is not None:
@@ -419,21 +414,3 @@ class TrainingDisplay:
         if skipped := sum(record.is_skipped for record in records):
             parts.append(f"skipped {skipped}")
         return "  ".join(parts)
-
-
-@contextlib.contextmanager
-def training_display(num_steps: int, log_every: int, first_step: int) -> Iterator[TrainingDisplay]:
-    """A display for the `with` block, after `first_step` steps."""
-    if not sys.stderr.isatty():
-        yield TrainingDisplay(num_steps, log_every, None)
-        return
-    from rich import progress
-    from rich.table import Column
-
-    # where a line is short, the end of the status goes, and step and loss stay
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
-    columns = ("step", progress.MofNCompleteColumn(), status, progress.TimeRemainingColumn())
-    with terminal_bar(*columns, expand=True, transient=False) as bar:
-        bar.add_task("train", total=num_steps, completed=first_step, status="")
-        yield TrainingDisplay(num_steps, log_every, bar)

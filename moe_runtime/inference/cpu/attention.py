@@ -2,17 +2,15 @@
 
 In a step of one token attention is two small products with the cache, for which torch's fused
 kernel takes several times as long as reading it. With matrix units torch keeps code for every
-length of a prompt: short ones are padded to few lengths. = (ATTENTION, EAGER_ATTENTION): What
-attention for SDPA, and that for eager, are called where transformers finds them. = (SHORT_CONTEXT,
-LENGTH_MULTIPLE): Up to so many tokens, lengths are padded to multiples where torch keeps code for
-each length.
+length of a prompt: short ones are padded to few lengths.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,33 +18,34 @@ import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.inference.cpu.fused_attention import (
+    ATTENTION,
+    EAGER_ATTENTION,
+    added_mask,
+    changes_attention,
+    scale_of,
+    single_query_attention,
+)
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, is_observed
-from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.inference.known_classes import (
     EAGER_ATTENTION_CLASSES,
     LATENT_ATTENTION,
     class_name,
     is_theirs,
 )
+from moe_runtime.inference.steps import OneThread
 from moe_runtime.kernels.decode_step.latent_attention import Tokens, native_latent_attention
-from moe_runtime.kernels.decode_step.single_query_attention import native_attention
+from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.linear.op import keeps_code
-from moe_runtime.kernels.native import needs_torch
+from moe_runtime.kernels.native import native_library, needs_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
-"""What this attention, for SDPA, and that for eager are called where transformers finds them."""
 
 SHORT_CONTEXT, LENGTH_MULTIPLE = 1024, 64
 """Where torch keeps code for each length of prompts and contexts, those of up to so many tokens are
 padded to multiples. Longer ones would be copied for longer than they are computed."""
-
-CHANGING_OPTIONS = frozenset(
-    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
-)
-"""Options that ask for more than softmax, scale and mask."""
 
 
 def use_single_query_attention(model: PreTrainedModel) -> None:
@@ -154,57 +153,13 @@ def _padded_scores(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
     return F.pad(scores, (0, -key.shape[2] % LENGTH_MULTIPLE, 0, more_queries), value=refused)
 
 
-def single_query_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """``attend`` for one query, ``[B, 1, H, V]``; None where it is not one or asks for more."""
-    if (
-        query.shape[2] != 1
-        or query.shape[1] % key.shape[1]
-        or (mask is not None and mask.shape != (len(query), 1, 1, key.shape[2]))
-        or changes_attention(options)
-        or torch.is_autocast_enabled("cpu")
-    ):
-        return None
-    scale = _scale_of(query, options)
-    added = None if mask is None else added_mask(mask[:, 0, 0])
-    mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
-    return None if mixed is None else mixed.unsqueeze(1)
-
-
-def changes_attention(options: dict[str, Any]) -> bool:
-    """Whether options ask for more than softmax, scale and mask."""
-    asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
-    return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
-
-
-def _scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
-    scaling = options.get("scaling")
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores for a mask that allows (bool) or adds."""
-    if mask_BS.dtype != torch.bool:
-        return mask_BS.float()
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(mask_BS.shape).masked_fill(~mask_BS, lowest)
-
-
 _OWN = "eager_attention_forward"
 """A family's own attention, a function of its module."""
 
 
 class _EagerName(str):
-    """Finds the attention of this file, and compares equal to "eager".
-
-    Some families mask other keys under a name that they do not know.
-    """
+    """Finds the attention of this file, and compares equal to "eager". Some families mask other
+    keys under a name that they do not know."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -297,7 +252,7 @@ def attend_eagerly(
     mixed = single_query_attention(query, key, value, attention_mask, others, sinks)
     if mixed is not None:
         return mixed, None
-    scale = _scale_of(query, options)
+    scale = scale_of(query, options)
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
     parts = query, key, value, attention_mask
     if keeps_code_of_length(query, key):
@@ -474,7 +429,7 @@ class ExpandLatents:
         weight = self._weight()
         if weight is None or changes_attention(options) or torch.is_autocast_enabled("cpu"):
             return None
-        scale = _scale_of(query, options)
+        scale = scale_of(query, options)
         rows = query.transpose(1, 2).flatten(0, 1)
         mixed = native_latent_attention(rows, tokens, weight, scale)
         return None if mixed is None else mixed.unflatten(0, (-1, query.shape[2]))
@@ -543,3 +498,46 @@ class _Latents:
         if self._expanded is None:
             self._expanded = self.expand.expanded(*self.cached)
         return self._expanded
+
+
+LEAST_PRODUCTS = 2**28
+"""Multiplications of queries and keys from which attention is given torch's threads."""
+
+
+def rest_torch_threads(model: PreTrainedModel) -> None:
+    """Runs torch on one thread during a model's forward passes, if the native kernels do the work.
+
+    Torch's threads spin for milliseconds after each operation, on processors that kernels and
+    readers need: a prompt streaming from disk takes more than twice as long. The number is the same
+    at every budget, because torch's sums may depend on it. Where torch multiplies many rows faster,
+    it keeps its threads.
+    """
+    library = native_library()
+    if library is None or native_row_limit(library, model.dtype) != UNLIMITED:
+        return
+    OneThread().hold(model)
+
+
+def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
+    """Gives torch as many threads as the kernels have for attention over a long prompt.
+
+    That takes longer than torch's threads spin afterwards. Heads and pieces of the prompt are
+    computed apart, so the number of threads changes no bits.
+    """
+    if torch.compiler.is_compiling() or not query.is_cpu or torch.get_num_threads() != 1:
+        return nullcontext()
+    library = native_library()
+    if library is None or native_row_limit(library, query.dtype) != UNLIMITED:
+        return nullcontext()
+    if library.num_threads == 1 or query.numel() * key.shape[-2] < LEAST_PRODUCTS:
+        return nullcontext()
+    return _threads(library.num_threads)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)

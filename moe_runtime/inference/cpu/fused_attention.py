@@ -17,22 +17,8 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
-from moe_runtime.inference.cpu.attention import (
-    ATTENTION,
-    CHANGING_OPTIONS,
-    EAGER_ATTENTION,
-    added_mask,
-    changes_attention,
-)
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
-from moe_runtime.inference.known_classes import (
-    PAIRS_SHARE,
-    ROTARY_ATTENTION,
-    class_name,
-    is_theirs,
-    is_usual_rotary,
-    rotary_settings,
-)
+from moe_runtime.inference.known_classes import PAIRS_SHARE, ROTARY_ATTENTION, class_name, is_theirs
 from moe_runtime.inference.kv_cache import take_place
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
@@ -40,12 +26,21 @@ from moe_runtime.kernels.decode_step.attention_step import (
     attention_heads,
     attention_step,
 )
+from moe_runtime.kernels.decode_step.single_query_attention import native_attention
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
+"""What this attention, for SDPA, and that for eager are called where transformers finds them."""
+
+CHANGING_OPTIONS = frozenset(
+    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
+)
+"""Options that ask for more than softmax, scale and mask."""
 
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
 """What a layer calls, of its module; programs may have replaced it."""
@@ -56,11 +51,9 @@ NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on the CPU that qualify a fused single step.
-
-    The weights of queries, keys and values move into one buffer, of which the parameters become
-    parts.
-    """
+    """Gives the attention layers of a model on the CPU that qualify a fused single step. The
+    weights of queries, keys and values move into one buffer, of which the parameters become
+    parts."""
     library = native_library()
     if library is None:
         return
@@ -71,6 +64,8 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
 
 
 _EPS = operator.attrgetter("eps")
+_ROTARY, _CLIP = ("sliding_window", "is_sliding", "use_qk_norm"), "clip_qkv"
+"""Settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
 
 
 class FusedAttention:
@@ -163,15 +158,18 @@ class FusedAttention:
 
     def _may_fuse(self, num_sequences: int) -> bool:
         """Whether the kernels take so many sequences, with the settings and weights of now."""
+        own = vars(self._module)
         settings = [
             *self._places_now(),
             self._module.scaling,
             *map(_EPS, self._norms),
-            *(usual := rotary_settings(self._module, self._config)),
+            *map(own.get, _ROTARY),
+            own.get("indexer", own["_modules"].get("indexer")),
+            vars(self._config).get(_CLIP),
         ]
         if settings != self._settings:
             self._settings = []  # until all that depends on them is known
-            may_fuse = is_usual_rotary(self._module, usual) and self._bind()
+            may_fuse = is_usual_rotary(self._module, self._config) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
         return num_sequences <= self.most_sequences
@@ -296,7 +294,7 @@ def merge(*parts: SmallBatchLinear) -> None:
         if not parameters:
             continue
         if isinstance(parameters[0], AbsentTensor):
-            from moe_runtime.checkpoints.packed_parameter import join_packed
+            from moe_runtime.checkpoints.dense_weights import join_packed
 
             join_packed(parts)
             continue
@@ -312,7 +310,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Tensors that lie one behind the other as one, or None where they do not."""
     first = parameters[0]
     if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
-        from moe_runtime.checkpoints.packed_parameter import whole_of
+        from moe_runtime.checkpoints.dense_weights import whole_of
 
         return whole_of(parameters)
     if first is None:
@@ -367,3 +365,54 @@ def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
     if not isinstance(part, SmallBatchRMSNorm):
         return None
     return HeadNorm(part.weight.detach(), part.eps)
+
+
+def is_usual_rotary(layer: Any, config: Any) -> bool:
+    """Whether a layer clips nothing, chooses no keys, and uses its norms and angles."""
+    window, is_sliding, norms_heads = map(vars(layer).get, _ROTARY)
+    turns = is_sliding is None or is_sliding or window is None
+    has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
+    indexer = vars(layer).get("indexer", layer._modules.get("indexer"))
+    return bool(turns and has_its_norms and indexer is None and vars(config).get(_CLIP) is None)
+
+
+def single_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """``attend`` for one query, ``[B, 1, H, V]``; None where it is not one or asks for more."""
+    if (
+        query.shape[2] != 1
+        or query.shape[1] % key.shape[1]
+        or (mask is not None and mask.shape != (len(query), 1, 1, key.shape[2]))
+        or changes_attention(options)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    scale = scale_of(query, options)
+    added = None if mask is None else added_mask(mask[:, 0, 0])
+    mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
+    return None if mixed is None else mixed.unsqueeze(1)
+
+
+def changes_attention(options: dict[str, Any]) -> bool:
+    """Whether options ask for more than softmax, scale and mask."""
+    asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
+    return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
+
+
+def scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
+    scaling = options.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores for a mask that allows (bool) or adds."""
+    if mask_BS.dtype != torch.bool:
+        return mask_BS.float()
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask_BS.shape).masked_fill(~mask_BS, lowest)

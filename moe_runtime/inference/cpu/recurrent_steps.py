@@ -4,8 +4,7 @@ transformers' functions for a CPU allocate several tensors of the states' size a
 states, and the inputs that a short convolution remembers, change in place.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with inputs of their own), P values of a
-head, N states of each. = (SCAN_CHUNK, SCAN_STEP): Positions of a chunk of Mamba 2 (GPUs take 256),
-and in whose multiples short ones are.
+head, N states of each.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ class _Globals(dict[str, Any]):
 
 @functools.cache
 def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A class's own function, which finds our steps under the names it calls them by.
-
-    None where there are none, or where a program has wrapped it.
-    """
+    """A class's own function, which finds our steps under the names it calls them by. None where
+    there are none, or where a program has wrapped it."""
     if not is_theirs(forward):
         return None
     function: Any = inspect.unwrap(forward)
@@ -238,11 +235,8 @@ def _are_packed(options: dict[str, Any]) -> bool:
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a recurrent state can be changed in place.
-
-    MKL's sums depend on how rows are aligned: a sequence alone and one in a batch agree if all
-    begin at multiples of 16 bytes.
-    """
+    """Whether a recurrent state can be changed in place. MKL's sums depend on how rows are aligned:
+    a sequence alone and one in a batch agree if all begin at multiples of 16 bytes."""
     return (
         state.dtype is torch.float32
         and state.shape[-1] % 4 == 0
@@ -326,10 +320,8 @@ def _outputs(
 
 
 class _DepthwiseWeight(torch.nn.Parameter):
-    """Taps that are given to ``torch.nn.functional.conv1d``.
-
-    Families squeeze and unsqueeze them on the way there.
-    """
+    """Taps that are given to ``torch.nn.functional.conv1d``. Families squeeze and unsqueeze them on
+    the way there."""
 
     @staticmethod
     def of(weight: Tensor) -> torch.nn.Parameter:

@@ -67,9 +67,7 @@ def is_observed(*parts: torch.nn.Module) -> bool:
 
 class SmallBatchLinear(torch.nn.Linear):
     """A linear layer that reads its weight at the speed of memory for few rows; on a GPU for one.
-
-    Shares the parameters of the layer that it replaces.
-    """
+    Shares the parameters of the layer that it replaces."""
 
     def __init__(self, replaced: torch.nn.Linear) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")

@@ -20,7 +20,6 @@ from moe_runtime.checkpoints.transformers_private import (
 )
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.cpu.small_batch import replace_dense_layers
-from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, is_own
 from moe_runtime.inference.device.fused_layers import (
     fuse_device_attention,
@@ -35,6 +34,7 @@ from moe_runtime.inference.device.static_caches import (
     static_cache,
 )
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
+from moe_runtime.inference.steps import OneThread
 
 if TYPE_CHECKING:
     from transformers import (
@@ -91,10 +91,8 @@ class RecordedDecoding:
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """As in transformers, with a static cache for greedy decoding and sampling.
-
-        A static cache stays where it is, which a graph needs. A cache that is returned can grow.
-        """
+        """As in transformers, with a static cache for greedy decoding and sampling. A static cache
+        stays where it is, which a graph needs. A cache that is returned can grow."""
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
         if generation_config is None:
@@ -212,10 +210,8 @@ class RecordedDecoding:
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; later steps without padding need the last tokens alone.
-
-        Positions and the mask are made of the cache within a graph.
-        """
+        """As in transformers; later steps without padding need the last tokens alone. Positions and
+        the mask are made of the cache within a graph."""
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
@@ -341,10 +337,8 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens on the device, and copies them to the host.
-
-    ``is_known`` says that no foreign code runs for it.
-    """
+    """Selects the next tokens on the device, and copies them to the host. ``is_known`` says that no
+    foreign code runs for it."""
 
     def __init__(
         self,
@@ -395,13 +389,13 @@ class _TokenSelection:
             parts.append(self._unfinished_B)
         self._length = ids_BT.shape[1]
         told = torch.cat(parts) if len(parts) > 1 else tokens_B
-        self._pending = self._graphs.device.download(told, is_kept=True)
+        self._pending = self._graphs.store.device.download(told, is_kept=True)
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:
         """The tokens on the host, and whether all sequences have ended."""
         found, copied = self._pending
-        while not copied.query() and self._graphs.count_one():
+        while not copied.query() and self._graphs.store.count_one():
             """The host has nothing better to do."""
         copied.synchronize()
         num, numbers = len(self._unfinished_B), found.tolist()

@@ -14,11 +14,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.cpu.fused_attention import (
-    PROJECTIONS,
-    FusedAttention,
-    has_usual_parts,
-)
+from moe_runtime.inference.cpu.fused_attention import PROJECTIONS, FusedAttention, has_usual_parts
 from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm, is_router
 from moe_runtime.inference.device.static_caches import RowCache
 from moe_runtime.inference.known_classes import (
@@ -94,10 +90,8 @@ class AddedMasks:
 
 
 class DeviceAttention(FusedAttention):
-    """The ``forward`` of an attention layer on a GPU.
-
-    ``is_known`` says that its attention is SDPA or eager, as transformers has them.
-    """
+    """The ``forward`` of an attention layer on a GPU. ``is_known`` says that its attention is SDPA
+    or eager, as transformers has them."""
 
     shows_weights = _EAGER
     takes_prompts = False
@@ -197,10 +191,7 @@ def _static_layer(cache: Any, index: int) -> Any:
 
 def _arrivals_of(layer: Any) -> torch.Tensor | None:
     """The counter by which `rotary_step` advances the length of a cached layer, kept with the
-    layer.
-
-    None for rows, whose places are given, and where a recording would own the new memory.
-    """
+    layer. None for rows, whose places are given, and where a recording would own the new memory."""
     length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
     if length.ndim:
         return None
@@ -271,10 +262,8 @@ class HandedNorm(SmallBatchRMSNorm):
 
 
 class ResidualLayer:
-    """The ``forward`` of a decoder layer.
-
-    ``following`` is the norm that comes next and the module that calls it, if known.
-    """
+    """The ``forward`` of a decoder layer. ``following`` is the norm that comes next and the module
+    that calls it, if known."""
 
     def __init__(self, layer: torch.nn.Module, form: ResidualForm) -> None:
         self._layer: Any = layer

@@ -22,11 +22,8 @@ _LEAST_STEP = 64
 
 
 class StaticCaches:
-    """The caches of one model's calls of `generate`.
-
-    The cache of the last call is reused if a new one would be as large: then its step is recorded
-    already. Only its recording keeps it alive.
-    """
+    """The caches of one model's calls of `generate`. The cache of the last call is reused if a new
+    one would be as large: then its step is recorded already. Only its recording keeps it alive."""
 
     def __init__(self) -> None:
         self._made, self._in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
@@ -141,10 +138,8 @@ class RowLayer(StaticLayer):
 
 
 class RowCache(StaticCache):
-    """A static cache of such layers, for steps of one token a sequence.
-
-    ``num_cached`` is the mean number of tokens of a sequence, as the host knows it.
-    """
+    """A static cache of such layers, for steps of one token a sequence. ``num_cached`` is the mean
+    number of tokens of a sequence, as the host knows it."""
 
     def __init__(self, config: Any, layers: Sequence[RowLayer]) -> None:
         super().__init__(config, max_cache_len=1)

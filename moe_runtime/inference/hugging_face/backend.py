@@ -14,13 +14,7 @@ from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts, expert_mlp
-from moe_runtime.kernels.quantized import (
-    SCALES,
-    CodeName,
-    QuantizedStack,
-    ScaleName,
-    WeightFormat,
-)
+from moe_runtime.kernels.quantized import SCALES, CodeName, QuantizedStack, ScaleName, WeightFormat
 
 BACKEND_NAME = "moe_runtime"
 _CODES: dict[torch.dtype, CodeName] = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1"}
@@ -111,7 +105,7 @@ def _run(
     weights_TK: Tensor,
     experts: StackedExperts | QuantizedExperts,
 ) -> Tensor:
-    spec = recognise_activation(module)
+    spec, has_norm = recognise_activation(module), getattr(module, "has_post_expert_norm", False)
     own = private.gate_of(module) if module.has_gate else module.act_fn
     out_TD = expert_mlp(
         hidden_TD.to(experts.dtype) if isinstance(experts, StackedExperts) else hidden_TD,
@@ -119,13 +113,9 @@ def _run(
         weights_TK,
         experts,
         activation=own if spec is None else spec,
-        post_expert=module.post_expert_norm if _has_post_norm(module) else None,
+        post_expert=module.post_expert_norm if has_norm else None,
     )
     return out_TD.to(hidden_TD.dtype)
-
-
-def _has_post_norm(module: Any) -> bool:
-    return bool(getattr(module, "has_post_expert_norm", False))
 
 
 def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedStack | Tensor:

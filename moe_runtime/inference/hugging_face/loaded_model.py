@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,28 +17,24 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.absent import (
-    AbsentTensor,
-    convert_as_a_whole,
-    refuse_copy,
+from moe_runtime.checkpoints.absent import AbsentTensor, convert_as_a_whole, refuse_copy
+from moe_runtime.checkpoints.transformers_private import (
+    attention_name,
+    has_adapters,
+    page_size_name,
 )
-from moe_runtime.checkpoints.transformers_private import attention_name, has_adapters
-from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.errors import CapacityError, UnsupportedUseError
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.steps import Steps
-from moe_runtime.inference.token_limit import limit_batching, limit_generation
+from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.inference.steps import Listener, Step, Steps
 from moe_runtime.memory.source import FileVersion
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
 
 def as_loaded_model(
-    model: PreTrainedModel,
-    folder: Path,
-    versions: set[FileVersion],
-    steps: Steps,
-    max_tokens: int,
+    model: PreTrainedModel, folder: Path, versions: set[FileVersion], steps: Steps, max_tokens: int
 ) -> None:
     """Makes the class of a model with offloaded experts a subclass of itself, under the same
     name."""
@@ -57,9 +56,7 @@ _beside_graphs: Any = torch.compiler.disable(
 
 class LoadedModel:
     """Comes before the class of a model from transformers whose experts are in files.
-
-    ``checkpoint_folder`` is where they are.
-    """
+    ``checkpoint_folder`` is where they are."""
 
     checkpoint_folder: Path
     _steps: Steps
@@ -234,7 +231,9 @@ class GeneratingModel(LoadedModel):
         Raises:
             CapacityError: what is asked for needs room for more.
         """
-        limit_generation(inputs, generation_config, options, self._max_tokens)
+        num_sequences, length = _longest_text(inputs, generation_config, options)
+        if num_sequences * length > self._max_tokens:
+            raise _too_long(num_sequences, length, self._max_tokens)
         generate = cast(Any, super()).generate
         return generate(inputs, generation_config, *rest, **options)
 
@@ -286,4 +285,108 @@ def refuse_tracing(who: str) -> NoReturn:
         f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
         "which makes graphs between them, or give it the model that from_pretrained of "
         "transformers has in memory"
+    )
+
+
+class TokenLimit(Listener):
+    """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
+    tokens of all sequences count, of a static cache all its places."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens, self.follows_requests = max_tokens, False
+
+    def allow(self, step: Step) -> None:
+        """CapacityError where a pass needs more room."""
+        places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
+        length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
+        if step.num_sequences * length > self._max_tokens:
+            raise _too_long(step.num_sequences, length, self._max_tokens)
+
+
+def limit_batching(
+    config: PreTrainedConfig, given: ContinuousBatchingConfig | None, longest: int, max_tokens: int
+) -> ContinuousBatchingConfig:
+    """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
+
+    Unset ones are set: transformers would take most of the machine's memory. A step has at most
+    half the tokens: the activations of the others leave room for gathered keys and values, the
+    mask, and two rows of logits for each request. ``longest`` are the tokens of the longest
+    request, its answer included; 0 where not known. Raises CapacityError: a setting that was given,
+    or a request, needs room for more.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    if longest > max_tokens:
+        raise _too_long(1, longest, max_tokens)
+
+    text = config.get_text_config()
+    settings = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    page = page_size_name(settings)
+    page_size = getattr(settings, page)
+    if given is None:
+        # Two more blocks than the tokens need still fit then, see `_tokens_of_blocks`.
+        page_size = max(4, min(page_size, max_tokens // 32))
+        setattr(settings, page, page_size)
+    blocks = max_tokens // page_size
+    while blocks and _tokens_of_blocks(text, blocks, page_size) > room_for(max_tokens):
+        blocks -= 1
+    # The mask has a value for each token of a step and each cached one: with as few tokens in a
+    # step it is a small part of their activations, which are 48 bytes or more per hidden value.
+    step = max(1, min(max_tokens // 2, max(64, text.hidden_size // 4)))
+    # fp32 logits and a copy, against the 48 bytes per hidden value of half the tokens.
+    rows = 24 * max_tokens * text.hidden_size // (8 * text.vocab_size)
+    most = {
+        "num_blocks": blocks,
+        "max_batch_tokens": step,
+        "max_requests_per_batch": max(1, min(step, rows)),
+        "cpu_offload_space": 0,
+    }
+    for name, value in most.items():
+        asked = getattr(settings, name)
+        if asked is None and value:
+            setattr(settings, name, value)
+        elif asked is None or asked > value:
+            pages = f" of {page_size} tokens" if name == "num_blocks" else ""
+            raise CapacityError(
+                f"continuous batching may have a {name} of at most {value}{pages}, got {asked}: "
+                f"memory is set aside for {max_tokens} tokens; load the model with a larger "
+                "max_tokens, or give smaller settings"
+            )
+    return settings
+
+
+def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
+    """Tokens that a paged cache has memory for. transformers divides it into sectors that pages of
+    every kind of attention fit in, and adds two that no request gets."""
+    layers = text.num_hidden_layers
+    kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    sector_layers = math.lcm(*kinds.values())
+    sectors = -(-num_blocks * layers // sector_layers) + 2
+    return -(-sectors * sector_layers * page_size // layers)
+
+
+def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[int, int]:
+    """Sequences, beams and returned ones included, and tokens of each; 0 where not said."""
+
+    def option(name: str) -> Any:
+        given = options.get(name)
+        return getattr(config, name, None) if given is None else given
+
+    prompt = options.get("input_ids") if inputs is None else inputs
+    if prompt is None:
+        prompt = options.get("inputs_embeds")
+    # Without a prompt transformers begins with one token of its own.
+    num_sequences, num_prompt_tokens = (1, 1) if prompt is None else prompt.shape[:2]
+    num_new, length = option("max_new_tokens"), option("max_length")
+    if num_new is not None:
+        length = num_prompt_tokens + num_new
+    widened = max(option("num_beams") or 1, option("num_return_sequences") or 1)
+    return num_sequences * widened, length or 0
+
+
+def _too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:
+    asked = f"{length} tokens" if num_sequences == 1 else f"{num_sequences} sequences of {length}"
+    return CapacityError(
+        f"{asked} need room for {num_sequences * length} tokens, but memory is set aside for "
+        f"{max_tokens}; load the model with max_tokens={num_sequences * length}, or ask for fewer"
     )

@@ -49,11 +49,8 @@ class SaveOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> SaveOptions:
-        """From the options of ``save_pretrained``.
-
-        Raises:
-            UnsupportedUseError: one is unknown, or has no meaning for a loaded model.
-        """
+        """From the options of ``save_pretrained``. Raises UnsupportedUseError: one is unknown, or
+        has no meaning for a loaded model."""
         rest = dict(options)
         known = {name: rest.pop(name) for name in ("max_shard_size", "variant") if name in rest}
         rest.pop("token", None)  # is for the hub
@@ -152,10 +149,8 @@ def save_around_experts(
 def _exporter_for(
     checkpoint: Checkpoint,
 ) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
-    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts.
-
-    For a packed one, what writes the plain one that it was packed from.
-    """
+    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts. For
+    a packed one, what writes the plain one that it was packed from."""
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
     if checkpoint.runs is None:

@@ -9,6 +9,7 @@ import select
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ class CudaTold:
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
-            found = [other.submit(_locked_like, source).result() for source in sources]
+            lock = partial(other.submit, torch.empty, pin_memory=True)
+            found: list[Any] = [lock(s.shape, dtype=s.dtype).result() for s in sources]
         self.numbers, *self.values = found
         self._looked_at = self.numbers.zero_().view(-1).numpy()
         self._device = device
@@ -152,11 +154,8 @@ class CudaRecorder:
 
 
 class CudaDevice:
-    """A CUDA or ROCm device.
-
-    Streams are made once, since cuBLAS keeps memory for each stream it was used on. The host waits
-    for no computation here; copies do, on the device.
-    """
+    """A CUDA or ROCm device. Streams are made once, since cuBLAS keeps memory for each stream it
+    was used on. The host waits for no computation here; copies do, on the device."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
@@ -283,10 +282,6 @@ class CudaDevice:
         return CudaRecorder(self, self._recording, self._telling)
 
 
-def _locked_like(source: torch.Tensor) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-
-
 def open_device(place: torch.device) -> Device:
     """The device of a place that is not the CPU; ValueError where it is neither CUDA nor ROCm."""
     if place.type != "cuda":
@@ -334,10 +329,8 @@ def pin_in_parts(
     """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes.
 
     A copy must not cross two registrations, nor may these share a page: a part is a number of whole
-    slots that ends with a page.
-
-    Raises:
-        CapacityError: the system does not allow so much; nothing is registered then.
+    slots that ends with a page. Raises CapacityError: the system does not allow so much; nothing is
+    registered then.
     """
     unit = math.lcm(slot_bytes, PAGE_BYTES)
     parts = memory.split(max(1, part_bytes // unit) * unit)

@@ -65,10 +65,8 @@ class Graph(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Records the work that is queued within a ``with`` block, in one or several graphs.
-
-    Graphs of one recorder share memory: they are replayed one after another, in their order.
-    """
+    """Records the work that is queued within a ``with`` block, in one or several graphs. Graphs of
+    one recorder share memory: they are replayed one after another, in their order."""
 
     def __enter__(self) -> GraphRecorder: ...
 
@@ -111,9 +109,7 @@ class Device(Protocol):
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Numbers on the device, in ``into`` or new memory, for work queued on the current stream.
-
-        New memory may be written to in any inference mode. The source may change afterwards.
-        """
+        New memory may be written to in any inference mode. The source may change afterwards."""
         ...
 
     def download(
@@ -153,9 +149,7 @@ class Device(Protocol):
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Queues copies from the device to pinned host memory, behind all work queued so far.
-
-        Neither side may be changed before the returned event.
-        """
+        Neither side may be changed before the returned event."""
         ...
 
     def drain(self) -> None:

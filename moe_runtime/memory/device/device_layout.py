@@ -73,9 +73,7 @@ def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart,
 
 def parts_alike(experts: Sequence[Sequence[CopyPart]]) -> list[list[CopyPart]] | None:
     """The copies of several experts, cut so that all of them fill the same places of a slot.
-
-    Returns None where the experts do not fill the same bytes.
-    """
+    Returns None where the experts do not fill the same bytes."""
     cuts = sorted({c for parts in experts for _, at, size in parts for c in (at, at + size)})
     found: list[list[CopyPart]] = []
     for parts in experts:

@@ -6,16 +6,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moe_runtime.memory.device.device import Device, Event
-from moe_runtime.memory.entries import Entry, is_resident
 from moe_runtime.memory.reads import Priority, Read
-from moe_runtime.memory.store import Lease
+from moe_runtime.memory.store import Entry, Lease, is_resident
 from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -29,26 +28,6 @@ Slots = npt.NDArray[np.int32]
 """``[E]``: the slot of each expert of a layer, below 0 for none."""
 
 
-class SlotStacks(Protocol):
-    """How kernels take the experts of a layer where they lie in slots of a device."""
-
-    def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """Whether kernels take the slots of a layer as one stack, for rows of this type."""
-        ...
-
-    def num_experts(self, layer: int) -> int: ...
-
-    def stack(self, layer: int, slots: Slots, into: torch.Tensor | None = None) -> Any:
-        """All slots, and the slot of each expert, for work queued on the current stream.
-
-        The slots are written over ``into`` (``[E]`` int32 of the device) where it is given: then
-        nothing is returned, and a stack over it exists already.
-        """
-        ...
-
-    def stack_over(self, layer: int, table: torch.Tensor) -> Any: ...
-
-
 class Residents:
     """The experts of a layer that are in slots of a device.
 
@@ -58,7 +37,7 @@ class Residents:
     """
 
     def __init__(
-        self, layer: int, slots: Slots, stacks: SlotStacks, stream: int, *, are_kept: bool
+        self, layer: int, slots: Slots, stacks: Any, stream: int, *, are_kept: bool
     ) -> None:
         self.slots, self.stream = slots, stream
         self.experts = frozenset(np.flatnonzero(slots >= 0).tolist())
@@ -140,10 +119,8 @@ class DeviceLease(Lease[W]):
         return [key for key in keys if key not in set(started)]
 
     def _take_ready(self) -> list[ExpertKey]:
-        """Residents first, then those whose copies are queued.
-
-        Of a stream, the experts of one copy are computed while the next ones are copied.
-        """
+        """Residents first, then those whose copies are queued. Of a stream, the experts of one copy
+        are computed while the next ones are copied."""
         found = super()._take_ready()
         while self._streaming and self._resident and 0 < len(found) < self._batch_size:
             found.append(self._resident.popleft())
@@ -190,7 +167,7 @@ class DeviceStore(TierStore[W]):
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
-        self.stacks: SlotStacks | None = None
+        self.stacks: Any = None
         self.recorded: Any = None
         self.host_tables: Any = None
         self._residents: dict[int, Residents] = {}
@@ -318,10 +295,8 @@ class DeviceStore(TierStore[W]):
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
     ) -> bool:
-        """Counts the use of the residents, if a step wants no others.
-
-        Then nothing has to be leased: no slot is overwritten before the launched work has ended.
-        """
+        """Counts the use of the residents, if a step wants no others. Then nothing has to be
+        leased: no slot is overwritten before the launched work has ended."""
         if self._streamed or self.listener is not None or not residents.experts.issuperset(ids):
             return False
         self.count_later(event, keys)

@@ -23,9 +23,8 @@ from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.memory.device.device import Event
 from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
-from moe_runtime.memory.entries import is_resident
 from moe_runtime.memory.reads import Priority
-from moe_runtime.memory.store import divide
+from moe_runtime.memory.store import divide, is_resident
 from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 
@@ -79,14 +78,8 @@ class HostTables:
 
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
-
-        Returns:
-            The residents by layer; None where nothing was queued.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind, or the model was
-                closed.
-        """
+        Returns the residents by layer; None where nothing was queued. Raises MoERuntimeError: a
+        copy failed that earlier work was queued behind, or the model was closed."""
         store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()
@@ -104,7 +97,7 @@ class HostTables:
                 queue()
             finally:
                 self._kernels = store.device.vacate()
-                lower.is_read_by(self._kernels)
+                lower._fetcher.kernels = self._kernels
             return dict(self._listed)
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
@@ -162,7 +155,10 @@ class HostTables:
                 victim = next(filter(store._is_idle, store._streamed), None)
                 if victim is None:
                     victim = store._victim(key)
-                    if victim is None or not self._is_wanted_more(key, victim):
+                    if victim is None:
+                        return
+                    uses, others = (self._uses_LE[k.layer, k.expert] for k in (key, victim))
+                    if uses <= others + MARGIN:
                         return
                 if not lower.has(victim):
                     # first: it must not be in neither memory meanwhile
@@ -174,21 +170,14 @@ class HostTables:
                 store._drop(victim)
             store._start(key, store._free.pop(), keep=True, priority=Priority.READAHEAD)
 
-    def _is_wanted_more(self, key: ExpertKey, other: ExpertKey) -> bool:
-        uses = self._uses_LE[other.layer, other.expert]
-        return bool(self._uses_LE[key.layer, key.expert] > uses + MARGIN)
-
 
 def open_host_tables(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> HostTables | None:
     """Makes tables for the layers of a model, with ``num_choices`` slots for fetched experts.
-
-    Returns:
-        None where the device cannot read the host's memory, experts of a layer differ in what they
-        fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
-        each use.
-    """
+    Returns None where the device cannot read the host's memory, experts of a layer differ in what
+    they fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
+    each use."""
     lower = store.fetcher.lower
     if (
         not isinstance(lower, LowerStore)
@@ -229,10 +218,8 @@ def open_host_tables(
 def has_room(
     num_slots: int, num_below: int, *, num_experts: int, num_layers: int, num_choices: int
 ) -> bool:
-    """Whether the two memories have slots for all experts, but the device's alone has not.
-
-    In every layer one may be in both: it is copied before the one that leaves is copied back.
-    """
+    """Whether the two memories have slots for all experts, but the device's alone has not. In every
+    layer one may be in both: it is copied before the one that leaves is copied back."""
     is_enough = num_experts + num_layers <= num_slots - num_choices + num_below
     return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
 
@@ -248,9 +235,7 @@ def tiers_have_room(
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     """Begins to read experts that are in neither memory, without evicting another's only copy.
-
-    Removes those that are there or under way from ``keys``.
-    """
+    Removes those that are there or under way from ``keys``."""
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"
     with lower._changed:

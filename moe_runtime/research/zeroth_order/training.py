@@ -36,7 +36,6 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.checkpoint import AMOUNT, MAPPING, NUMBER, PLAIN, require_kinds
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import StepOutcome, decays
 from moe_runtime.training.offload.handle import (
     ExpertTraining,
     fill,
@@ -58,6 +57,7 @@ from moe_runtime.training.offload.passes import LayerInput, streamed, visited
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 
 Untouched = Literal["dense_exact", "sparse_skip"]

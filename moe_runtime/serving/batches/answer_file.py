@@ -16,7 +16,6 @@ from moe_runtime.errors import CheckpointError, named_file
 from moe_runtime.files import is_at, place_of, write_atomically
 
 BEGINNING = '{"id": "batch_req_'
-"""How every line begins."""
 
 
 class AnswerFile:
@@ -114,6 +113,11 @@ class AnswerFile:
             if not is_whole and line[: len(BEGINNING)] == BEGINNING.encode()[: len(line)]:
                 break  # the process that wrote it was killed
             record = _record_of(line)
+            if record is None and line.startswith(BEGINNING.encode()):
+                raise CheckpointError(
+                    f"{self._path}, line {number}: is an answer that was cut short; remove this "
+                    "line, and the same command answers its request again"
+                )
             if record is None or not is_whole:
                 raise CheckpointError(
                     f"{self._path}, line {number}: is no answer of this command, so nothing here "

@@ -194,7 +194,6 @@ REASONING_MARKS = (
 
 
 def reasoning_marks_of(template: str) -> ReasoningMarks | None:
-    """The marks that a chat template has; None where it has none that are known."""
     return next((marks for marks in REASONING_MARKS if marks.closes in template), None)
 
 
@@ -237,7 +236,6 @@ class AnswerSections:
         self._search = self._new_search()
 
     def add(self, text: str) -> Iterator[Part]:
-        """Takes text, and gives the parts that are final."""
         if self._reasoning is None and self._tools is None:
             if text:
                 yield "content", text
@@ -430,7 +428,6 @@ _FUNCTIONS = "functions."
 
 
 def is_harmony(template: str) -> bool:
-    """Whether a chat template writes messages in channels."""
     return all(mark in template for mark in (_START, _CHANNEL, _MESSAGE))
 
 

@@ -16,7 +16,6 @@ from moe_runtime.serving.requests import (
 
 _MOST_FRAMES = 4
 _MOST_MESSAGE = 2000
-"""Characters of a message, which may quote what a client sent."""
 _STATUS_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -63,7 +62,6 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's word for errors of this status."""
         return _STATUS_TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:

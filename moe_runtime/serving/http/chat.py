@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
@@ -20,9 +20,9 @@ from moe_runtime.serving.http.answer_text import (
 )
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.generating import (
-    AnswerChoice,
     Answers,
     Generation,
+    Prepared,
     chat_logprobs,
     check_choices,
     check_messages,
@@ -41,38 +41,7 @@ from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPlan:
-    """A conversation, ready for the engine.
-
-    Attributes:
-        functions: tools that the model may call.
-        opens_reasoning: the prompt ends with the mark that opens reasoning.
-        tools: how calls are written that the answer is searched for; None where it has none.
-    """
-
-    choices: list[AnswerChoice]
-    functions: Sequence[Function]
-    template: ChatTemplate
-    prompt: str
-    opens_reasoning: bool
-    tools: ToolFormat | None
-
-    def sections(self) -> AnswerSections | HarmonySections:
-        if self.template.is_harmony:
-            return HarmonySections(self.functions, self.prompt)
-        return AnswerSections(
-            self.template.reasoning,
-            self.tools,
-            self.functions,
-            "reasoning" if self.opens_reasoning else "content",
-        )
-
-    def answer(self, body: ChatBody, generation: Generation) -> ChatAnswers:
-        return ChatAnswers(body, generation, [self.sections() for _ in generation.choices])
-
-
-def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
+def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> Prepared:
     """What the engine is asked. Takes a while: not in the loop."""
     check_choices(body, 1, most_choices)
     template = template_of(model)
@@ -84,18 +53,12 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
         )
     prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
-    opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
     tokens = model.vocabulary.mark_tokens
     how = _format_of_calls(body, template) if functions else None
     grammar = _grammar(body, template, functions, tokens)
-    if grammar is not None and template.is_harmony:
-        if not HarmonySections(prompt=prompt).is_within_message:
-            grammar = _in_channels(grammar, body)
-    elif grammar is not None and not template.closes_reasoning(prompt):
-        grammar = _after_reasoning(
-            grammar, body, template, tokens, how, opens_reasoning=opens_reasoning
-        )
+    if grammar is not None:
+        grammar = _after_thoughts(grammar, body, template, tokens, how, prompt)
     given = body.max_completion_tokens
     choices = choices_for(
         body,
@@ -109,7 +72,14 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
     if body.continue_final_message:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
-    return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
+    begins_with = "reasoning" if template.opens_reasoning(prompt) else "content"
+    sections = [
+        HarmonySections(functions, prompt)
+        if template.is_harmony
+        else AnswerSections(template.reasoning, how, functions, begins_with)
+        for _ in choices
+    ]
+    return choices, partial(ChatAnswers, sections=sections)
 
 
 def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | None:
@@ -168,7 +138,6 @@ def prompt_of(
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:
-    """The tools that the prompt names."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -247,39 +216,35 @@ def _grammar(
     return None if grammar is None else (grammar, param)
 
 
-def _in_channels(grammar: tuple[str, str], body: ChatBody) -> tuple[str, str]:
-    text, param = grammar
-    if body.response_format is not None and body.response_format.get("type") == "grammar":
-        raise FieldError(param, "a grammar of one's own cannot follow this model's analysis")
-    return grammars.after_analysis(text, is_call=param != "response_format"), param
-
-
-def _after_reasoning(
+def _after_thoughts(
     grammar: tuple[str, str],
     body: ChatBody,
     template: ChatTemplate,
     tokens: Mapping[str, int],
     how: ToolFormat | None,
-    *,
-    opens_reasoning: bool,
+    prompt: str,
 ) -> tuple[str, str]:
+    """The grammar where reasoning may come first."""
     text, param = grammar
-    is_own = body.response_format is not None and body.response_format.get("type") == "grammar"
-    if template.reasoning is None or (is_own and not opens_reasoning):
+    is_own = (body.response_format or {}).get("type") == "grammar"
+    if template.is_harmony:
+        if HarmonySections(prompt=prompt).is_within_message:
+            return grammar
+        if is_own:
+            problem = "a grammar of one's own cannot follow this model's analysis"
+            raise FieldError(param, problem)
+        return grammars.after_analysis(text, is_call=param != "response_format"), param
+    marks, is_open = template.reasoning, template.opens_reasoning(prompt)
+    if marks is None or template.closes_reasoning(prompt) or (is_own and not is_open):
         return grammar
     if is_own:
         raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
-    marks = template.reasoning
-    opens_calls = () if how is None else how.opens
-    text = grammars.after_reasoning(
-        text, marks, tokens, is_open=opens_reasoning, opens_calls=opens_calls
-    )
+    opens = () if how is None else how.opens
+    text = grammars.after_reasoning(text, marks, tokens, is_open=is_open, opens_calls=opens)
     return text, param
 
 
 class ChatAnswers(Answers):
-    """Messages, or deltas as they grow."""
-
     def __init__(
         self,
         body: ChatBody,

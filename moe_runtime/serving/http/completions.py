@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moe_runtime.serving.http.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.generating import (
-    AnswerChoice,
     Answers,
     Generation,
+    Prepared,
     check_choices,
     check_tokens,
     choices_for,
@@ -31,7 +32,6 @@ _EXPECTED = (
 
 
 def read_prompts(given: Any) -> list[str] | list[list[int]]:
-    """The prompts of a request: texts, or tokens."""
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise FieldError("prompt", _EXPECTED)
@@ -58,7 +58,7 @@ class Echo:
 
 def prepare(
     body: CompletionBody, model: ServedModel, most_choices: int, owner: str = ""
-) -> CompletionPlan:
+) -> Prepared:
     """What the engine is asked. Takes a while: not in the loop."""
     given = read_prompts(body.prompt)
     check_choices(body, len(given), most_choices)
@@ -91,7 +91,7 @@ def prepare(
         ]
         if body.echo:
             echoes.append(_echo(one, prompts[number], held[0], body, model.vocabulary))
-    return CompletionPlan(choices, echoes)
+    return choices, partial(CompletionAnswers, echoed=echoes)
 
 
 def _echo(
@@ -112,17 +112,6 @@ def _echo(
     text = vocabulary.decode(given[: len(given) - num_held])
     offsets = vocabulary.offsets_of_tokens(given) if has_offsets else ()
     return Echo(text, [min(offset, len(text)) for offset in offsets])
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionPlan:
-    """Texts or tokens to continue, ready for the engine."""
-
-    choices: list[AnswerChoice]
-    echoed: list[Echo]
-
-    def answer(self, body: CompletionBody, generation: Generation) -> CompletionAnswers:
-        return CompletionAnswers(body, generation, self.echoed)
 
 
 class CompletionAnswers(Answers):

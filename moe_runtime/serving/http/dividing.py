@@ -36,7 +36,6 @@ def server_bytes(max_tokens: int | None, num_models: int = 1) -> int:
 
 
 def is_on_cpu(loading: Mapping[str, Any]) -> bool:
-    """Whether models that are loaded with such options compute on the CPU."""
     device = loading["device"]
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 

@@ -29,7 +29,7 @@ from moe_runtime.serving.http.api_errors import (
     internal_error,
     raised_as_api_error,
 )
-from moe_runtime.serving.http.generating import Generation, Plan, check_tokens, encode_text
+from moe_runtime.serving.http.generating import Generation, Prepared, check_tokens, encode_text
 from moe_runtime.serving.http.schema import (
     BodyT,
     ChatBody,
@@ -136,7 +136,6 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 _MOST_USER = 100
-"""Characters in the log of the name that a client gives its user."""
 
 
 class Endpoints:
@@ -224,36 +223,32 @@ class Endpoints:
         return json_response({"version": moe_runtime.__version__})
 
     async def page(self, request: Request) -> Response:
-        text = (
-            importlib.resources.files("moe_runtime.serving.http").joinpath("page.html").read_bytes()
+        text = (importlib.resources.files("moe_runtime.serving.http") / "page.html").read_bytes()
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+            "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
+            "form-action 'none'"
         )
-        return Response(
-            text,
-            media_type="text/html; charset=utf-8",
-            headers={
-                "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
-                "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-                "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-            },
-        )
+        headers = {"content-security-policy": policy}
+        return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     async def _answer(
         self,
         request: Request,
         kind: type[ChatBody] | type[CompletionBody],
-        prepare: Callable[..., Plan],
+        prepare: Callable[..., Prepared],
     ) -> Response:
         body = await self._body(request, kind)
         asked, model = Asked.of(request.scope), self._server.model(body.model)
         most = self._server.limits.choices
-        plan = await self._server.prepare(
+        choices, answers_to = await self._server.prepare(
             asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
         )
-        if not (body.stays_large or any(one.request.constraint for one in plan.choices)):
+        if not (body.stays_large or any(one.request.constraint for one in choices)):
             self._server.forget_body(asked)
-        generation = self._server.begin(asked, model, plan.choices)
+        generation = self._server.begin(asked, model, choices)
         body = body.without_texts()  # the whole body goes while the answer is made
-        answer = plan.answer(body, generation)
+        answer = answers_to(body, generation)
         if body.stream:
             return EventStream(generation, answer.chunks())
         return await whole(request, generation, answer.whole())
@@ -285,7 +280,6 @@ class Endpoints:
 
 
 def _note_common(asked: Asked, body: object) -> None:
-    """What requests for answers have in common: a user, and options of streams."""
     if not isinstance(body, GenerationFields):
         return
     asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
@@ -325,22 +319,14 @@ def _described(model: ServedModel) -> Mapping[str, Any]:
 
 
 def make_app(server: Server) -> ASGIApp:
-    """An ASGI application that answers requests to a server."""
-
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
         Asked.of(request.scope).failure = api_error
         return error_response(api_error)
 
     routes = Endpoints(server).routes()
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            ApiError: failed,
-            HTTPException: failed,
-            Exception: failed,
-        },
-    )
+    kinds = (ApiError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, failed))
     app.router.redirect_slashes = False
     return RequestGate(app, server, frozenset(route.path for route in routes))
 
@@ -361,7 +347,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
-"""What reveals no text."""
+_CLOSING = {"connection": "close"}
 _BODIES_AT_ONCE = 4
 """Bodies of the greatest length that are read at a time; no memory is reserved for more."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
@@ -382,7 +368,9 @@ class RequestGate:
             return
         started_s = time.perf_counter()
         request = Request(scope, receive)
-        origin = self._shared_origin(request)
+        origin, origins = request.headers.get("origin"), self._server.access.origins
+        if origin not in origins and "*" not in origins:
+            origin = None
         status = 499  # the client disconnected
         end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
         asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
@@ -432,12 +420,14 @@ class RequestGate:
                 "try again later",
                 status=429,
                 code="queue_full",
-                headers={"retry-after": "1", "connection": "close"},
+                headers={"retry-after": "1", **_CLOSING},
             )
 
     def _refusal(self, request: Request, origin: str | None, asked: Asked) -> Response | None:
         access, most = self._server.access, self._server.limits.body_bytes
-        host = _host(request)
+        host = request.headers.get("host", "").lower()
+        if found := _HOST.fullmatch(host):
+            host = found[1]
         if access.hosts is not None and host and host not in access.hosts:
             # A page of another site whose name was made to lead here. Browsers always give one.
             message = "this name of the server is not known; call it by its address"
@@ -447,8 +437,7 @@ class RequestGate:
         if {"content-length", "transfer-encoding"} <= set(request.headers):
             # Servers before this one may see another end of the body, and another request in it.
             problem = "a body has content-length or transfer-encoding, got both"
-            closing = {"connection": "close"}
-            return error_response(ApiError(problem, code="two_lengths", headers=closing))
+            return error_response(ApiError(problem, code="two_lengths", headers=_CLOSING))
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return error_response(_too_long(most))
@@ -460,16 +449,11 @@ class RequestGate:
             if not any(same):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
                 headers = {"www-authenticate": "Bearer"}
-                return error_response(
-                    ApiError(message, status=401, code="invalid_api_key", headers=headers)
-                )
+                error = ApiError(message, status=401, code="invalid_api_key", headers=headers)
+                return error_response(error)
             asked.client = str(same.index(True))
         asked.owner = access.owner_of(key)
         return None
-
-    def _shared_origin(self, request: Request) -> str | None:
-        origin, origins = request.headers.get("origin"), self._server.access.origins
-        return origin if origin and (origin in origins or "*" in origins) else None
 
     def _record(self, request: Request, status: int, asked: Asked, seconds: float) -> None:
         route, path = request.scope.get("route"), request.scope["path"]
@@ -521,13 +505,7 @@ def _given_key(request: Request) -> str:
 
 def _too_long(most: int) -> ApiError:
     message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
-    return ApiError(message, status=413, code="body_too_long", headers={"connection": "close"})
-
-
-def _host(request: Request) -> str:
-    host = request.headers.get("host", "").lower()
-    found = _HOST.fullmatch(host)
-    return host if found is None else found[1]
+    return ApiError(message, status=413, code="body_too_long", headers=_CLOSING)
 
 
 def _request_id(request: Request) -> str:

@@ -7,9 +7,9 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 def too_slow(limit_s: float) -> ApiError:
-    """What is said of a request whose time is over."""
     return ApiError(
         f"the answer took longer than the {limit_s:g} seconds that a request may",
         status=408,
@@ -237,7 +236,6 @@ def _token(text: str, size: int) -> int:
 def encode_prompt(
     text: str, model: ServedModel, param: str, *, add_special_tokens: bool
 ) -> list[int]:
-    """Tokens of a prompt, or an `ApiError` where there are none or too many."""
     ids = encode_text(text, model, param, add_special_tokens=add_special_tokens)
     check_tokens(ids, model, param)
     return ids
@@ -358,8 +356,6 @@ _LEAST = -9999.0
 
 
 class Answers(ABC):
-    """Makes the JSON of one request's answers."""
-
     def __init__(
         self, body: GenerationFields, generation: Generation, kinds: tuple[str, str], prefix: str
     ) -> None:
@@ -397,8 +393,7 @@ class Answers(ABC):
         """Adds a piece to an answer; gives why the answer ends with it, if it does."""
 
     @abstractmethod
-    def taken(self) -> dict[str, Any]:
-        """The fields of all answers, once they are whole."""
+    def taken(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -417,19 +412,13 @@ class Answers(ABC):
         return {"prompt_token_ids": self.generation.choices[index].request.prompt_ids}
 
 
-class Plan(Protocol):
-    """What is asked, ready for the engine."""
-
-    @property
-    def choices(self) -> Sequence[AnswerChoice]: ...
-
-    def answer(self, body: Any, generation: Generation) -> Answers: ...
+Prepared = tuple[list[AnswerChoice], Callable[[Any, Generation], Answers]]
+"""What is asked, ready for the engine; and what makes JSON of the answers to a body."""
 
 
 def completion_logprobs(
     tokens: Iterable[AnswerToken], vocabulary: Vocabulary, first_offset: int = 0
 ) -> dict[str, Any]:
-    """The form of ``/v1/completions``: four lists of equal length."""
     found = list(tokens)
     return {
         "tokens": [vocabulary.token_text(one.token_id) for one in found],
@@ -472,5 +461,4 @@ def _entry(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, A
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can have."""
     return max(logprob, _LEAST)

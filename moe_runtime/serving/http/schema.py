@@ -38,6 +38,8 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
     }
 )
 """Fields that other servers have; a client that sends them would not get what it asks for."""
+_RENAMED = {key: ["max_tokens"] for key in ("max_completion_tokens", "max_new_tokens")}
+"""What unknown fields are called where they are known."""
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "cache_prompt": (True, False),
     "include_stop_str_in_output": (False,),
@@ -384,17 +386,24 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         return FieldError(name, "is missing", code="missing_required_parameter")
     if problem["type"] == "extra_forbidden":
         field = _cut(str(place[-1]))
-        near = difflib.get_close_matches(field, kind.model_fields, n=1) if len(place) == 1 else []
+        near = []
+        if len(place) == 1:
+            near = _RENAMED.get(field) or difflib.get_close_matches(field, kind.model_fields, n=1)
         if field in _KNOWN_BUT_UNSUPPORTED:
             return FieldError(name, "is not supported by this server", code="unsupported_parameter")
         ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
+    if problem["type"].endswith("too_short"):
+        message = f"is empty, send {_LEAST.get(str(place[-1]), 'at least one character')}"
     is_of_type = problem["type"].endswith("_type")
     if problem["type"] == "integer":
         is_of_type = type(problem["input"]) is not int
     code = "invalid_type" if is_of_type else "invalid_value"
     return FieldError(name, f"{message}, got {_shown(problem['input'])}", code=code)
+
+
+_LEAST = {"messages": 'at least one message: {"role": "user", "content": "TEXT"}'}
 
 
 def _shown(value: object) -> str:

@@ -63,7 +63,6 @@ class ChatTemplate:
         self.tools = None if self.is_harmony else tool_format_of(self._source)
 
     def knows(self, variable: str) -> bool:
-        """Whether the template's source has a name."""
         return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
 
     def render(

@@ -20,7 +20,6 @@ from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
-"""Called with an event's name and its fields."""
 
 ValueT = TypeVar("ValueT")
 
@@ -245,7 +244,6 @@ class ClientTurns:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: str) -> AsyncGenerator[None, None]:
-        """Waits for a turn of the client, and has it within the block."""
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(client, deque()).append(ready)

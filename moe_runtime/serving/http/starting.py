@@ -51,8 +51,7 @@ _GOODBYE_S = 10
 """Seconds in which clients may take what was sent, once all answers are there."""
 
 
-class AddressError(MoERuntimeError):
-    """The server cannot listen at an address."""
+class AddressError(MoERuntimeError): ...
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,7 +104,6 @@ def _unusable(host: str, port: int, error: OSError) -> AddressError:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The address as clients write it."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -149,7 +147,6 @@ class _Protocol(H11Protocol):
         return True
 
     def _look_after(self) -> None:
-        """Ends a connection that the client's system refused."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         connection = self.transport.get_extra_info("socket")

@@ -242,7 +242,6 @@ def _python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCa
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal of Python, or of JSON."""
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(one) for one in node.elts]
     if isinstance(node, ast.Dict):

@@ -18,7 +18,6 @@ _MARK = re.compile(r"<\S.*>", re.DOTALL)
 _SLICE = 2048
 """Characters that are encoded at a time where a text may be too long."""
 _MOST_CHARACTER_BYTES = 4
-"""Of UTF-8; a character has no more tokens than bytes."""
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
 

@@ -50,7 +50,6 @@ class CheckpointModel(nn.Module):
         self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        """Mean cross-entropy of the tokens, and the gates' loss where the model has one."""
         out: Any = self.model(input_ids=ids_BC, use_cache=False)
         logits = out.logits.float().flatten(0, 1)
         loss = cross_entropy(logits, targets_BC.flatten())
@@ -59,11 +58,9 @@ class CheckpointModel(nn.Module):
             auxiliary = self._router_scale * out.aux_loss
         return Losses(loss, auxiliary)
 
-    def after_step(self, *, skipped: bool = False) -> None:
-        """Nothing changes but by gradients."""
+    def after_step(self, *, skipped: bool = False) -> None: ...
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The trained parameters that are in memory."""
         return {name: p.detach() for name, p in trained_around_experts(self.model).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -177,19 +174,16 @@ def activation_bytes(
 
 
 def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Weights, gradients and moments of parameters in fp32."""
     return 16 * sum(parameter.numel() for parameter in parameters)
 
 
 def require_positions(config: PreTrainedConfig, context: int) -> None:
-    """Refuses sequences that are longer than the model's positions go."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and context > most:
         raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
 
 
 def float_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that can have gradients."""
     return [p for p in model.parameters() if torch.is_floating_point(p)]
 
 

@@ -34,7 +34,7 @@ from moe_runtime.inference.budget import (
     resolve_budget,
 )
 from moe_runtime.inference.budget import plan_memory as plan_slots
-from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
+from moe_runtime.inference.device.device_experts import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
@@ -47,9 +47,9 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.data import (
     TokenStreams,
-    encode_corpus,
+    encode_corpora,
     load_tokenizer,
-    read_corpus,
+    read_corpora,
     text_files,
     windows_of,
 )
@@ -109,7 +109,6 @@ def divide_budget(
     sites: list[ExpertsModuleSpec],
     place: torch.device,
 ) -> TrainingMemory | FrozenMemory:
-    """The budgets' division, before anything of the model is in memory."""
     method = config.method
     activations = activation_bytes(
         checkpoint.config,
@@ -190,7 +189,6 @@ def _routed_bytes(
 def _adapter_bytes(
     config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsModuleSpec]
 ) -> int:
-    """Weights, gradients and moments of adapters, counted for every matrix of two dimensions."""
     assert config.lora is not None
     total = 0
     if "experts" in config.lora.places:
@@ -329,14 +327,6 @@ def prepare(
         on_stage: called with a word on what is being done.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
         keeps_text: the encoded text is written to the run's folder.
-
-    Raises:
-        CapacityError: the budget is too small; names the smallest that works.
-        CheckpointError: the checkpoint cannot be read.
-        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so, or it is
-            quantised or packed and every parameter is to be trained.
-        ValueError: the text or an option cannot be as given.
-        OSError: a file cannot be read or written.
     """
     output, trace = config.run.output, config.run.trace
     device = device_of(config)
@@ -357,15 +347,9 @@ def prepare(
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
-    corpora = {
-        name: read_corpus(name, source, config.data, Path())
-        for name, source in config.data.sources.items()
-    }
+    corpora = read_corpora(config.data, Path())
     on_stage("encoding the text")
-    streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
-        for name, corpus in corpora.items()
-    }
+    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     _check_vocabulary(checkpoint, streams)
     batches, held_out = windows_of(streams, config)
     if epochs is not None:
@@ -384,7 +368,7 @@ def prepare(
         storage=config.run.storage_dir or output / EXPERTS,
         streams=streams,
         batches=batches,
-        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        held_out=held_out,
         checkpoint=checkpoint,
         model=model,
         experts=experts,

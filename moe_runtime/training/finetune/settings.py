@@ -34,15 +34,11 @@ class TrainingMethod(Protocol):
     @property
     def has_backward(self) -> bool: ...
 
-    def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
-        """Sends the experts away; `places` are the keywords that say where to."""
-        ...
+    def offload(self, model: nn.Module, **places: Any) -> ExpertTraining: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Backpropagation:
-    """Gradients and AdamW."""
-
     settings: AdamW
     num_sides = 1
     has_backward = True

@@ -69,7 +69,6 @@ class StepSpeeds:
 def memory_bytes(
     layers: Sequence[LayerActivations], choices: Sequence[ActivationChoice], staging_bytes: int
 ) -> int:
-    """Memory of kept activations, and of the buffers of swapped ones."""
     kept = sum(x.num_bytes for x, choice in zip(layers, choices, strict=True) if choice == "keep")
     return kept + (staging_bytes if "swap" in choices else 0)
 
@@ -201,7 +200,6 @@ class ActivationSwap:
         return flat if held.device.type == "cpu" else flat.to(held.device)
 
     def measure(self) -> tuple[float, float]:
-        """Bytes a second of writing and reading, by a short trial of sixteen slots."""
         tensor = torch.zeros(16 * SLOT_BYTES, dtype=torch.uint8)
         started = time.perf_counter()
         held = self.pack(tensor)
@@ -362,7 +360,6 @@ class ActivationPolicy:
             getattr(self._measured, direction).setdefault(layer, []).append(found)
 
     def finish_step(self) -> None:
-        """Plans the next steps after the one that was measured."""
         if self._measured is None or not self._measured.backward:
             return
         measured, self._measured = self._measured, None

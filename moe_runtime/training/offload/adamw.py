@@ -26,16 +26,14 @@ from torch import Tensor
 
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.records import (
     CHUNK_ELEMENTS,
-    ExpertTensor,
-    MomentSpan,
     MomentStorage,
     RecordLayout,
     Sections,
     StateFormat,
 )
+from moe_runtime.training.optimizer import DenseAdamW
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
@@ -99,25 +97,18 @@ class AdamW:
         require_types(_TYPES, {name: getattr(self, name) for name in _TYPES})
         betas = {f"betas[{place}]": beta for place, beta in enumerate(self.betas)}
         require_types(dict.fromkeys(betas, NUMBER), betas)
-        if not (self.lr >= 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr must be at least 0, got {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        for name in ("weight_decay", "clip_norm", "eps"):
+        for name in ("lr", "weight_decay", "clip_norm", "eps"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         known = {"clip": Clip, "untouched": Untouched, "moments": MomentStorage}
         for name, choices in known.items():
             if (value := getattr(self, name)) not in get_args(choices):
                 raise ValueError(f"{name} is {value!r}; {nearest(str(value), get_args(choices))}")
-        if self.delayed_update_after is not None and self.delayed_update_after < 0:
-            raise ValueError(
-                f"delayed_update_after must be at least 0, got {self.delayed_update_after}"
-            )
-        if self.galore_rank < 0:
-            raise ValueError(f"galore_rank must be at least 0, got {self.galore_rank}")
-        if self.galore_refresh < 1:
-            raise ValueError(f"galore_refresh must be at least 1, got {self.galore_refresh}")
+        for name, least in (("delayed_update_after", 0), ("galore_rank", 0), ("galore_refresh", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if not (self.galore_scale > 0 and math.isfinite(self.galore_scale)):
             raise ValueError(f"galore_scale must be positive, got {self.galore_scale}")
         if self.loss_scale != "dynamic" and not (
@@ -263,54 +254,26 @@ def _take_in_subspaces(
         for tensor, span, basis, weight, found in zip(
             layout.trained, layout.spans, bases, weights, gradients, strict=True
         ):
-            move = _low_rank_step(
-                layout, span, basis, found if has_gradient else None, moments, settings, step
-            )
-            _move(weight, tensor, move, basis, settings, step)
+            low = moments[0].new_zeros(span.stop - span.start)
+            if has_gradient:
+                part = found if basis is None else project(found, basis)
+                low[: part.numel()] = part.reshape(-1)
+            move = torch.zeros_like(low)
+            mean, variance = (moment[span.start : span.stop] for moment in moments)
+            _adamw(move, low, mean, variance, settings, 0.0, step)
+            move = move[: math.prod(span.shape)].view(span.shape)
+            if tensor.decays:
+                weight.mul_(1 - step.rate * settings.weight_decay)
+            if basis is None:
+                weight.add_(move)
+            elif weight.shape[0] <= weight.shape[1]:
+                weight.addmm_(basis, move, alpha=settings.galore_scale)
+            else:
+                weight.addmm_(move, basis.T, alpha=settings.galore_scale)
         _encode(layout, record, moments, 0, step)
 
 
-def _low_rank_step(
-    layout: RecordLayout,
-    span: MomentSpan,
-    basis: Tensor | None,
-    gradient: Tensor | None,
-    moments: tuple[Tensor, Tensor],
-    settings: AdamW,
-    step: UpdateStep,
-) -> Tensor:
-    """What a step without decay adds to a tensor, or to its part in the subspace."""
-    size = span.stop - span.start
-    low = moments[0].new_zeros(size)
-    if gradient is not None:
-        part = gradient if basis is None else project(gradient, basis)
-        low[: part.numel()] = part.reshape(-1)
-    move = torch.zeros_like(low)
-    mean, variance = (moment[span.start : span.stop] for moment in moments)
-    _adamw(move, low, mean, variance, settings, 0.0, step)
-    return move[: math.prod(span.shape)].view(span.shape)
-
-
-def _move(
-    weight: Tensor,
-    tensor: ExpertTensor,
-    move: Tensor,
-    basis: Tensor | None,
-    settings: AdamW,
-    step: UpdateStep,
-) -> None:
-    if tensor.decays:
-        weight.mul_(1 - step.rate * settings.weight_decay)
-    if basis is None:
-        weight.add_(move)
-    elif weight.shape[0] <= weight.shape[1]:
-        weight.addmm_(basis, move, alpha=settings.galore_scale)
-    else:
-        weight.addmm_(move, basis.T, alpha=settings.galore_scale)
-
-
 def project(gradient: Tensor, basis: Tensor) -> Tensor:
-    """A matrix' part in a subspace of its smaller side: ``[r, n]`` or ``[m, r]``."""
     is_wide = gradient.shape[0] <= gradient.shape[1]
     return basis.T @ gradient if is_wide else gradient @ basis
 
@@ -351,7 +314,6 @@ def _encode(
 def _parts(
     layout: RecordLayout, settings: AdamW, start: int, stop: int
 ) -> Iterator[tuple[slice, float]]:
-    """The parts of some elements that decay and that do not, relative to the first."""
     border = min(max(layout.decaying - start, 0), stop - start)
     if border:
         yield slice(0, border), settings.weight_decay

@@ -35,6 +35,7 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
+from moe_runtime.training.offload.disk import RecordFile
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -101,7 +102,6 @@ class SavedExperts:
         self._files: dict[Path, CheckpointFile] = {}
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuses a checkpoint that lacks experts, or has others."""
         expected = set(names)
         if others := self.rows.keys() - expected:
             raise CheckpointError(f"the checkpoint has an expert {shown(min(others))}")
@@ -110,7 +110,6 @@ class SavedExperts:
             raise CheckpointError(f"the checkpoint lacks {len(missing)} experts: {missing[0]}, ...")
 
     def read(self, name: str, key: ExpertKey, layout: RecordLayout, record: Tensor) -> Version:
-        """Reads an expert's state into a record, and checks its digest."""
         folder, version = self.rows[name]
         path = records_path(self.storage / folder, layout)
         if path not in self._files:
@@ -151,7 +150,6 @@ def remove_left_behind(storage: Path, size: int) -> None:
 
 
 def remove_own_files(folder: Path) -> None:
-    """Removes the files of experts in a folder."""
     for pattern in _OWN_FILES:
         for file in folder.glob(pattern):
             file.unlink(missing_ok=True)
@@ -179,7 +177,7 @@ class ExpertCheckpoints:
         self._under_way: Future[None] | None = None
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
-        self._lent: list[tuple[RecordLayout, int]] = []
+        self._lent: list[tuple[RecordFile, int]] = []
         self._is_first = True
 
     def begin(self) -> dict[str, Any]:
@@ -307,9 +305,9 @@ class ExpertCheckpoints:
         assert self._states.disk is not None
         layout = self._layouts[key.layer]
         # What has no file open here is not written to either.
-        if self._states.disk.has_file(layout):
-            self._states.disk.hold(layout, version.slot)
-            self._lent.append((layout, version.slot))
+        if (file := self._states.disk.files.get(layout.state_bytes)) is not None:
+            file.hold(version.slot)
+            self._lent.append((file, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
         shapes, state = self._shapes(), self._state_format
@@ -325,7 +323,6 @@ class ExpertCheckpoints:
             )
 
     def _everyone(self) -> Iterable[ExpertKey]:
-        """The experts of all processes."""
         for layer, site in enumerate(self._sites):
             for expert in range(site.num_experts):
                 yield ExpertKey(layer, expert)
@@ -334,7 +331,6 @@ class ExpertCheckpoints:
         return f"{self._sites[key.layer].name}.{key.expert}"
 
     def _shapes(self) -> dict[str, list[Any]]:
-        """Number of experts, dtype and shapes of each module, and which tensors are frozen."""
         shapes = {}
         for site, layout in zip(self._sites, self._layouts, strict=True):
             tensors = [

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.lab.record_tiers import UseCounts, spread
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_layout import ALIGNMENT
@@ -160,8 +161,7 @@ class DeviceLink:
         def take() -> None:
             if is_direct:
                 return
-            for target, arrival in zip(targets, arrivals, strict=True):
-                target.add_(arrival) if adds else target.copy_(arrival)
+            add_up(targets, arrivals, adds=adds)
 
         parts = [(_bytes(a), _bytes(b)) for a, b in zip(found, arrivals, strict=True)]
         event = self.device.copy_back(parts)
@@ -185,7 +185,6 @@ class DeviceLink:
             self._do_first()
 
     def finish(self) -> None:
-        """Returns when all records have been released."""
         while self._jobs:
             self._do_first()
 
@@ -210,13 +209,11 @@ class DeviceLink:
 
 
 def buffer_bytes(section_bytes: int) -> int:
-    """Of one buffer, whole pages, for parameters of so many bytes."""
     unit = 4096
     return -(-(section_bytes + _MOST_TENSORS * ALIGNMENT) // unit) * unit
 
 
 def kept_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
-    """What `DeviceLink.keep` takes."""
     return sum(_aligned(tensor.numel() * dtype.itemsize) for tensor in tensors)
 
 
@@ -254,8 +251,6 @@ class LinkTraffic:
 
 @dataclass(slots=True)
 class _Copy:
-    """Weights on the device, as they were after a step."""
-
     step: int
     tensors: list[Tensor]
     num_bytes: int
@@ -282,6 +277,7 @@ class ComputeCopies:
         self._copies: dict[ExpertKey, _Copy] = {}
         self._uses = UseCounts(self._keys)
         self._used: set[ExpertKey] = set()
+        self._scratch: dict[tuple[object, ...], list[Tensor]] = {}
 
     def weights(
         self, key: ExpertKey, step: int, tensors: Sequence[Tensor], like: Tensor
@@ -315,7 +311,6 @@ class ComputeCopies:
     def _bring(
         self, tensors: Sequence[Tensor], like: Tensor, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Weights in the type of `like` and where it is; in given memory, or for this use."""
         if self.link is not None:
             return self.link.bring(tensors, like.dtype, into)
         if into is None:
@@ -333,14 +328,43 @@ class ComputeCopies:
             self.link.release(action)
 
     def finish(self) -> None:
-        """Returns when every record has been released."""
         if self.link is not None:
             self.link.finish()
 
-    def take_back(self, gradients: Sequence[Tensor]) -> None:
-        """Counts gradients that cross the link to their expert's tier."""
-        sizes = (gradient.numel() * gradient.element_size() for gradient in gradients)
+    def memory(
+        self,
+        like: Sequence[Tensor],
+        weights: StackedExperts,
+        *,
+        dtype: torch.dtype | None = None,
+        is_part: bool = False,
+    ) -> list[Tensor]:
+        """Memory for an expert's gradients where its weights are, in their type unless told.
+
+        Args:
+            is_part: of one micro-batch, which is summed there.
+        """
+        dtype = weights.dtype if dtype is None else dtype
+        if self.link is not None:
+            return self.link.part(like, dtype) if is_part else self.link.gradients(like, dtype)
+        place = (*(tensor.shape for tensor in like), weights.device)
+        if self._scratch and next(iter(self._scratch))[:-2] != place:
+            self._scratch.clear()  # that of one kind of expert at a time
+        key = (*place, dtype, is_part)
+        if key not in self._scratch:
+            self._scratch[key] = [
+                torch.empty(tensor.shape, dtype=dtype, device=weights.device) for tensor in like
+            ]
+        return self._scratch[key]
+
+    def send_back(self, found: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool) -> None:
+        """Brings gradients to their expert's record, and counts them."""
+        sizes = (gradient.numel() * gradient.element_size() for gradient in found)
         self.traffic.from_device_bytes += sum(sizes)
+        if self.link is not None:
+            self.link.send_back(found, targets, adds=adds)
+        else:
+            add_up(targets, found, adds=adds)
 
     def after_step(self) -> None:
         """Counts uses; the experts used most get the room of those used least."""
@@ -370,6 +394,12 @@ class ComputeCopies:
             count = min(len(self._keys), self._num_bytes // max(1, size))
             self._tiers = set(spread(self._keys, count))
         return key in self._tiers and self.kept_bytes + size <= self._num_bytes
+
+
+def add_up(totals: Sequence[Tensor], parts: Sequence[Tensor], *, adds: bool) -> None:
+    """Adds to the totals, or replaces them."""
+    for total, part in zip(totals, parts, strict=True):
+        total.add_(part) if adds else total.copy_(part)
 
 
 def crosses(tensor: Tensor, like: Tensor) -> bool:

@@ -147,7 +147,6 @@ class DeviceUpdates:
 
 
 def measure_speeds(device: torch.device) -> UpdateSpeeds:
-    """Rates of updates and copies, by short trials with a million parameters."""
     record = torch.zeros(_TRIAL.record_bytes, dtype=torch.uint8)
     if device.type == "cuda":
         record = record.pin_memory()
@@ -182,5 +181,4 @@ def measure_speeds(device: torch.device) -> UpdateSpeeds:
 
 
 def planned_updates(device: torch.device) -> DeviceUpdates:
-    """Updates with the stride that measured speeds make the fastest."""
     return DeviceUpdates(device, best_stride(measure_speeds(device)))

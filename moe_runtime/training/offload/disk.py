@@ -8,7 +8,9 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -98,11 +100,13 @@ class RecordFile(CheckpointFile):
             raise self._failure("read", error) from None
 
     def sync(self) -> None:
-        """Returns when what was written lies on the disk."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             raise self._failure("write", error) from None
+
+    def require_unchanged(self) -> None:
+        """It changes all the time; digests are compared instead."""
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -135,8 +139,18 @@ class RecordFile(CheckpointFile):
         return CheckpointError(f"cannot {what} {self.path}: {error.strerror}")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class RecordPart:
+    """Sections of an expert's record in memory, and their version on the disk."""
+
+    key: ExpertKey
+    layout: RecordLayout
+    version: Version | None
+    sections: Sections
+    record: Tensor
+
+
 OpenFile = Callable[[Path, int, int], RecordFile]
-"""Opens a file of records: path, bytes of a slot, slots to allocate."""
 
 
 class Disk:
@@ -147,9 +161,8 @@ class Disk:
         layouts: of every expert's record; each size of record has a file.
         open_file: opens the files; for tests that take a disk's place.
 
-    Raises:
-        CheckpointError: the folder is missing or cannot be written.
-        CapacityError: the disk has not enough room.
+    Attributes:
+        files: of versions, by the bytes of a record.
     """
 
     def __init__(
@@ -165,7 +178,7 @@ class Disk:
             raise CheckpointError(f"storage_dir {folder} is not a directory; make it first")
         self.folder = folder
         self._open = open_file or partial(RecordFile, direct=direct)
-        self._files: dict[int, RecordFile] = {}
+        self.files: dict[int, RecordFile] = {}
         self._scratch: dict[int, RecordFile] = {}
         self._parking: dict[ExpertKey, int] = {}
         self._parked: dict[ExpertKey, str] = {}
@@ -173,169 +186,115 @@ class Disk:
         with contextlib.ExitStack() as opened:
             for layout in layouts.values():
                 size = layout.state_bytes
-                if size not in self._files:
+                if size not in self.files:
                     path = records_path(folder, layout)
-                    file = self._files[size] = self._open(path, size, numbers[size])
+                    file = self.files[size] = self._open(path, size, numbers[size])
                     opened.callback(file.close)
             self._queue = ReadQueue(io_threads)
             opened.pop_all()
 
-    def has_file(self, layout: RecordLayout) -> bool:
-        return layout.state_bytes in self._files
-
-    def take(self, layout: RecordLayout) -> int:
-        return self._files[layout.state_bytes].take()
-
-    def hold(self, layout: RecordLayout, slot: int) -> None:
-        self._files[layout.state_bytes].hold(slot)
-
-    def drop(self, layout: RecordLayout, slot: int) -> None:
-        self._files[layout.state_bytes].drop(slot)
-
-    def read(
-        self,
-        key: ExpertKey,
-        layout: RecordLayout,
-        version: Version | None,
-        sections: Sections,
-        record: Tensor,
-        read: Read,
-    ) -> None:
-        """Starts to read sections into a record; the thread that reads the last block checks their
-        digests."""
-        blocks: list[Block] = []
-        slot = None if version is None else version.slot
-        for file, offset, content in self._ranges(key, layout, slot, sections, record):
-            blocks.extend(
-                partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
-                for begin in range(0, len(content), READ_BYTES)
-            )
+    def read(self, part: RecordPart, read: Read) -> None:
+        """Starts to read; the thread that reads the last block checks the digests."""
+        blocks = self._blocks(part, attrgetter("fetch"))
         left = itertools.count(1 - len(blocks))
 
         def move(block: Block) -> int:
             moved = block()
             if next(left) == 0:
-                self._compare(key, layout, version, sections, record)
+                self._compare(part)
             return moved
 
         self._queue.submit([partial(move, block) for block in blocks], read)
 
-    def _compare(
-        self,
-        key: ExpertKey,
-        layout: RecordLayout,
-        version: Version | None,
-        sections: Sections,
-        record: Tensor,
-    ) -> None:
-        expected = {} if version is None else dict(version.sections)
-        if key in self._parked:
-            expected[Sections.GRADIENT] = self._parked[key]
-        for section in ORDER:
-            known = expected.get(section)
-            if section not in sections or known is None:
-                continue
-            if checksum(layout.section(record, section)) != known:
-                is_parked = section == Sections.GRADIENT
-                path = (
-                    self._parking_place(key, layout)[0].path
-                    if is_parked
-                    else records_path(self.folder, layout)
-                )
-                raise CheckpointError(
-                    f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its "
-                    f"{section.name.lower() if section.name else section} is not what this run "
-                    "wrote there; check the disk, and go on from the last checkpoint"
-                )
-
-    def write(
-        self,
-        key: ExpertKey,
-        layout: RecordLayout,
-        version: Version | None,
-        sections: Sections,
-        record: Tensor,
-        write: Read,
-    ) -> None:
-        """Starts to write sections of a record: a new version, or a gradient that waits."""
-        blocks: list[Block] = []
-        if version is not None:
-            blocks.append(partial(_seal, layout, version, record))
-        if Sections.GRADIENT in sections:
-            blocks.append(partial(self._seal_gradient, key, layout, record))
-        slot = None if version is None else version.slot
-        for file, offset, content in self._ranges(key, layout, slot, sections, record):
-            blocks.extend(
-                partial(file.write, offset + begin, content[begin : begin + READ_BYTES])
-                for begin in range(0, len(content), READ_BYTES)
-            )
-        self._queue.submit(blocks, write)
+    def write(self, part: RecordPart, write: Read) -> None:
+        """Starts to write a new version, or a gradient that waits."""
+        blocks = self._blocks(part, attrgetter("write"))
+        self._queue.submit([partial(self._seal, part), *blocks], write)
 
     def is_under_way(self, transfer: Read) -> bool:
         return self._queue.is_under_way(transfer)
 
     def sync(self) -> None:
-        """Returns when all versions that were written lie on the disk."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.sync()
 
     @property
     def num_bytes(self) -> int:
-        files = [*self._files.values(), *self._scratch.values()]
-        return sum(file.num_slots * file.slot_bytes for file in files)
+        return sum(file.num_slots * file.slot_bytes for file in self._all_files())
 
     def close(self) -> None:
         self._queue.close()
-        for file in [*self._files.values(), *self._scratch.values()]:
+        for file in self._all_files():
             file.close()
 
-    def _ranges(
-        self,
-        key: ExpertKey,
-        layout: RecordLayout,
-        slot: int | None,
-        sections: Sections,
-        record: Tensor,
-    ) -> Iterator[tuple[RecordFile, int, memoryview]]:
-        """File, offset and memory of each run of neighbouring sections."""
-        view = host_view(record)
-        if Sections.GRADIENT in sections:
-            first, last = layout.place_of(Sections.GRADIENT)
-            file, place = self._parking_place(key, layout)
-            yield file, place * file.slot_bytes, view[first:last]
-        wanted = [index for index, section in enumerate(ORDER[:3]) if section in sections]
-        if wanted:
-            assert slot is not None
-            file = self._files[layout.state_bytes]
-            for begin, end in _runs(wanted):
-                first, _ = layout.place_of(ORDER[begin])
-                _, last = layout.place_of(ORDER[end - 1])
-                yield file, slot * file.slot_bytes + first, view[first:last]
+    def _all_files(self) -> list[RecordFile]:
+        return [*self.files.values(), *self._scratch.values()]
 
-    def _seal_gradient(self, key: ExpertKey, layout: RecordLayout, record: Tensor) -> int:
-        self._parked[key] = checksum(layout.section(record, Sections.GRADIENT))
+    def _blocks(
+        self, part: RecordPart, move_of: Callable[[RecordFile], Callable[[int, memoryview], int]]
+    ) -> list[Block]:
+        return [
+            partial(move_of(file), offset + begin, content[begin : begin + READ_BYTES])
+            for file, offset, content in self._ranges(part)
+            for begin in range(0, len(content), READ_BYTES)
+        ]
+
+    def _ranges(self, part: RecordPart) -> Iterator[tuple[RecordFile, int, memoryview]]:
+        """File, offset and memory of each run of neighbouring sections."""
+        layout, view = part.layout, host_view(part.record)
+        runs: list[tuple[int, int]] = []
+        for section in ORDER:
+            if section not in part.sections:
+                continue
+            first, last = layout.place_of(section)
+            if section == Sections.GRADIENT:
+                file, place = self._parking_place(part)
+                yield file, place * file.slot_bytes, view[first:last]
+            elif runs and runs[-1][1] == first:
+                runs[-1] = (runs[-1][0], last)
+            else:
+                runs.append((first, last))
+        if runs:
+            assert part.version is not None
+            file = self.files[layout.state_bytes]
+            for first, last in runs:
+                yield file, part.version.slot * file.slot_bytes + first, view[first:last]
+
+    def _seal(self, part: RecordPart) -> int:
+        """Notes the digests of what is written."""
+        if part.version is not None:
+            part.version.digest, part.version.sections = part.layout.checksums(part.record)
+        if Sections.GRADIENT in part.sections:
+            gradient = part.layout.section(part.record, Sections.GRADIENT)
+            self._parked[part.key] = checksum(gradient)
         return 0
 
-    def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
-        size = layout.bytes_of(Sections.GRADIENT)
+    def _compare(self, part: RecordPart) -> None:
+        expected = {} if part.version is None else dict(part.version.sections)
+        if part.key in self._parked:
+            expected[Sections.GRADIENT] = self._parked[part.key]
+        for section in ORDER:
+            known = expected.get(section)
+            if section not in part.sections or known is None:
+                continue
+            if checksum(part.layout.section(part.record, section)) != known:
+                is_parked = section == Sections.GRADIENT
+                file = (
+                    self._parking_place(part)[0]
+                    if is_parked
+                    else self.files[part.layout.state_bytes]
+                )
+                raise CheckpointError(
+                    f"{file.path}: expert {part.key.expert} of MoE layer {part.key.layer} is "
+                    f"damaged: its {section.name.lower() if section.name else section} is not what "
+                    "this run wrote there; check the disk, and go on from the last checkpoint"
+                )
+
+    def _parking_place(self, part: RecordPart) -> tuple[RecordFile, int]:
+        size = part.layout.bytes_of(Sections.GRADIENT)
         if size not in self._scratch:
             self._scratch[size] = self._open(self.folder / f"gradients-{size}.scratch", size, 0)
         file = self._scratch[size]
-        if key not in self._parking:
-            self._parking[key] = file.take()
-        return file, self._parking[key]
-
-
-def _seal(layout: RecordLayout, version: Version, record: Tensor) -> int:
-    version.digest, version.sections = layout.checksums(record)
-    return 0
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers, as first and one past the last."""
-    first = numbers[0]
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        if following != number + 1:
-            yield first, number + 1
-            if following is not None:
-                first = following
+        if part.key not in self._parking:
+            self._parking[part.key] = file.take()
+        return file, self._parking[part.key]

@@ -34,18 +34,17 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
 from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -86,13 +85,11 @@ class ExpertAdapters(nn.Module):
             )
 
     def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
-        """Adds an expert's adapters to a copy of its matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
 
     def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
-        """Adds to the adapters' gradients, by those of the adapted matrices."""
         for name in self.names:
             first, second = self._pair(name, expert)
             grad = self._by_rows(gradients[name]).to(first)
@@ -132,7 +129,7 @@ class SlottedPasses:
     def __init__(
         self,
         sites: Sequence[ExpertsModuleSpec],
-        store: ExpertStore[Tensor],
+        store: DeviceStore,
         adapters: Sequence[ExpertAdapters],
     ) -> None:
         self._sites = list(sites)
@@ -153,9 +150,8 @@ class SlottedPasses:
 
     def _do_fit(self, layer: int, dtype: torch.dtype) -> bool:
         store, site = self._store, self._sites[layer]
-        if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
+        if store.stacks is None or not store.has_stack(layer, dtype):
             return False
-        assert store.stacks is not None, "the layer has a stack"
         stack = store.stacks.stack(layer, np.full(site.num_experts, -1, np.int32))
         return (
             isinstance(stack, StackedExperts)
@@ -171,13 +167,12 @@ class SlottedPasses:
         then: Sequence[ExpertKey] | None,
         *,
         keeps: bool,
-    ) -> tuple[list[SlottedTraining], list[Tensor]]:
+    ) -> tuple[list[Any], list[Tensor]]:
         """As `LayerExecutor.forward`; `then` are experts that come next, None for those of this
         pass again."""
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
-        store, site = self._store, self._sites[layer]
-        assert isinstance(store, DeviceStore), "the layer has a stack"
+        site = self._sites[layer]
         assert isinstance(site.activation, ActivationSpec), "the layer has a stack"
         calls = list[SlottedTraining]()
         for x_TD, ids_TK, weights_TK in inputs:
@@ -185,7 +180,7 @@ class SlottedPasses:
             calls.append(
                 SlottedTraining(x_TD, ids_TK, weights_TK, site.num_experts, site.activation)
             )
-        copies = [store.device.download(call.offsets_E1) for call in calls]
+        copies = [self._store.device.download(call.offsets_E1) for call in calls]
         low = self._low_rank(layer, calls[0].x_TD)
         for call in calls:
             call.begin_forward(site.dim_preactivation, low, keeps=keeps)
@@ -234,7 +229,6 @@ class SlottedPasses:
         """Gives every expert that has rows once, and reads ahead what comes next, as slots become
         free."""
         store = self._store
-        assert isinstance(store, DeviceStore), "the layer has a stack"
         residents = store.launch_residents(layer, add).experts
         keys = keys_of()
         then = keys if then is None else then
@@ -274,7 +268,9 @@ class FrozenPasses:
         self._experts = experts
         self._store = store
         self._adapters = list(adapters)
-        self._slotted = SlottedPasses(sites, store, adapters)
+        self._slotted = None
+        if isinstance(store, DeviceStore):
+            self._slotted = SlottedPasses(sites, store, adapters)
         self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -288,7 +284,9 @@ class FrozenPasses:
         """As `LayerExecutor.forward`."""
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         then = None if turns_back else self._last_visited.get(layer + 1, [])
-        compute = self._slotted.forward if self._slotted.takes(layer, inputs) else self._forward
+        compute = self._forward
+        if self._slotted is not None and self._slotted.takes(layer, inputs):
+            compute = self._slotted.forward
         calls, outputs = compute(layer, inputs, then, keeps=keeps)
         if is_visit:
             keys = visited(layer, calls)
@@ -305,7 +303,7 @@ class FrozenPasses:
         then: Sequence[ExpertKey] | None,
         *,
         keeps: bool,
-    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+    ) -> tuple[list[Any], list[Tensor]]:
         """Expert by expert; `then` as of `SlottedPasses.forward`."""
         site = self._sites[layer]
         calls = streamed(site, inputs)
@@ -326,7 +324,7 @@ class FrozenPasses:
             self.visits.layers.pop()
         # the next window begins with the layer that this one ends with
         before = self.visits.layers[-1][1] if self.visits.layers else None
-        if not isinstance(calls[0], StreamedExperts):
+        if self._slotted is not None and not isinstance(calls[0], StreamedExperts):
             return self._slotted.backward(layer, calls, grads_TD, before)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
@@ -360,12 +358,10 @@ class FrozenPasses:
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
-        found: dict[str, Tensor] = {}
         with self._store.lease([key], streaming=True) as lease:
-            for group in lease:
-                for _, slot in group:
-                    named = self._adapted(key, slot)
-                    found = {name: t.to("cpu", copy=True) for name, t in named.items()}
+            ((_, slot),) = next(iter(lease))
+            named = self._adapted(key, slot)
+            found = {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         self.finish()
         return found
 
@@ -404,7 +400,6 @@ class FrozenPasses:
     def _tensors(
         self, layer: int, use: str, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
-        """Memory for one expert, used again for the next."""
         site = self._sites[layer]
         shapes = {n: site.module.get_parameter(n).shape[1:] for n in site.parameter_names}
         place = (use, dtype, str(device), tuple(shapes.items()))
@@ -419,7 +414,6 @@ class FrozenPasses:
 def adapters_for(
     sites: Sequence[ExpertsModuleSpec], rank: int, scale: float
 ) -> list[ExpertAdapters]:
-    """Adapters for all matrices of all experts; biases have none."""
     return [
         ExpertAdapters(
             {
@@ -463,13 +457,10 @@ class AdapterTraining(StepOptimizer):
         memory: FrozenMemory,
     ) -> None:
         return_freed_blocks()
-        self.model = model
-        self._stores = [*stores]
-        self.memory = memory
+        self.model, self.memory = model, memory
+        self._stores, self._passes, self._settings = [*stores], passes, settings
         self._steps = self._skipped = 0
         self._num_experts = sum(site.num_experts for site in sites)
-        self._passes = passes
-        self._settings = settings
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(site, layer, passes)
@@ -485,18 +476,14 @@ class AdapterTraining(StepOptimizer):
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
-        """Forward and backward passes of a step's micro-batches; returns the losses, detached."""
         del rate  # for optimizers that update inside the backward pass
         self._passes.begin()
-        losses: list[Tensor] = []
-        try:
-            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._passes.abandon)
+            failed.callback(self.dense.forget)
+            losses = run_window(self.model, [partial(_part, p) for p in parts], self._modules)
             self._passes.finish()
-            losses = found
-        finally:
-            if not losses:
-                self.dense.forget()
-                self._passes.abandon()
+            failed.pop_all()
         return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:
@@ -525,7 +512,6 @@ class AdapterTraining(StepOptimizer):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters in fp32, adapters included, by name."""
         return self._passes.expert(key)
 
     def state_dict(self) -> dict[str, Any]:
@@ -547,16 +533,11 @@ class AdapterTraining(StepOptimizer):
         }
 
     def check(self) -> None:
-        """Proves that the stores account for every slot and byte."""
         for store in self._stores:
             store.check()
 
     def close(self) -> None:
         self._stores[0].close()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window
 
 
 def _part(part: Callable[[], Tensor]) -> Tensor:

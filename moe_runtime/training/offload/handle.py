@@ -20,12 +20,10 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloaded_experts import (
-    MicroBatchBarrier,
     OffloadedTrainingExperts,
     run_window,
 )
@@ -34,6 +32,7 @@ from moe_runtime.training.offload.passes import LayerExecutor
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 
@@ -61,7 +60,6 @@ class OffloadStats:
     peak_rss_bytes: int
 
     def report(self) -> dict[str, Any]:
-        """What a run says of its tiers: bytes, waiting, memory."""
         return {
             "experts": self.num_experts,
             "experts_in_memory": self.resident_experts,
@@ -99,16 +97,14 @@ class ExpertTraining(StepOptimizer, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def num_steps(self) -> int:
-        """Steps that were taken."""
+    def num_steps(self) -> int: ...
 
     @abc.abstractmethod
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        experts = self.states.experts.values()
-        disk = self.states.disk
+        experts, disk = self.states.experts.values(), self.states.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
@@ -137,7 +133,6 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         return self.states.traffic.by_way()
 
     def check(self) -> None:
-        """Proves that the entries of all records agree with each other."""
         self.states.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -165,7 +160,6 @@ def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
-    """Refuses parameters that came after the optimizer was made, which would not be trained."""
     ids = set(map(id, known))
     for name, parameter in trained_around_experts(model).items():
         if id(parameter) not in ids:
@@ -188,7 +182,6 @@ def fill(
     layouts: Mapping[ExpertKey, RecordLayout],
     tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
 ) -> None:
-    """Writes the first version of every expert: given weights, moments of zero."""
     for key, layout in layouts.items():
         record = states.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)
@@ -222,28 +215,26 @@ class OffloadedTraining(ExpertTraining):
         states: ExpertStates,
         settings: AdamW,
         memory: TrainingMemory,
-        activations: ActivationPolicy | None = None,
-        device_updates: DeviceUpdates | None = None,
-        copy_bytes: int = 0,
-        processes: OneProcess | None = None,
-        link: DeviceLink | None = None,
+        *,
+        activations: ActivationPolicy,
+        device_updates: DeviceUpdates | None,
+        copy_bytes: int,
+        processes: OneProcess,
+        link: DeviceLink | None,
     ) -> None:
-        self._processes = processes or OneProcess()
-        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
+        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, processes)
         super().__init__(model, sites, states, memory, checkpoints)
-        self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
-        self._passes = LayerExecutor(
-            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes, link=link
-        )
-        self.activations = self._passes.activations
-        self._settings = settings
+        self.optimizer = ExpertOptimizer(states, settings, device_updates, processes)
+        self._passes = LayerExecutor(sites, self.optimizer, activations, copy_bytes, link)
+        self.activations = activations
+        self._processes, self._settings = processes, settings
         self._names = [site.parameter_names for site in sites]
         self._final_rate: float | None = None
         self._is_closed = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
-                site, layer, self._passes, self.activations, lambda: self.optimizer.has_gradient
+                site, layer, self._passes, activations, lambda: self.optimizer.has_gradient
             )
             module.train(site.module.training)
             site.put(model, module)
@@ -286,7 +277,7 @@ class OffloadedTraining(ExpertTraining):
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
         try:
-            losses = run_window(self.model, work, self._set_window)
+            losses = run_window(self.model, work, self._modules)
         finally:
             if not losses:
                 self.discard()
@@ -322,7 +313,7 @@ class OffloadedTraining(ExpertTraining):
         self._processes.reduce_gradients(self.dense.parameters())
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
-        own_bad = self.optimizer.bad_experts
+        own_bad = list(self.optimizer.bad_experts)
         norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
         bad: tuple[str, ...] = ()
         if is_skipped:
@@ -418,7 +409,3 @@ class OffloadedTraining(ExpertTraining):
         scale = self.optimizer.loss_scale.value
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
-
-    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
-        for module in self._modules:
-            module.window = window

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_runtime.config import MemorySize, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError
@@ -32,10 +32,8 @@ DEFAULT_ACTIVATION_SHARE = 0.25
 
 
 SPARE_BYTES = 32 * 2**20
-"""On top of counted activations, for libraries and the allocator."""
 
 _STEP_BYTES = 4
-"""AdamW's count of steps for each tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,21 +82,25 @@ class FrozenMemory:
 
 def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of a model's parameters and buffers but the experts, with gradients and moments."""
-    experts = {id(parameter) for parameter in expert_parameters}
-    total = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    for parameter in model.parameters():
-        if id(parameter) not in experts:
-            copies = 4 if parameter.requires_grad else 1
-            total += copies * parameter.numel() * parameter.element_size()
-    return total
+    around = _around(model, expert_parameters)
+    trained = _bytes_of(p for p in around if p.requires_grad)
+    return _bytes_of(model.buffers()) + _bytes_of(around) + 3 * trained
 
 
 def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> int:
     """Bytes of what a checkpoint has of a model without its experts: steps too, no gradients."""
+    dense = [p for p in _around(model, expert_parameters) if p.requires_grad]
+    return dense_bytes(model, expert_parameters) - _bytes_of(dense) + _STEP_BYTES * len(dense)
+
+
+def _around(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """A model's parameters but the experts'."""
     experts = {id(parameter) for parameter in expert_parameters}
-    dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
-    trained = sum(parameter.numel() * parameter.element_size() for parameter in dense)
-    return dense_bytes(model, expert_parameters) - trained + _STEP_BYTES * len(dense)
+    return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:
@@ -190,8 +192,7 @@ CPU = torch.device("cpu")
 
 def computing_device(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> torch.device:
     """Where a model computes: where everything of it lies but its experts."""
-    experts = {id(parameter) for parameter in expert_parameters}
-    tensors = [p for p in model.parameters() if id(p) not in experts] or list(model.parameters())
+    tensors = _around(model, expert_parameters) or list(model.parameters())
     places = {tensor.device for tensor in tensors if not tensor.is_meta}
     if len(places) > 1:
         names = " and ".join(sorted(map(str, places)))
@@ -218,9 +219,7 @@ def held_bytes(
     model: nn.Module, expert_parameters: Iterable[nn.Parameter], place: torch.device
 ) -> int:
     """Bytes of a model's parameters that are on a device already, the experts' left out."""
-    experts = {id(parameter) for parameter in expert_parameters}
-    there = [p for p in model.parameters() if p.device == place and id(p) not in experts]
-    return sum(parameter.numel() * parameter.element_size() for parameter in there)
+    return _bytes_of(p for p in _around(model, expert_parameters) if p.device == place)
 
 
 def device_budget(device_memory: MemorySize, place: torch.device, held: int) -> int:

@@ -12,7 +12,6 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
@@ -47,10 +46,6 @@ class _Part(Generic[T]):
         self.future: Future[T] = Future()
         self.is_done = False
         self.aux: list[Any] = []
-
-    def raise_error(self) -> None:
-        if self.is_done:
-            self.future.result()
 
 
 class MicroBatchBarrier(Generic[T]):
@@ -92,7 +87,8 @@ class MicroBatchBarrier(Generic[T]):
                     for part in self._parts:
                         self._give_turn(part)
                     for part in self._parts:
-                        part.raise_error()
+                        if part.is_done:
+                            part.future.result()  # raises what the work raised
                     self._compute_together()
             finally:
                 self._is_aborted = True
@@ -162,17 +158,19 @@ class MicroBatchBarrier(Generic[T]):
 def run_window(
     model: nn.Module,
     work: Sequence[Callable[[], T]],
-    set_window: Callable[[MicroBatchBarrier[T] | None], None],
+    modules: Sequence[AbsentExperts],
 ) -> list[T]:
-    """Runs micro-batches: one alone as it is, several in a window that their experts know of."""
+    """Runs micro-batches: one alone as it is, several in a window that the experts know of."""
     try:
         if len(work) == 1:
             return [work[0]()]
         window = MicroBatchBarrier(model, work)
-        set_window(window)
+        for module in modules:
+            module.window = window
         return window.run()
     finally:
-        set_window(None)
+        for module in modules:
+            module.window = None
 
 
 class AbsentExperts(AbsentParameters):
@@ -197,7 +195,6 @@ class AbsentExperts(AbsentParameters):
         return f"{self.num_experts} experts of {self._site.name}, not in this module"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Converts what is here; records of experts keep their type and place."""
         with self._without_absent():
             return nn.Module._apply(self, fn, recurse)
 
@@ -263,7 +260,10 @@ class OffloadedTrainingExperts(AbsentExperts):
         # a copy within would hide from autograd where it came from
         x_TD = hidden_states.to(dtype).contiguous()
         if torch.is_grad_enabled():
-            with self._saving():
+            saving = contextlib.nullcontext()
+            if self._activations is not None:
+                saving = self._activations.saving(self.layer)
+            with saving:
                 out_TD = cast(
                     Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
                 )
@@ -298,11 +298,6 @@ class OffloadedTrainingExperts(AbsentExperts):
                 return self._passes.backward(self.layer, calls, grads)
 
         return self._meet(("backward", self.layer), (call, grad_TD), together)
-
-    def _saving(self) -> AbstractContextManager[object]:
-        if self._activations is None:
-            return contextlib.nullcontext()
-        return self._activations.saving(self.layer)
 
     def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
         if self.window is None:

@@ -219,8 +219,8 @@ def offload_training(
         opened.callback(policy.close)
         require_whole_saves(model, sites)
         training = OffloadedTraining(
-            model, sites, states, settings, memory, policy, elsewhere, copies, processes,
-            link,
+            model, sites, states, settings, memory, activations=policy, device_updates=elsewhere,
+            copy_bytes=copies, processes=processes, link=link,
         )  # fmt: skip
         opened.pop_all()
     return training
@@ -278,11 +278,6 @@ def plan_memory(
 
 
 def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
-    """The modules of routed experts of a model, in its order.
-
-    Raises:
-        UnsupportedModelError: there are none, or some that cannot leave it.
-    """
     sites = layer_sites(model)
     if not sites and any(hasattr(module, "config") for module in model.modules()):
         sites = _transformers_sites(model)
@@ -295,7 +290,6 @@ def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
 
 
 def expert_parameters(sites: Sequence[ExpertsModuleSpec]) -> list[nn.Parameter]:
-    """The stacked parameters of all experts, in the order of their sites."""
     return [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
 
 
@@ -330,7 +324,6 @@ def open_states(
     io_threads: int,
     direct: bool,
 ) -> ExpertStates:
-    """Slots and files for records; files are made when some experts live on the disk."""
     with contextlib.ExitStack() as opened:
         disk = None
         if storage_dir is not None:
@@ -376,7 +369,6 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
 
 
 def stacked_parameters(sites: Sequence[ExpertsModuleSpec]) -> Callable[[ExpertKey], list[Tensor]]:
-    """What gives an expert's tensors as its module still has them."""
     return lambda key: sites[key.layer].parameters_of(key.expert)
 
 
@@ -392,11 +384,10 @@ def _activation_policy(
         # in both directions, and what a layer computes with comes on top
         buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
-    own = [site.recompute for site in sites]
     with contextlib.ExitStack() as opened:
         if swap is not None:
             opened.callback(swap.close)
-        policy = ActivationPolicy(kind, own, swap, room // 2)
+        policy = ActivationPolicy(kind, [site.recompute for site in sites], swap, room // 2)
         opened.pop_all()
     return policy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
-from moe_runtime.training.offload.dense_adamw import clip_scale
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
 from moe_runtime.training.offload.states import ExpertStates, Need
+from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
 _KINDS = {
@@ -41,17 +41,18 @@ class ExpertOptimizer:
 
     Attributes:
         step: steps taken, skipped ones not counted.
+        bad_experts: those with gradients that are not finite, since the last step.
     """
 
     def __init__(
         self,
         states: ExpertStates,
         settings: AdamW,
-        device_updates: DeviceUpdates | None = None,
-        processes: OneProcess | None = None,
+        device_updates: DeviceUpdates | None,
+        processes: OneProcess,
     ) -> None:
         self.states = states
-        self.processes = processes or OneProcess()
+        self.processes = processes
         self.device_updates = device_updates
         self.settings = settings
         self.step = 0
@@ -59,7 +60,7 @@ class ExpertOptimizer:
         self._rates: list[float] = []
         self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
-        self._bad: list[ExpertKey] = []
+        self.bad_experts: list[ExpertKey] = []
         self._last_norm: float | None = None
         self._uses = UseCounts(states.experts)
 
@@ -68,7 +69,6 @@ class ExpertOptimizer:
         return Sections.STATE if self._is_behind(key) else Sections.PARAMETERS
 
     def needs(self, keys: Iterable[ExpertKey], more: Sections = Sections.NONE) -> Iterator[Need]:
-        """`need` of several experts, for `ExpertStates.expect`."""
         return ((key, self.need(key) | more) for key in keys)
 
     def fetch(
@@ -83,9 +83,11 @@ class ExpertOptimizer:
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
-        in_memory = self.states.experts[key].resident_slot is not None
         waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
-        return not (in_memory or waits or self._bad)
+        return not (self._is_resident(key) or waits or self.bad_experts)
+
+    def _is_resident(self, key: ExpertKey) -> bool:
+        return self.states.experts[key].resident_slot is not None
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
         """Takes an acquired record with its summed gradient, and gives the record back.
@@ -97,8 +99,8 @@ class ExpertOptimizer:
         gradient = layout.flat(record, Sections.GRADIENT)
         norm = float(torch.linalg.vector_norm(gradient)) * self._mean / self.loss_scale.value
         self._norms[key] = norm
-        if not math.isfinite(norm) and key not in self._bad:
-            self._bad.append(key)
+        if not math.isfinite(norm) and key not in self.bad_experts:
+            self.bad_experts.append(key)
         if rate is not None and self.updates_in_backward(key):
             self._update(key, record, rate, self._mean * self._scale(self._last_norm))
         else:
@@ -119,7 +121,7 @@ class ExpertOptimizer:
             whether the step was skipped because some gradient is not finite.
         """
         square, num_bad = self.processes.sums(
-            [sum(value * value for value in self._norms.values()), float(len(self._bad))]
+            [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
         )
         norm = math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2)
         is_skipped = dense_is_bad or num_bad > 0
@@ -131,17 +133,22 @@ class ExpertOptimizer:
                 self.states.forget_gradient(key)
             self.states.roll_back()
         else:
-            self._update_waiting(waiting, rate, self._mean * scale)
+            self.states.expect((key, Sections.ALL) for key in waiting)
+            for key in waiting:
+                record = self.fetch(key, Sections.ALL, writes=True)
+                self._update(key, record, rate, self._mean * scale)
+                self.states.forget_gradient(key)
             self._await_device()
             self.states.commit()
             self._rates.append(rate)
             self._scales.append(self._mean * scale)
             self.step += 1
             self._last_norm = norm
-            self._exchange_tiers()
+            for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
+                self.states.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
-        self._bad.clear()
+        self.bad_experts.clear()
         return norm, scale, is_skipped
 
     def discard(self) -> None:
@@ -153,20 +160,13 @@ class ExpertOptimizer:
         self.states.abandon()
         self.states.roll_back()
         self._norms.clear()
-        self._bad.clear()
+        self.bad_experts.clear()
 
     @property
     def has_gradient(self) -> bool:
-        """Whether an expert got a gradient since the last step."""
         return bool(self._norms)
 
-    @property
-    def bad_experts(self) -> tuple[ExpertKey, ...]:
-        """Experts with gradients that are not finite, since the last step."""
-        return tuple(self._bad)
-
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the steps; the records are not in it."""
         return {
             "step": self.step,
             "rates": list(self._rates),
@@ -191,7 +191,6 @@ class ExpertOptimizer:
 
     @property
     def _mean(self) -> float:
-        """Makes a mean of gradients that were summed over processes."""
         return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:
@@ -233,13 +232,6 @@ class ExpertOptimizer:
         clip = 1.0 if norm is None else clip_scale(norm, self.settings.clip_norm)
         return clip / self.loss_scale.value
 
-    def _update_waiting(self, keys: list[ExpertKey], rate: float, scale: float) -> None:
-        self.states.expect((key, Sections.ALL) for key in keys)
-        for key in keys:
-            record = self.fetch(key, Sections.ALL, writes=True)
-            self._update(key, record, rate, scale)
-            self.states.forget_gradient(key)
-
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
         """Takes the step of an acquired record with its gradient, and gives the record back."""
         number = self.step + 1
@@ -249,28 +241,17 @@ class ExpertOptimizer:
             self.states.write_state(key)
             self.states.release(key)
 
-        if self.settings.is_delayed(self.step):
-            self._keep_gradient(key, record, rate)
+        expert = self.states.experts[key]
+        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        if self.settings.is_delayed(self.step):  # as ZeRO-Offload does
+            self._catch_up(key, record, [*self._rates, rate])
+            expert.count += expert.pending is not None
+            expert.layout.kept_gradient(record).copy_(gradient)
+            expert.pending = self.step
             finish()
-        else:
-            self._use_gradient(key, record, rate, scale, finish)
-
-    def _keep_gradient(self, key: ExpertKey, record: Tensor, rate: float) -> None:
-        """Takes the step with the last step's gradient, and keeps this one's (ZeRO-Offload)."""
-        expert = self.states.experts[key]
-        self._catch_up(key, record, [*self._rates, rate])
-        expert.count += expert.pending is not None
-        gradient = expert.layout.flat(record, Sections.GRADIENT)
-        expert.layout.kept_gradient(record).copy_(gradient)
-        expert.pending = self.step
-
-    def _use_gradient(
-        self, key: ExpertKey, record: Tensor, rate: float, scale: float, finish: Callable[[], None]
-    ) -> None:
-        expert = self.states.experts[key]
+            return
         is_exact = self.settings.untouched == "dense_exact"
-        step = UpdateStep(self.step + 1 if is_exact else expert.count + 1, rate)
-        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        step = UpdateStep(number if is_exact else expert.count + 1, rate)
         if scale != 1:
             gradient.mul_(scale)
         refreshes = expert.count % self.settings.galore_refresh == 0
@@ -281,11 +262,3 @@ class ExpertOptimizer:
             return
         take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
         finish()
-
-    def _exchange_tiers(self) -> None:
-        """Brings the experts used most into memory, where that changes enough."""
-        experts = self.states.experts
-        for arriving, leaving in self._uses.after_step(
-            self._norms, lambda key: experts[key].resident_slot is not None
-        ):
-            self.states.exchange_tiers(arriving, leaving)

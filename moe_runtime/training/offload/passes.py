@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.training.offload.activations import ActivationPolicy, Pass
-from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, crosses
+from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, add_up, crosses
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import ExpertsModuleSpec
@@ -62,7 +62,6 @@ class LayerExecutor:
     """Computes layers, expert by expert.
 
     Args:
-        activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
     """
@@ -71,18 +70,15 @@ class LayerExecutor:
         self,
         sites: Sequence[ExpertsModuleSpec],
         optimizer: ExpertOptimizer,
-        *,
-        activations: ActivationPolicy | None = None,
-        copy_bytes: int = 0,
-        link: DeviceLink | None = None,
+        activations: ActivationPolicy,
+        copy_bytes: int,
+        link: DeviceLink | None,
     ) -> None:
-        own = [site.recompute for site in sites]
-        self.activations = activations or ActivationPolicy("model", own)
+        self.activations = activations
         self._sites = list(sites)
         self._optimizer = optimizer
         self._states = optimizer.states
         self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
-        self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
         self._widths = [site.dim_preactivation for site in sites]
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -192,59 +188,40 @@ class LayerExecutor:
         if not has_gradient:
             layout.clear_padding(record)
         accept = partial(self._optimizer.accept, key, record, rate)
-        if self.copies.link is not None:
-            self._send_gradients(self.copies.link, key, here, weights, gradients)
-            self.copies.release(accept)
-            return
-        is_away = crosses(gradients[0], here[0].x_TD)
-        # several micro-batches' gradients are summed before they cross
-        totals = gradients
-        if is_away and len(here) > 1 and not has_gradient:
-            totals = self._scratch_like(key, weights, is_sum=True)
-        for call in here:
-            if not has_gradient and not is_away:
-                call.backward(key.expert, weights, self._in_slot(key, gradients))
-            else:
-                found = self._scratch_like(key, weights)
+        if crosses(gradients[0], here[0].x_TD):
+            self._send_gradients(key, here, weights, gradients, adds=has_gradient)
+        else:
+            for number, call in enumerate(here):
+                adds = has_gradient or number > 0
+                found = self.copies.memory(gradients, weights) if adds else gradients
                 call.backward(key.expert, weights, self._in_slot(key, found))
-                if is_away and totals is gradients:
-                    self.copies.take_back(found)
-                for total, part in zip(totals, found, strict=True):
-                    total.add_(part) if has_gradient else total.copy_(part)
-            has_gradient = True
-        if totals is not gradients:
-            self.copies.take_back(totals)
-            for gradient, total in zip(gradients, totals, strict=True):
-                gradient.copy_(total)
-        accept()
+                if adds:
+                    add_up(gradients, found, adds=True)
+        self.copies.release(accept)
 
     def _send_gradients(
         self,
-        link: DeviceLink,
         key: ExpertKey,
         here: Sequence[StreamedExperts],
         weights: StackedExperts,
         gradients: Sequence[Tensor],
+        *,
+        adds: bool,
     ) -> None:
-        """Queues the products of an expert's gradient on the device, and its way back."""
-        adds = self._states.experts[key].has_gradient
-        record_type = gradients[0].dtype
+        """Queues the products of an expert's gradient elsewhere, and its way back."""
+        copies = self.copies
         # several micro-batches' gradients are summed before they cross
         sums = len(here) > 1 and not adds
-        totals = link.gradients(gradients, record_type) if sums else None
+        totals = copies.memory(gradients, weights, dtype=gradients[0].dtype) if sums else None
         for number, call in enumerate(here):
-            find = link.part if sums else link.gradients
-            found = find(gradients, weights.dtype)
+            found = copies.memory(gradients, weights, is_part=sums)
             call.backward(key.expert, weights, self._in_slot(key, found))
             if totals is None:
-                self.copies.take_back(found)
-                link.send_back(found, gradients, adds=adds)
-                continue
-            for total, part in zip(totals, found, strict=True):
-                total.add_(part) if number else total.copy_(part)
+                copies.send_back(found, gradients, adds=adds)
+            else:
+                add_up(totals, found, adds=number > 0)
         if totals is not None:
-            self.copies.take_back(totals)
-            link.send_back(totals, gradients, adds=False)
+            copies.send_back(totals, gradients, adds=False)
 
     @contextlib.contextmanager
     def _observed(
@@ -308,28 +285,6 @@ class LayerExecutor:
         names = [tensor.name for tensor in self._states.experts[key].layout.trained]
         return self._sites[key.layer].gradients(names, tensors)
 
-    def _scratch_like(
-        self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
-    ) -> list[Tensor]:
-        """Memory for an expert's gradient; for a sum, in its record's type."""
-        layout = self._states.experts[key].layout
-        dtype = layout.dtype if is_sum else weights.dtype
-        place = (key.layer, dtype, weights.device, is_sum)
-        if place not in self._scratch:
-            # that of one layer at a time
-            kept = {p: tensors for p, tensors in self._scratch.items() if p[0] == key.layer}
-            self._scratch = kept | {
-                place: [
-                    torch.empty(tensor.shape, dtype=dtype, device=weights.device)
-                    for tensor in layout.trained
-                ]
-            }
-        return self._scratch[place]
-
-
-class RoutedCall(Protocol):
-    experts: list[int]
-
 
 def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
     """A layer's experts, to be given one after another, for each micro-batch."""
@@ -339,6 +294,6 @@ def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[Stre
     ]
 
 
-def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+def visited(layer: int, calls: Sequence[Any]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

@@ -49,7 +49,6 @@ class MomentCodec:
     is_exact = True
 
     def num_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of one moment of so many elements; `dtype` is that of the parameters."""
         return elements * dtype.itemsize
 
     def decode(self, stored: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -182,8 +181,6 @@ VECTOR_ELEMENTS = 16
 
 
 class Sections(IntFlag):
-    """Parts of a record, in the order in which they lie."""
-
     NONE = 0
     PARAMETERS = 1
     MEAN = 2
@@ -293,7 +290,6 @@ class RecordLayout:
         self._sizes = self._measure()
 
     def _measure(self) -> dict[Sections, int]:
-        """Bytes of each section."""
         if not self.state.trains:
             return dict.fromkeys(ORDER, 0) | {Sections.PARAMETERS: self.section_bytes}
         moment = _whole_blocks(self.codec.num_bytes(self.num_moments, self.dtype))
@@ -340,7 +336,6 @@ class RecordLayout:
         return self._cut(self.section(record, section).view(self.dtype), tensors)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The trained tensors, in their shapes, of ``[used]`` elements."""
         return self._cut(flat, self.trained)
 
     def _cut(self, flat: Tensor, tensors: Sequence[ExpertTensor]) -> list[Tensor]:
@@ -351,7 +346,6 @@ class RecordLayout:
         ]
 
     def moment(self, record: Tensor, section: Sections) -> Tensor:
-        """The bytes of a moment, for `codec` (``uint8``)."""
         return self.section(record, section)[: self._sizes[Sections.VARIANCE]]
 
     def bases(self, record: Tensor) -> list[Tensor | None]:
@@ -372,7 +366,6 @@ class RecordLayout:
         return section[start:].view(self.dtype)[: self.used]
 
     def checksums(self, record: Tensor) -> tuple[str, dict[Sections, str]]:
-        """`checksum` of the state, and of each of its sections."""
         sums = _block_sums(record[: self.state_bytes])
         places = {section: self.place_of(section) for section in ORDER[:3]}
         return _hashed(sums), {
@@ -394,7 +387,6 @@ class RecordLayout:
             elements[start + tensor.num_elements : end].zero_()
 
     def _basis_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of each trained tensor's basis; empty where its moments are not projected."""
         return [
             (min(tensor.shape), self.state.rank) if span.shape != tensor.shape else ()
             for tensor, span in zip(self.trained, self.spans, strict=True)
@@ -480,7 +472,6 @@ class ExpertState:
     captures: set[Read] = field(default_factory=set)
 
     def take_over(self, version: Version) -> None:
-        """Its tier has become what a version is."""
         self.step, self.count, self.pending = version.step, version.count, version.pending
 
 
@@ -518,7 +509,6 @@ class RingEntry:
         return self.pins == 0 and not self.is_moving
 
     def forget(self, sections: Sections) -> None:
-        """Sections of it are not valid."""
         self.have &= ~sections
         self.fresh &= ~sections
 
@@ -547,7 +537,6 @@ class Traffic:
     stall_s: float = field(default=0.0)
 
     def count_use(self, entry: RingEntry, need: Sections, layout: RecordLayout) -> None:
-        """Counts sections that are asked for now."""
         self.needed_bytes += layout.bytes_of(need)
         self.useful_bytes += layout.bytes_of(need & entry.fresh)
         self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
@@ -578,7 +567,6 @@ def records_path(folder: Path, layout: RecordLayout) -> Path:
 
 
 def check_digest(path: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
-    """Compares what was read with what a checkpoint says."""
     found = checksum(content)
     if found != version.digest:
         raise CheckpointError(

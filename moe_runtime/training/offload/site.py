@@ -24,8 +24,8 @@ from moe_runtime.parallel import LayoutGroups, ParallelExperts
 from moe_runtime.parallel.communication.agreement import processes_here
 from moe_runtime.parallel.communication.transport import FlatTransport
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
-from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.optimizer import decays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class ExpertsModuleSpec:
 
     @property
     def experts_here(self) -> tuple[int, ...]:
-        """Experts of this process, in ascending order."""
         if self.own is None:
             return tuple(range(self.num_experts))
         return tuple(sorted(expert for expert in self.own if expert >= 0))
@@ -85,9 +84,12 @@ class ExpertsModuleSpec:
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """The stacked parameters that there are, in the order of a record: matrices first."""
-        names = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
         present = {name for name, _ in self.module.named_parameters(recurse=False)}
-        return tuple(name for name in names if name in present)
+        return tuple(name for name in self._names if name in present)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
 
     def layout(self, state: StateFormat | None = None) -> RecordLayout:
         """Of the record of one of its experts: fp32, or fp64 for experts in fp64."""
@@ -110,8 +112,7 @@ class ExpertsModuleSpec:
     ) -> tuple[Tensor | None, ...]:
         """Some tensors of one expert, in the order of `StackedExperts.tensors`."""
         named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
-        order = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
-        return tuple(named.get(name) for name in order)
+        return tuple(named.get(name) for name in self._names)
 
     def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:
         """One expert's tensors as kernels take them, alone in slot 0."""
@@ -128,7 +129,6 @@ class ExpertsModuleSpec:
 
 
 def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
-    """The experts of every `MoELayer` in a model, in its order."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
     return [
         _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
@@ -137,50 +137,46 @@ def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
 
 def _site(name: str, experts: nn.Module) -> ExpertsModuleSpec:
     if isinstance(experts, Experts):
-        return ExpertsModuleSpec(
-            name=name,
-            module=experts,
-            num_experts=experts.num_experts,
-            first=experts.first_name,
-            has_gate=experts.activation.has_gate,
-            is_transposed=False,
-            is_concatenated=True,
-            activation=experts.activation.spec,
-            impl=experts.impl,
-            recompute=experts.recompute,
-            keeps_dtype=False,
-        )
+        kind: dict[str, Any] = {
+            "has_gate": experts.activation.has_gate,
+            "activation": experts.activation.spec,
+        }
     # those that lie elsewhere from batch to batch have no tier to be trained at
-    if type(experts) is not ParallelExperts:
+    elif type(experts) is ParallelExperts:
+        slots, own = experts.slots, [e for e in experts.experts_here if e >= 0]
+        if slots.num_slices > 1 or any(
+            len(held) > 1 for slices in slots.holders for held in slices
+        ):
+            raise UnsupportedModelError(
+                f"{name}: experts that are trained offloaded must lie in one process each, without "
+                "slices and copies"
+            )
+        if own != sorted(own):
+            raise UnsupportedModelError(
+                f"{name}: a process' experts must be placed in ascending order, got {own}"
+            )
+        kind = {
+            "has_gate": experts.has_gate,
+            "activation": resolve_activation(experts.activation),
+            "own": tuple(experts.experts_here),
+            "num_processes": slots.num_ranks,
+        }
+    else:
         raise UnsupportedModelError(
             f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
             "ParallelExperts"
-        )
-    slots = experts.slots
-    if slots.num_slices > 1 or any(len(held) > 1 for slices in slots.holders for held in slices):
-        raise UnsupportedModelError(
-            f"{name}: experts that are trained offloaded must lie in one process each, without "
-            "slices and copies"
-        )
-    own = [expert for expert in experts.experts_here if expert >= 0]
-    if own != sorted(own):
-        raise UnsupportedModelError(
-            f"{name}: a process' experts must be placed in ascending order, got {own}"
         )
     return ExpertsModuleSpec(
         name=name,
         module=experts,
         num_experts=experts.num_experts,
         first=experts.first_name,
-        has_gate=experts.has_gate,
         is_transposed=False,
         is_concatenated=True,
-        activation=resolve_activation(experts.activation),
         impl=experts.impl,
         recompute=experts.recompute,
         keeps_dtype=False,
-        own=tuple(experts.experts_here),
-        num_processes=slots.num_ranks,
+        **kind,
     )
 
 
@@ -267,7 +263,6 @@ class SpreadProcesses(OneProcess):
 def processes_of(
     groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], parameters: Iterable[Tensor]
 ) -> OneProcess:
-    """Who trains a model together; a collective call."""
     processes = OneProcess() if groups is None else SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:

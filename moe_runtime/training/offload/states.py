@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
-from moe_runtime.training.offload.disk import Disk
+from moe_runtime.training.offload.disk import Disk, RecordFile, RecordPart
 from moe_runtime.training.offload.records import (
     BLOCK_BYTES,
     ExpertState,
@@ -46,8 +46,7 @@ Need = tuple[ExpertKey, Sections]
 
 
 class ExpertStates:
-    """Records of all experts. One thread at a time may compute with records; transfers run next to
-    it.
+    """Records of all experts. One thread at a time computes with them; transfers run next to it.
 
     Args:
         ring_slots: slots for experts that are not resident; 0 if there are none.
@@ -71,7 +70,7 @@ class ExpertStates:
         self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
         sizes = (layout.record_bytes for layout in layouts.values())
         slot_bytes = max(sizes, default=BLOCK_BYTES)
-        self._slab = Slab(ring_slots + len(resident), slot_bytes)
+        self.slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
             self.experts[key].resident_slot = slot
         self._free = list(range(ring_slots))
@@ -80,10 +79,6 @@ class ExpertStates:
         self._changed = Monitor(self._reset)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
-
-    @property
-    def slab(self) -> Slab:
-        return self._slab
 
     def expect(self, needs: Iterable[Need]) -> None:
         """Says which sections will be acquired next, in order; replaces what was said before."""
@@ -106,7 +101,7 @@ class ExpertStates:
                 self.traffic.needed_bytes += self._bytes(key, need)
                 self.traffic.resident_bytes += self._bytes(key, need)
                 self._wait_for(lambda: not (writes and expert.captures))
-                return self._slab.slot(expert.resident_slot)
+                return self.slab.slot(expert.resident_slot)
             while self._expected and self._expected[0][0] == key:
                 self._expected.popleft()
             entry = self._entries.get(key) or self._admit(key)
@@ -122,10 +117,9 @@ class ExpertStates:
                 entry.pins -= 1
                 raise
             self.traffic.count_use(entry, need, expert.layout)
-            return self._slab.slot(entry.slot)
+            return self.slab.slot(entry.slot)
 
     def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
-        """Gives a record back; `has` are sections that computation filled in."""
         with self._changed:
             if self.experts[key].resident_slot is None:
                 entry = self._entries[key]
@@ -157,18 +151,15 @@ class ExpertStates:
                 )
             )
 
-    def _fill_now(
-        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
-    ) -> None:
-        """Reads a version into an unused record, and waits for it."""
+    def _fill_now(self, key: ExpertKey, version: Version, record: Tensor) -> None:
         is_done = threading.Event()
 
         def finish(read: Read) -> None:
             self._failure = self._failure or read.error
             is_done.set()
 
-        read = Read(Priority.DEMAND, finish)
-        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
+        part = RecordPart(key, self.experts[key].layout, version, Sections.STATE, record)
+        self._on_disk.read(part, Read(Priority.DEMAND, finish))
         is_done.wait()
         if self._failure is not None:
             raise self._failure
@@ -180,21 +171,16 @@ class ExpertStates:
             self.disk.close()
 
     def check(self) -> None:
-        """Proves that every slot of memory and every byte is accounted for."""
         with self._changed:
             used = [entry.slot for entry in self._entries.values()]
-            resident = [
-                expert.resident_slot
-                for expert in self.experts.values()
-                if expert.resident_slot is not None
-            ]
-            assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
+            resident = [expert.resident_slot for expert in self.experts.values()]
+            slots = [slot for slot in used + self._free + resident if slot is not None]
+            assert sorted(slots) == list(range(self.slab.num_slots))
             self.traffic.check(self._fresh_bytes())
             assert all(entry.pins >= 0 for entry in self._entries.values())
 
     def write_state(self, key: ExpertKey) -> None:
-        """Writes changed parameters and moments to their tier; the old version stays until
-        `commit`."""
+        """Writes a changed state to its tier; the old version stays until `commit`."""
         expert = self.experts[key]
         with self._changed:
             if expert.resident_slot is not None:
@@ -203,25 +189,22 @@ class ExpertStates:
             version = self._new_version(expert, entry.step)
             entry.have |= Sections.STATE
             expert.step = entry.step
-            self._write(key, expert, version, entry.slot, Sections.STATE)
+            self._write(key, version, Sections.STATE)
 
     def park_gradient(self, key: ExpertKey) -> None:
-        """Keeps an expert's gradient in its tier until the step."""
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = True
             if expert.resident_slot is None:
-                entry = self._entries[key]
-                entry.have |= Sections.GRADIENT
-                self._write(key, expert, None, entry.slot, Sections.GRADIENT)
+                self._entries[key].have |= Sections.GRADIENT
+                self._write(key, None, Sections.GRADIENT)
 
     def forget_gradient(self, key: ExpertKey) -> None:
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = False
             if (entry := self._entries.get(key)) is not None:
-                entry.have &= ~Sections.GRADIENT
-                entry.fresh &= ~Sections.GRADIENT
+                entry.forget(Sections.GRADIENT)
 
     def commit(self) -> None:
         """The step is done: versions from before it are dropped."""
@@ -229,7 +212,7 @@ class ExpertStates:
             for expert in self.experts.values():
                 previous, expert.previous = expert.previous, None
                 if previous is not None:
-                    self._on_disk.drop(expert.layout, previous.slot)
+                    self._file_of(expert).drop(previous.slot)
 
     def roll_back(self) -> None:
         """The step is not to have happened: versions from before it come back."""
@@ -240,8 +223,7 @@ class ExpertStates:
                     self._drop(key)
 
     def abandon(self) -> None:
-        """Gives all records back after a computation that failed half-way; their state is read
-        anew."""
+        """Gives all records back after a failed computation; their state is read anew."""
         with self._changed:
             for key, entry in self._entries.items():
                 if entry.pins:
@@ -251,15 +233,13 @@ class ExpertStates:
             self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write records whose tier is memory as new versions; changes wait for the
-        write."""
+        """Starts to write resident records as new versions; changes wait for the write."""
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
                 assert expert.resident_slot is not None, "what lives on the disk is saved"
                 expert.is_saved = False  # until it is: or the next checkpoint names an older state
-                version = self._new_version(expert, expert.step)
-                self._write(key, expert, version, expert.resident_slot, Sections.STATE)
+                self._write(key, self._new_version(expert, expert.step), Sections.STATE)
                 expert.is_saved = True
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
@@ -275,16 +255,15 @@ class ExpertStates:
                 stack.callback(self.drop_versions, held)
                 for key, expert in self.experts.items():
                     assert expert.version is not None, "every expert has a first version"
-                    self._on_disk.hold(expert.layout, expert.version.slot)
+                    self._file_of(expert).hold(expert.version.slot)
                     held[key] = expert.version
                 stack.pop_all()
             return held
 
     def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Drops what `hold_versions` held."""
         with self._changed:
             for key, version in versions.items():
-                self._on_disk.drop(self.experts[key].layout, version.slot)
+                self._file_of(self.experts[key]).drop(version.slot)
 
     def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
         """Returns when versions lie on the disk; may be called from any thread."""
@@ -300,14 +279,14 @@ class ExpertStates:
         for key, version in versions.items():
             expert = self.experts[key]
             for _ in range(2):
-                self._on_disk.hold(expert.layout, version.slot)
+                self._file_of(expert).hold(version.slot)
             expert.version = version
             expert.take_over(version)
             expert.is_saved = version.is_written = True
-            record = self._slab.slot(
+            record = self.slab.slot(
                 self._free[-1] if expert.resident_slot is None else expert.resident_slot
             )
-            self._fill_now(key, expert, version, record)
+            self._fill_now(key, version, record)
             content = record[: expert.layout.state_bytes]
             path = records_path(self._on_disk.folder, expert.layout)
             check_digest(path, key, version, content)
@@ -326,11 +305,10 @@ class ExpertStates:
         self.write_state(key)
         self.release(key)
 
-    def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
-        """Drops slots on the disk that belong to experts of other processes."""
+    def drop_lent(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
         with self._changed:
-            for layout, slot in slots:
-                self._on_disk.drop(layout, slot)
+            for file, slot in slots:
+                file.drop(slot)
 
     def exchange_tiers(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
         """Exchanges two tiers between steps: one expert leaves the memory for another."""
@@ -344,7 +322,7 @@ class ExpertStates:
             is_saved = entry.step == comes.step
             # An exception in between leaves both on the disk, and a slot more to the others.
             goes.resident_slot = None
-            self._slab.slot(slot).copy_(record)
+            self.slab.slot(slot).copy_(record)
             comes.is_saved, comes.step, comes.resident_slot = is_saved, entry.step, slot
             entry.pins -= 1
             self._drop(arriving)
@@ -367,7 +345,7 @@ class ExpertStates:
         for expert in self.experts.values():
             expert.captures.difference_update(self._not_started(expert.captures))
             used.add(-1 if expert.resident_slot is None else expert.resident_slot)
-        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
+        self._free = [slot for slot in range(self.slab.num_slots) if slot not in used]
         for key, expert in self.experts.items():
             entry = self._entries.get(key)
             if expert.version is None or expert.version.is_written or (entry and entry.writes):
@@ -387,6 +365,9 @@ class ExpertStates:
     def _on_disk(self) -> Disk:
         assert self.disk is not None, "there is no disk"
         return self.disk
+
+    def _file_of(self, expert: ExpertState) -> RecordFile:
+        return self._on_disk.files[expert.layout.state_bytes]
 
     def _bytes(self, key: ExpertKey, sections: Sections) -> int:
         return self.experts[key].layout.bytes_of(sections)
@@ -415,7 +396,7 @@ class ExpertStates:
 
     def _make_room(self, *, may_drop_expected: bool) -> bool:
         """Drops the slot that was used longest ago, or what is expected last."""
-        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
+        expected = [key for key, _ in islice(self._expected, self.slab.num_slots)]
         idle = [key for key, entry in self._entries.items() if entry.is_idle]
         victim = next((key for key in idle if key not in expected), None)
         if victim is None and may_drop_expected and idle:
@@ -431,7 +412,6 @@ class ExpertStates:
         self._free.append(entry.slot)
 
     def _read_ahead(self) -> None:
-        """Starts reads of what is expected next, as far as there are slots."""
         for key, need in self._expected:
             entry = self._entries.get(key)
             if entry is None:
@@ -456,29 +436,27 @@ class ExpertStates:
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
-        record = self._slab.slot(entry.slot)
-        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
+        record = self.slab.slot(entry.slot)
+        part = RecordPart(key, expert.layout, expert.version, missing, record)
+        self._on_disk.read(part, read)
 
     def _arrive(self, entry: RingEntry, read: Read) -> None:
         with self._changed:
             entry.reads.pop(read, None)
             self._end(read)
 
-    def _write(
-        self,
-        key: ExpertKey,
-        expert: ExpertState,
-        version: Version | None,
-        slot: int,
-        sections: Sections,
-    ) -> None:
-        is_resident = expert.resident_slot is not None
-        writes = expert.captures if is_resident else self._entries[key].writes
+    def _write(self, key: ExpertKey, version: Version | None, sections: Sections) -> None:
+        expert, entry = self.experts[key], self._entries.get(key)
+        if (slot := expert.resident_slot) is not None:
+            writes = expert.captures
+        else:
+            assert entry is not None, "an expert on the disk is written from the ring"
+            slot, writes = entry.slot, entry.writes
         write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
         writes.add(write)
         self.traffic.written_bytes += self._bytes(key, sections)
-        record = self._slab.slot(slot)
-        self._on_disk.write(key, expert.layout, version, sections, record, write)
+        part = RecordPart(key, expert.layout, version, sections, self.slab.slot(slot))
+        self._on_disk.write(part, write)
 
     def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
         with self._changed:
@@ -497,23 +475,22 @@ class ExpertStates:
         self._changed.notify_all()
 
     def _take_back(self, expert: ExpertState) -> bool:
-        """Puts the version from before the step in the place of the one after; whether it is
-        kept."""
+        """Puts the version from before the step, if any, in the place of the one after."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
             return False
-        expert.step, expert.count, expert.pending = old.step, old.count, old.pending
+        expert.take_over(old)
         expert.version, expert.previous = old, None
-        self._on_disk.drop(expert.layout, new.slot)
+        self._file_of(expert).drop(new.slot)
         return True
 
     def _new_version(self, expert: ExpertState, step: int) -> Version:
         """A slot for what an expert has become; a version of the step before is kept for it."""
-        slot = self._on_disk.take(expert.layout)
+        slot = self._file_of(expert).take()
         new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
         keeps_old = expert.resident_slot is None and expert.previous is None
         previous = old if keeps_old else expert.previous
         expert.version, expert.previous = new, previous
         if old is not None and not keeps_old:
-            self._on_disk.drop(expert.layout, old.slot)
+            self._file_of(expert).drop(old.slot)
         return new

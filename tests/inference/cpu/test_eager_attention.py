@@ -112,10 +112,7 @@ def steps(model: Any, cache: Any, mask: torch.Tensor, ids: torch.Tensor) -> Iter
     places = [0, 5, *range(7, ids.shape[1] + 1)]
     for first, last in itertools.pairwise(places):
         yield model(
-            ids[:, first:last],
-            attention_mask=mask[:, :last],
-            past_key_values=cache,
-            use_cache=True,
+            ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache, use_cache=True
         ).logits[mask[:, first:last] > 0]
 
 

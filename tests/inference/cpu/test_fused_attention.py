@@ -19,7 +19,7 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
-from moe_runtime.inference.kv_cache import grow_cache_in_place, growing_cache
+from moe_runtime.inference.kv_cache import give_room, grow_cache_in_place
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
@@ -44,7 +44,8 @@ def make(kind: str, dtype: torch.dtype = torch.bfloat16) -> Model:
 def run(model: Model, forward, *, steps: int = 6, batch: int = 2, masked: bool = False, **options):
     """A prompt of 5 tokens and some single ones; returns the outputs, and the cache."""
     generator = torch.Generator().manual_seed(1)
-    layer, cache, outputs = model.layer, growing_cache(), []
+    layer, cache, outputs = model.layer, DynamicCache(), []
+    give_room(cache)
     dtype, dim = layer.o_proj.weight.dtype, model.num_angles
     for step in range(steps):
         length = 1 if step else 5

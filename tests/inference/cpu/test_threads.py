@@ -7,10 +7,9 @@ import pytest
 import torch
 from fake_tier import FakeTier, make_store
 
-from moe_runtime.inference.cpu import attention, threads
-from moe_runtime.inference.cpu.attention import attend
-from moe_runtime.inference.cpu.threads import rest_torch_threads
-from moe_runtime.inference.steps import Steps
+from moe_runtime.inference.cpu import attention
+from moe_runtime.inference.cpu.attention import attend, rest_torch_threads
+from moe_runtime.inference.steps import OneThread, Steps
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.native import native_library
 
@@ -54,8 +53,8 @@ def test_one_thread_inside_and_as_before_outside():
 @pytest.mark.usefixtures("_two_threads")
 def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest.MonkeyPatch):
     for library, limit in ((None, UNLIMITED), (native_library(), 16)):
-        monkeypatch.setattr(threads, "native_library", lambda library=library: library)
-        monkeypatch.setattr(threads, "native_row_limit", lambda *_, limit=limit, **__: limit)
+        monkeypatch.setattr(attention, "native_library", lambda library=library: library)
+        monkeypatch.setattr(attention, "native_row_limit", lambda *_, limit=limit, **__: limit)
         probe = Probe()
         rest_torch_threads(probe)  # type: ignore[arg-type]
         probe(False)
@@ -66,7 +65,7 @@ def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits: bool):
     """Torch gives a thread the number that any thread set last, when it first computes."""
-    steps, one_thread = Steps([make_store(FakeTier(), 1)]), threads.OneThread()
+    steps, one_thread = Steps([make_store(FakeTier(), 1)]), OneThread()
     inside, go = threading.Event(), threading.Event()
 
     def forward() -> None:
@@ -123,7 +122,7 @@ def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(
 
     real = attention.private.sdpa_attention_forward
     monkeypatch.setattr(attention.private, "sdpa_attention_forward", sdpa)
-    monkeypatch.setattr(threads, "native_row_limit", lambda *_: UNLIMITED)
+    monkeypatch.setattr(attention, "native_row_limit", lambda *_: UNLIMITED)
     before, kernels = torch.get_num_threads(), library.num_threads
     module = torch.nn.Module()
     module.is_causal = True
@@ -131,7 +130,7 @@ def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(
         library.set_num_threads(3)
         torch.set_num_threads(1)
         short = attend(module, *parts, None)[0]
-        monkeypatch.setattr(threads, "LEAST_PRODUCTS", 2 * 200 * 64 * 200)
+        monkeypatch.setattr(attention, "LEAST_PRODUCTS", 2 * 200 * 64 * 200)
         assert torch.equal(attend(module, *parts, None)[0], short)
         with pytest.raises(RuntimeError, match="as asked"):
             attend(module, *parts, None, fail=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_runtime.inference.prediction.prefetching import make_token_look_ahead
+from moe_runtime.inference.prediction import make_token_look_ahead
 from moe_runtime.kernels.decode_step.gate_ranking import MOST_TOKENS, GateRanking
 from moe_runtime.kernels.native import native_library
 from moe_runtime.policies.prediction import NextGate, Shape

@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_runtime
-from moe_runtime.checkpoints.expert_map import map_experts
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packed_parameter import (
+from moe_runtime.checkpoints.dense_weights import (
     PackedTensor,
     join_packed,
     packed_parameter,
     whole_of,
 )
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import (

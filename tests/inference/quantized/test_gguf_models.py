@@ -146,6 +146,7 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Wr
 
 
 @asks_for_a_tokenizer
+@pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
 def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
     tokenizer = load_tokenizer(written.folder)
     assert len(tokenizer) == len(gguf_checkpoints.VOCABULARY)
@@ -155,6 +156,7 @@ def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
 
 
 @asks_for_a_tokenizer
+@pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
 def test_the_command_run_takes_a_file(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--prompt", "#ab!", "--max-new-tokens", "2", "--host-memory", "64MiB", "--json"]
     assert main(["run", str(written.folder), *words]) == 0
@@ -223,10 +225,7 @@ def test_tensors_that_no_part_takes_are_refused_by_name(written: Written, tmp_pa
 
 
 SCALED = {
-    "a factor without a type": (
-        {"factor": 4.0},
-        {"rope_type": "linear", "factor": 4.0},
-    ),
+    "a factor without a type": ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "the old key": ({"linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "no scaling": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
     "YaRN": (
@@ -263,6 +262,7 @@ def test_positions_are_extended_as_the_metadata_say(
         assert (found - wanted).abs().max() < MAX_RELATIVE_ERROR * wanted.abs().max()
 
 
+@pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
 def test_a_model_of_a_file_is_not_saved_in_another_format(written: Written, tmp_path: Any) -> None:
     model = load(written)
     with model.moe, pytest.raises(UnsupportedModelError, match="GGUF"):

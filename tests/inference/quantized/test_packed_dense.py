@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from transformers import DynamicCache
 
 import moe_runtime
-from moe_runtime.checkpoints.packed_parameter import PackedTensor, packed_parameter
+from moe_runtime.checkpoints.dense_weights import PackedTensor, packed_parameter
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu import fused_attention
 from moe_runtime.kernels.native import native_library

@@ -29,10 +29,10 @@ from quantized_checkpoints import Quantized, Written
 from torch import Tensor
 
 import moe_runtime
+from moe_runtime.checkpoints.dense_weights import PackedTensor
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packed_parameter import PackedTensor
 from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.linear import quantized

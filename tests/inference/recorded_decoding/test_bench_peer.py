@@ -7,12 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from emulated_models import (
-    bring_all,
-    counted_recordings,
-    emulated,
-    load_on_emulated_device,
-)
+from emulated_models import bring_all, counted_recordings, emulated, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 

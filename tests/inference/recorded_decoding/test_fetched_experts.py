@@ -35,7 +35,7 @@ from tiny_checkpoints import save, tiny_model
 import moe_runtime
 from moe_runtime.config import PrefetchMode
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.inference.device.step_experts import MOST_REFUSED
+from moe_runtime.inference.device.decode_graphs import MOST_REFUSED
 from moe_runtime.inference.steps import Listener
 from moe_runtime.memory.device import host_tables
 
@@ -53,8 +53,7 @@ FAMILIES = [
 
 @emulated
 @pytest.mark.parametrize(
-    ("num_sequences", "host_slots", "margin"),
-    [(1, ENOUGH, 2.0), (3, EVERY, -1.0)],
+    ("num_sequences", "host_slots", "margin"), [(1, ENOUGH, 2.0), (3, EVERY, -1.0)]
 )
 def test_one_graph_gives_the_bits_of_resident_experts(
     checkpoint: Path,

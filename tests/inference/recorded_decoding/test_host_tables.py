@@ -15,7 +15,7 @@ from emulated_models import emulated, map_of
 from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store_of, warmed
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.inference.device.device_stores import policy_of_device
+from moe_runtime.inference.device.device_experts import policy_of_device
 from moe_runtime.memory.device import host_tables
 from moe_runtime.policies.eviction.classic import RandomChoice
 

@@ -23,7 +23,7 @@ from moe_runtime.inference.device.decode_graphs import Structure
 from moe_runtime.inference.device.static_caches import StaticCaches
 
 pytest.importorskip("triton")
-NUM_EXPERTS, NEW_TOKENS = 6, 5
+NUM_EXPERTS, NEW_TOKENS = 6, 4
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6), (2, 3))]
 

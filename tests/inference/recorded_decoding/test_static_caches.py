@@ -12,12 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import (
-    bring_all,
-    counted_recordings,
-    emulated,
-    load_on_emulated_device,
-)
+from emulated_models import bring_all, counted_recordings, emulated, load_on_emulated_device
 from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,7 +20,7 @@ from moe_runtime.inference.device.static_caches import StaticCaches
 
 pytest.importorskip("triton")
 NUM_EXPERTS = 6
-SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 SLOTS = pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
 
 
@@ -48,9 +43,8 @@ def flip_logits(model: Any) -> None:
 
 
 @emulated
-@SLOTS
-def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint: Path, slots: int) -> None:
-    with loaded(checkpoint, slots) as model, counted_recordings() as made:
+def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint: Path) -> None:
+    with loaded(checkpoint, 2) as model, counted_recordings() as made:
         first = model.generate(PROMPT, **SETTINGS)
         for length in (0, 1, 3, 0):
             found = model.generate(PROMPT[:, length:], **SETTINGS)
@@ -102,7 +96,7 @@ def test_what_a_function_changes_that_a_processor_calls_is_seen(
 
             def allowed(_: int, ids: torch.Tensor, model: Any = model, calls: Any = calls) -> Any:
                 calls.append(len(ids))
-                if len(calls) == 6:
+                if len(calls) == 4:
                     flip_logits(model)
                 return [*range(model.config.vocab_size)]
 
@@ -150,7 +144,7 @@ def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint: Path) -> No
 
 class Failing(BaseStreamer):
     def __init__(self) -> None:
-        self._left = 6
+        self._left = 4
 
     def put(self, value: Any) -> None:
         self._left -= 1
@@ -162,9 +156,8 @@ class Failing(BaseStreamer):
 
 
 @emulated
-@SLOTS
-def test_one_cache_is_kept_and_goes_with_the_model(checkpoint: Path, slots: int) -> None:
-    with loaded(checkpoint, slots) as model:
+def test_one_cache_is_kept_and_goes_with_the_model(checkpoint: Path) -> None:
+    with loaded(checkpoint, NUM_EXPERTS) as model:
         made, take = list[Any](), StaticCaches.take
 
         def noted(*args: Any) -> Any:
@@ -206,7 +199,7 @@ def test_two_threads_never_take_one_cache(checkpoint: Path) -> None:
         found, free = list[Any](), caches._free
 
         def take() -> None:
-            found.append(caches.take(model.config, 1, PROMPT.shape[1] + 8, 64))
+            found.append(caches.take(model.config, 1, PROMPT.shape[1] + 6, 64))
 
         class Slow(weakref.ref[Any]):
             def __call__(self) -> Any:

@@ -198,22 +198,6 @@ def test_anti_correlation_without_history_is_greedy() -> None:
     assert [apart.holds(2, g) for g in range(4)] == [greedy.holds(2, g) for g in range(4)]
 
 
-@pytest.mark.parametrize("policy", [RoundRobin(), Greedy(), AntiCorrelation(), EPLB()])
-def test_doubling_every_load_keeps_the_placement(policy) -> None:
-    history = np.random.default_rng(2).integers(0, 100, (6, 3, 16)).astype(float)
-    transitions = np.zeros((2, 16, 16))
-    devices = Devices(num_nodes=2, gpus_per_node=2)
-    once, twice = (
-        policy(
-            RoutingProfile(loads_BLE=history * factor, transitions_LEE=transitions),
-            devices,
-            num_replicas=0,
-        )
-        for factor in (1, 2)
-    )
-    np.testing.assert_array_equal(once.expert_of_slot, twice.expert_of_slot)
-
-
 def test_no_load_at_all_is_placed_too() -> None:
     profile = RoutingProfile.from_loads(np.zeros((2, 8)))
     devices = Devices(num_nodes=1, gpus_per_node=4)

@@ -159,18 +159,6 @@ def test_live_guesses_are_those_of_the_recorded_contexts(name: str) -> None:
             assert chances[-1] >= np.sort(expected)[-2 * SHAPE.top_k] - 1e-6
 
 
-@pytest.mark.parametrize("name", FROM_ROUTING)
-def test_equal_events_give_equal_guesses(name: str) -> None:
-    routes = ROUTES.select([8, 10])
-    first, second = (
-        guesses_along(
-            TrackedPredictor(PREDICTORS[name].from_state(SHAPE, fitted(name).state())), routes
-        )
-        for _ in range(2)
-    )
-    assert first == second
-
-
 def test_horizon_wraps_into_the_next_token() -> None:
     predictor = TrackedPredictor(fitted("popularity"))
     predictor.observe(StepBegins(sequences=np.array([0]), token_ids=np.array([1])))
@@ -228,8 +216,3 @@ def test_a_layer_that_does_not_fit_its_step_is_refused() -> None:
     two = np.zeros((2, SHAPE.top_k))
     with pytest.raises(ValueError, match="does not fit a step of 1 tokens"):
         predictor.observe(LayerRouted(layer=0, expert_ids=two.astype(int), gate_weights=two))
-
-
-def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'popularity'"):
-        make_estimator("popularty", SHAPE)

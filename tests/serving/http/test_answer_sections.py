@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from call_texts import CALL_TEXTS
-from http_server import ScriptedEngine, model_of, served
+from http_server import ScriptedEngine
 
 from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections, Kind
 from moe_runtime.serving.http.schema import Function
@@ -365,7 +365,7 @@ def test_a_template_tells_how_its_model_calls_tools(source: str, name: str | Non
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "grammar", None])
-def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) -> None:
+def test_json_that_was_asked_for_is_no_call(staged: Any, tokenizer: Any, kind: str | None) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = '{% if tools %}{"name": 1, "parameters": 2}{% endif %}Who?'
     text = '{"name": "weather", "parameters": {"city": "<|python_tag|>"}}'
@@ -378,10 +378,8 @@ def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) ->
     }
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
     asked = {"messages": [{"role": "user", "content": ""}], "tools": tools}
-    with served([model_of("m", engine, tokenizer, 4096)]) as site:
-        status, answer = site.ask(
-            "/v1/chat/completions", {**asked, "response_format": formats[kind]}
-        )
+    site = staged(engine, own=tokenizer)
+    status, answer = site.ask("/v1/chat/completions", {**asked, "response_format": formats[kind]})
     assert status == 200, answer
     (choice,) = answer["choices"]
     if kind == "json_schema":

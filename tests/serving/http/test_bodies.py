@@ -5,7 +5,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from http_server import ScriptedEngine, model_of, served
+from http_server import ScriptedEngine
 
 from moe_runtime.serving.http import endpoints
 from moe_runtime.serving.http.api_errors import ApiError
@@ -96,6 +96,29 @@ def test_a_value_that_is_long_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "raw", "message"),
+    [
+        (ChatBody, b'{"messages":[]}', "messages: is empty, send at least one message: {"),
+        (
+            CompletionBody,
+            b'{"prompt":"a","stop":""}',
+            "stop: is empty, send at least one character",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt":"a","max_completion_tokens":3}',
+            "max_completion_tokens: is no field of this request; did you mean max_tokens?",
+        ),
+        (CompletionBody, b'{"prompt":"a","max_tokns":3}', "did you mean max_tokens?"),
+    ],
+)
+def test_a_refusal_says_what_to_send(kind: Any, raw: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(kind, raw)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
     ("field", "least", "most"),
     [
         ("seed", -(2**63), 2**63 - 1),
@@ -131,7 +154,7 @@ def test_integers_out_of_range_are_told_the_range(field: str, least: int, most: 
 
 
 def test_long_bodies_are_read_outside_the_loop(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
 
@@ -141,10 +164,10 @@ def test_long_bodies_are_read_outside_the_loop(
 
     monkeypatch.setattr(endpoints, "parse_body", parse)
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        for prompt in ([5], [5] * 900):
-            body = {"prompt": prompt, "metadata": {"a": "x" * (len(prompt) * 20)}}
-            assert site.ask("/v1/completions", body)[0] == 200
+    site = staged(engine)
+    for prompt in ([5], [5] * 900):
+        body = {"prompt": prompt, "metadata": {"a": "x" * (len(prompt) * 20)}}
+        assert site.ask("/v1/completions", body)[0] == 200
     assert [name.startswith("texts") for name in threads] == [False, True]
 
 
@@ -193,11 +216,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ],
 )
 def test_what_would_have_no_effect_is_refused(
-    tokenizer: Any, path: str, given: dict[str, Any], param: str
+    staged: Any, path: str, given: dict[str, Any], param: str
 ) -> None:
-    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
-        status, found = site.ask(path, {"prompt": "a", **given})
-        assert (status, found["error"]["param"]) == (400, param)
-        chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
-        status, found = site.ask("/v1/chat/completions", chat)
-        assert (status, found["error"]["param"]) == (400, "response_format.type")
+    site = staged()
+    status, found = site.ask(path, {"prompt": "a", **given})
+    assert (status, found["error"]["param"]) == (400, param)
+    chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
+    status, found = site.ask("/v1/chat/completions", chat)
+    assert (status, found["error"]["param"]) == (400, "response_format.type")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from http_server import ScriptedEngine, model_of, served
+from http_server import ScriptedEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece_tokenizer import WORDS, sentencepiece_tokenizer
@@ -96,17 +96,17 @@ def scripted(request: GenerationRequest) -> list[Event]:
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a", "Once  é a", " Once", "<s>Once a"])
-def test_completions_go_on_with_their_prompts(prompt: str) -> None:
+def test_completions_go_on_with_their_prompts(staged: Any, prompt: str) -> None:
     ids = LLAMA(prompt)["input_ids"]
     text = prompt + whole(LLAMA, [*ids, *ANSWER])[len(whole(LLAMA, ids)) :]
     assert text == prompt + " time there was"
     tokens = LLAMA.convert_ids_to_tokens([*ids, *ANSWER])
     asked = {"prompt": prompt, "echo": True, "logprobs": 0}
-    with served([model_of("m", ScriptedEngine(scripted), LLAMA, SIZE)]) as site:
-        plain = site.ask("/v1/completions", {"prompt": prompt})[1]["choices"][0]
-        echoed = site.ask("/v1/completions", asked)[1]["choices"][0]
-        by_ids = site.ask("/v1/completions", {**asked, "prompt": ids})[1]["choices"][0]
-        streamed = site.stream("/v1/completions", {**asked, "prompt": [ids, ids], "n": 2})
+    site = staged(ScriptedEngine(scripted), own=LLAMA, size=SIZE)
+    plain = site.ask("/v1/completions", {"prompt": prompt})[1]["choices"][0]
+    echoed = site.ask("/v1/completions", asked)[1]["choices"][0]
+    by_ids = site.ask("/v1/completions", {**asked, "prompt": ids})[1]["choices"][0]
+    streamed = site.stream("/v1/completions", {**asked, "prompt": [ids, ids], "n": 2})
     assert plain["text"] == " time there was"
     assert echoed["text"] == text
     with_special = LLAMA.decode([*ids, *ANSWER])
@@ -127,14 +127,14 @@ def test_completions_go_on_with_their_prompts(prompt: str) -> None:
                 assert before == "\u2581" or not answer["text"][:start].endswith(" ")
 
 
-def test_a_chat_goes_on_only_with_a_message_that_it_continues() -> None:
+def test_a_chat_goes_on_only_with_a_message_that_it_continues(staged: Any) -> None:
     tokenizer = sentencepiece_tokenizer()
     tokenizer.chat_template = TEMPLATE
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once a"}]
     asked = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
-    with served([model_of("m", ScriptedEngine(scripted), tokenizer, SIZE)]) as site:
-        alone = site.ask("/v1/chat/completions", {"messages": messages[:1]})[1]
-        further = site.ask("/v1/chat/completions", asked)[1]
+    site = staged(ScriptedEngine(scripted), own=tokenizer, size=SIZE)
+    alone = site.ask("/v1/chat/completions", {"messages": messages[:1]})[1]
+    further = site.ask("/v1/chat/completions", asked)[1]
     assert alone["choices"][0]["message"]["content"] == whole(LLAMA, ANSWER) == "time there was"
     assert further["choices"][0]["message"]["content"] == " time there was"
 

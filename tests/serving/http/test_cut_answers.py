@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from call_texts import CALL_TEXTS
-from http_server import ScriptedEngine, model_of, served
+from http_server import ScriptedEngine
 
 from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections, Kind
 from moe_runtime.serving.http.schema import Function
@@ -206,7 +206,7 @@ def test_json_that_is_cut_stays_text_where_it_begins_no_call(text: str) -> None:
     ],
 )
 def test_an_answer_that_is_cut_within_a_call(
-    tokenizer: Any, text: str, stop: str | None, content: str, is_streamed: bool
+    staged: Any, tokenizer: Any, text: str, stop: str | None, content: str, is_streamed: bool
 ) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}Who?"
@@ -215,14 +215,14 @@ def test_an_answer_that_is_cut_within_a_call(
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "tools": tools}
     body |= {"stream": is_streamed, **({} if stop is None else {"stop": stop})}
-    with served([model_of("m", engine, tokenizer, 4096)]) as site:
-        if is_streamed:
-            chunks = site.stream("/v1/chat/completions", body)
-            choices = [one["choices"][0] for one in chunks if isinstance(one, dict)]
-            messages = [choice["delta"] for choice in choices]
-        else:
-            choices = site.ask("/v1/chat/completions", body)[1]["choices"]
-            messages = [choices[0]["message"]]
+    site = staged(engine, own=tokenizer)
+    if is_streamed:
+        chunks = site.stream("/v1/chat/completions", body)
+        choices = [one["choices"][0] for one in chunks if isinstance(one, dict)]
+        messages = [choice["delta"] for choice in choices]
+    else:
+        choices = site.ask("/v1/chat/completions", body)[1]["choices"]
+        messages = [choices[0]["message"]]
     assert "".join(message.get("content") or "" for message in messages) == content
     assert not any("tool_calls" in message for message in messages)
     assert choices[-1]["finish_reason"] == ("length" if stop is None else "stop")

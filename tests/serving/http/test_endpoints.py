@@ -13,6 +13,8 @@ import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
 import moe_runtime
+from moe_runtime.checkpoints.opening import load_tokenizer
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.server import Access, Limits
 from moe_runtime.serving.requests import (
     Event,
@@ -29,16 +31,10 @@ BODY = {"prompt": [5, 6], "max_tokens": 3}
 
 @contextlib.contextmanager
 def scripted(
-    tokenizer: Any, events: Sequence[Event] | Exception, **options: Any
+    tokenizer: Any, events: Sequence[Event], **options: Any
 ) -> Iterator[tuple[Served, ScriptedEngine]]:
     """A server whose engine answers every request with the same events."""
-
-    def script(request: GenerationRequest) -> Sequence[Event]:
-        if isinstance(events, Exception):
-            raise events
-        return events
-
-    engine = ScriptedEngine(script)
+    engine = ScriptedEngine(lambda request: events)
     with served([model_of("pocket", engine, tokenizer, 4096)], **options) as site:
         yield site, engine
 
@@ -100,15 +96,17 @@ def test_a_field_that_is_there_twice_is_refused(site: Served, field: bytes) -> N
     assert "twice in one object" in found["error"]["message"]
 
 
-def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(tokenizer: Any) -> None:
+def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(
+    staged: Any, tokenizer: Any
+) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = '{% if tools %}{"name": "x", "parameters": {}}{% endif %}user: '
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "max_tokens": 2}
     engine = ScriptedEngine(lambda request: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        assert site.ask("/v1/chat/completions", body | {"parallel_tool_calls": True})[0] == 200
-        status, found = site.ask("/v1/chat/completions", body | {"parallel_tool_calls": False})
+    site = staged(engine, own=tokenizer)
+    assert site.ask("/v1/chat/completions", body | {"parallel_tool_calls": True})[0] == 200
+    status, found = site.ask("/v1/chat/completions", body | {"parallel_tool_calls": False})
     assert (status, found["error"]["param"]) == (400, "parallel_tool_calls")
     assert "llama-json" in found["error"]["message"]
 
@@ -189,10 +187,13 @@ def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) ->
     assert 'moe:http_responses_total{path="/v1/completions",status="500"} 2.0' in text
 
 
-def test_a_full_queue_is_to_be_tried_again(tokenizer: Any) -> None:
-    with scripted(tokenizer, QueueFullError("7 requests wait already")) as (site, _):
-        status, answer = site.ask("/v1/completions", {**BODY, "stream": True})
-        assert (status, answer["error"]["code"]) == (429, "queue_full")
+def test_a_full_queue_is_to_be_tried_again(staged: Any) -> None:
+    def refuse(request: GenerationRequest) -> list[Event]:
+        raise QueueFullError("7 requests wait already")
+
+    site = staged(ScriptedEngine(refuse))
+    status, answer = site.ask("/v1/completions", {**BODY, "stream": True})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
 
 
 def test_an_answer_that_takes_too_long_is_given_up(tokenizer: Any) -> None:
@@ -276,14 +277,11 @@ def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
     ]
 
 
-def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
-    from moe_runtime.checkpoints.opening import load_tokenizer
-    from moe_runtime.models.pocket import pocket_path
-
-    with scripted(load_tokenizer(pocket_path()), []) as (site, _):
-        messages = [{"role": "user", "content": "Hi"}]
-        status, answer = site.ask("/v1/chat/completions", {"messages": messages})
-        assert (status, answer["error"]["code"]) == (400, "unsupported_model")
+def test_a_model_without_a_template_has_no_chats(staged: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    site = staged(own=load_tokenizer(pocket_path()))
+    status, answer = site.ask("/v1/chat/completions", {"messages": messages})
+    assert (status, answer["error"]["code"]) == (400, "unsupported_model")
 
 
 @pytest.mark.parametrize(
@@ -313,12 +311,11 @@ def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_named_as_the_client_wrote_it(
-    tokenizer: Any, given: dict[str, Any], param: str, complaint: str
+    staged: Any, given: dict[str, Any], param: str, complaint: str
 ) -> None:
-    with scripted(tokenizer, []) as (site, _):
-        status, found = site.ask("/v1/completions", {"prompt": "a", **given})
-        assert (status, found["error"]["param"]) == (400, param), found
-        assert complaint in found["error"]["message"]
+    status, found = staged().ask("/v1/completions", {"prompt": "a", **given})
+    assert (status, found["error"]["param"]) == (400, param), found
+    assert complaint in found["error"]["message"]
 
 
 class HoldingEngine(ScriptedEngine):

@@ -15,14 +15,15 @@ BODY = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_client_that_sends_no_more_is_answered(
-    tokenizer: Any, version: bytes, is_late: bool
+    staged: Any, version: bytes, is_late: bool
 ) -> None:
     """Its end comes with the request, or while the answer is made; the connection ends then."""
     told: list[Any] = []
     engine = ScriptedEngine(lambda _: [PromptRead(0)])
     submit = engine.submit
     engine.submit = lambda request, hear: (told.append(hear), submit(request, hear))[1]  # type: ignore[method-assign]
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site, connected(site) as client:
+    site = staged(engine)
+    with connected(site) as client:
         client.sendall(HEAD.replace(b"HTTP/1.1", b"HTTP/" + version) % len(BODY) + BODY)
         if not is_late:
             client.shutdown(socket.SHUT_WR)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from http_server import TEMPLATE, ScriptedEngine, Served, limited_processes, model_of, served
+from http_server import TEMPLATE, ScriptedEngine, Served, limited_processes
 from transformers import GenerationConfig
 
 from moe_runtime.errors import MoERuntimeWarning
@@ -43,18 +43,18 @@ def chats(site: Served) -> None:
     [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"],
 )
 def test_a_template_without_an_end_is_ended(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
+    staged: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     monkeypatch.setattr(served_model, "_RENDER_S", 0.2)
     monkeypatch.setattr(served_model, "_RENDER_BYTES", 32 << 20)
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% if messages[0].content != 'Hi' %}" + program + "{% endif %}ok"
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, endless, 4096)]) as site:
-        status, found = site.ask(CHAT, {"messages": [{"role": "user", "content": "more"}]})
-        assert (status, found["error"]["code"]) == (400, "template_limit"), found
-        assert "this model's chat template takes more than" in found["error"]["message"]
-        chats(site)
+    site = staged(engine, own=endless)
+    status, found = site.ask(CHAT, {"messages": [{"role": "user", "content": "more"}]})
+    assert (status, found["error"]["code"]) == (400, "template_limit"), found
+    assert "this model's chat template takes more than" in found["error"]["message"]
+    chats(site)
 
 
 def test_end_tokens_are_looked_for_within_the_limits_of_templates(
@@ -73,17 +73,15 @@ def test_end_tokens_are_looked_for_within_the_limits_of_templates(
         assert found.vocabulary.end_ids == ends
 
 
-def test_a_grammar_that_takes_long_is_ended(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_takes_long_is_ended(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_COMPILE_S", 0.3)
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        asked = {"type": "grammar", "grammar": INTERSECTION}
-        status, found = site.ask("/v1/completions", {"prompt": "a", "response_format": asked})
-        assert (status, found["error"]["code"]) == (400, "invalid_grammar")
-        assert "compiling it takes more than 0.3 seconds" in found["error"]["message"]
-        chats(site)
+    site = staged(engine)
+    asked = {"type": "grammar", "grammar": INTERSECTION}
+    status, found = site.ask("/v1/completions", {"prompt": "a", "response_format": asked})
+    assert (status, found["error"]["code"]) == (400, "invalid_grammar")
+    assert "compiling it takes more than 0.3 seconds" in found["error"]["message"]
+    chats(site)
 
 
 def test_masks_that_take_long_end_their_answer_alone(tokenizer: Any) -> None:
@@ -129,15 +127,15 @@ def test_a_conversation_is_rendered_as_the_tokenizer_does_it(
         assert there.render(messages, **given) == here.render(messages, **given)
 
 
-def test_a_program_that_others_ended_is_started_again(tokenizer: Any) -> None:
+def test_a_program_that_others_ended_is_started_again(staged: Any) -> None:
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        chats(site)
-        for process in limited_processes():
-            assert process._process is not None
-            os.kill(process._process.pid, signal.SIGKILL)
-            process._process.wait()
-        chats(site)
+    site = staged(engine)
+    chats(site)
+    for process in limited_processes():
+        assert process._process is not None
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+    chats(site)
 
 
 def test_clients_take_turns_whoever_asks_much() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,11 +17,20 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = {"function": {"name": "f", "arguments": SECRET}}
 
 
+ENGINE = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+
+
+@pytest.fixture(scope="module")
+def own(tokenizer: Any) -> Iterator[Served]:
+    with served([model_of("pocket", ENGINE, tokenizer, 4096)]) as found:
+        yield found
+
+
 def logged(site: Served) -> Mapping[str, Any]:
-    """The line of the last request; it is written after its response is sent."""
+    """The line of the only request since; it is written after its response is sent."""
     while not site.log:
         time.sleep(0.001)
-    return site.log[-1][1]
+    return site.log.pop()[1]
 
 
 @pytest.mark.parametrize(
@@ -44,39 +53,37 @@ def logged(site: Served) -> Mapping[str, Any]:
     ],
 )
 def test_refusals_are_logged_without_what_was_sent(
-    tokenizer: Any, path: str, body: Any, place: str | None
+    own: Served, path: str, body: Any, place: str | None
 ) -> None:
     """The client alone is told what it sent."""
-    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
-        status, found = site.ask(path, body)
-        fields = logged(site)
+    status, found = own.ask(path, body)
+    fields = logged(own)
     assert status in (400, 404)
     assert "hunter2" in found["error"]["message"]
-    assert "hunter2" not in str(site.log)
+    assert "hunter2" not in str(fields)
     assert fields.get("param") == place
     assert fields["error"] == (found["error"]["code"] or found["error"]["type"])
 
 
-def test_the_name_of_a_user_is_cut(tokenizer: Any) -> None:
-    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        assert site.ask(TEXT, {"prompt": [5], "user": "u" * 10_000})[0] == 200
-        assert logged(site)["user"] == "u" * 100
+def test_the_name_of_a_user_is_cut(own: Served) -> None:
+    assert own.ask(TEXT, {"prompt": [5], "user": "u" * 10_000})[0] == 200
+    assert logged(own)["user"] == "u" * 100
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_mistake_of_the_server_is_an_error_and_is_logged(tokenizer: Any, stream: bool) -> None:
+def test_a_mistake_of_the_server_is_an_error_and_is_logged(
+    own: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     """In a stream too, which was cut off without a word; JSON has no NaN."""
     events = [PromptRead(0), NewToken(5, math.nan), Finished("length")]
-    engine = ScriptedEngine(lambda _: events)
+    monkeypatch.setattr(ENGINE, "script", lambda _: events)
     body = {"prompt": [5], "logprobs": 1}
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        if stream:
-            found = site.stream(TEXT, body)[-1]
-        else:
-            status, found = site.ask(TEXT, body)
-            assert status == 500
-        fields = logged(site)
+    if stream:
+        found = own.stream(TEXT, body)[-1]
+    else:
+        status, found = own.ask(TEXT, body)
+        assert status == 500
+    fields = logged(own)
     assert (found["error"]["code"], found["error"]["type"]) == ("internal_error", "server_error")
     assert fields["status"] == 500
     assert fields["error"].startswith("ValueError < ")

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 from http_server import HEAD, ScriptedEngine, Served, connected, model_of, response, served
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -29,28 +30,27 @@ from moe_runtime.serving.http.starting import AddressError, accept_clients, list
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 
+def at_once() -> ScriptedEngine:
+    return ScriptedEngine(lambda _: [PromptRead(0), NewToken(7), Finished("length")])
+
+
 def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
     """A server whose engine answers at once."""
-    engine = ScriptedEngine(lambda _: [PromptRead(0), NewToken(7), Finished("length")])
-    return served([model_of("pocket", engine, tokenizer, 4096)], **options)
+    return served([model_of("pocket", at_once(), tokenizer, 4096)], **options)
 
 
 @pytest.mark.parametrize("more", [{"prompt": [[5]] * 900, "n": 128}, {"prompt": ["a"] * 50_000}])
 def test_too_many_answers_are_refused_before_anything_is_made_of_them(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+    staged: Any, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    with serve_scripted(tokenizer) as site:
-        vocabulary = site.server.models["pocket"].vocabulary
+    site = staged()
 
-        def encode(text: str, **options: Any) -> list[int]:
-            raise AssertionError("a prompt was encoded")
+    def fail(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a prompt was encoded, or a request was made")
 
-        def sampling_of(*args: Any) -> None:
-            raise AssertionError("a request was made")
-
-        monkeypatch.setattr(vocabulary, "encode", encode)
-        monkeypatch.setattr("moe_runtime.serving.http.generating.sampling_of", sampling_of)
-        status, found = site.ask("/v1/completions", more)
+    monkeypatch.setattr(site.server.models["pocket"].vocabulary, "encode", fail)
+    monkeypatch.setattr("moe_runtime.serving.http.generating.sampling_of", fail)
+    status, found = site.ask("/v1/completions", more)
     assert (status, found["error"]["param"]) == (400, "prompt"), found
     assert f"{len(more['prompt']) * more.get('n', 1)} answers" in found["error"]["message"]
 
@@ -66,17 +66,18 @@ def test_a_body_that_does_not_come_is_given_up(tokenizer: Any) -> None:
     assert "body" in found["error"]["message"]
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD % 100 + b"{" + b" " * 99 + b"GE"])
-def test_a_head_that_does_not_end_ends_the_connection(tokenizer: Any, sent: bytes) -> None:
-    """The first one of a connection, and one behind an answer."""
-    with (
-        serve_scripted(tokenizer, limits=Limits(head_seconds=0.05)) as site,
-        connected(site) as one,
-        contextlib.suppress(ConnectionError),
-    ):  # where it ended before this was sent
-        one.sendall(sent)
-        while one.recv(1 << 16):
-            pass
+def test_a_head_that_does_not_end_ends_the_connection(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of a connection, and one behind an answer, which uvicorn's own limit ends."""
+    monkeypatch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0))
+    with serve_scripted(tokenizer, limits=Limits(head_seconds=0.05)) as site:
+        for sent in (b"", b"POST /v1/comple", HEAD % 100 + b"{" + b" " * 99 + b"GE"):
+            # it may have ended before this was sent
+            with connected(site) as one, contextlib.suppress(ConnectionError):
+                one.sendall(sent)
+                while one.recv(1 << 16):
+                    pass
 
 
 def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
@@ -189,25 +190,18 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
             gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        (b"GET /ping HTTP/1.0\r\n\r\n", 200),
-        (b"GET /ping HTTP/1.1\r\nhost: LocalHost:80\r\n\r\n", 200),
-        (b"GET /ping HTTP/1.1\r\nhost: evil.example\r\n\r\n", 403),
-        (b"GET /ping HTTP/1.1\r\nhost: [\r\n\r\n", 403),
-    ],
-)
-def test_names_are_those_of_pages_in_browsers(tokenizer: Any, head: bytes, status: int) -> None:
+def test_names_are_those_of_pages_in_browsers(tokenizer: Any) -> None:
     """A client without a name is no browser; names have no upper and lower case."""
-    access = Access(hosts=["localhost"])
-    with serve_scripted(tokenizer, access=access) as site, connected(site) as client:
-        client.sendall(head)
-        assert response(client)[0] == status
+    heads = {b"1.1\r\nhost: LocalHost:80": 200, b"1.1\r\nhost: evil.example": 403}
+    with serve_scripted(tokenizer, access=Access(hosts=["localhost"])) as site:
+        for head, status in {b"1.0": 200, b"1.1\r\nhost: [": 403, **heads}.items():
+            with connected(site) as client:
+                client.sendall(b"GET /ping HTTP/" + head + b"\r\n\r\n")
+                assert response(client)[0] == status
 
 
-def test_a_host_that_is_none_is_no_fault(tokenizer: Any) -> None:
-    with serve_scripted(tokenizer) as site, connected(site) as client:
+def test_a_host_that_is_none_is_no_fault(staged: Any) -> None:
+    with connected(staged()) as client:
         client.sendall(b"GET /nowhere HTTP/1.1\r\nhost: [\r\n\r\n")
         status, found = response(client)
         assert (status, found["error"]["code"]) == (404, "unknown_url")
@@ -235,18 +229,17 @@ def test_a_page_that_may_ask_may_send_the_headers_of_openais_client(tokenizer: A
             assert found.headers["access-control-allow-origin"] == "http://page"
 
 
-def test_a_method_that_is_none_says_which_there_are(tokenizer: Any) -> None:
-    with serve_scripted(tokenizer) as site:
-        where = urlsplit(site.address)
-        asking = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
-        with contextlib.closing(asking):
-            asking.request("GET", "/v1/completions")
-            found = asking.getresponse()
-            assert (found.status, found.headers["allow"]) == (405, "POST")
+def test_a_method_that_is_none_says_which_there_are(staged: Any) -> None:
+    where = urlsplit(staged().address)
+    asking = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
+    with contextlib.closing(asking):
+        asking.request("GET", "/v1/completions")
+        found = asking.getresponse()
+        assert (found.status, found.headers["allow"]) == (405, "POST")
 
 
 def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
@@ -257,7 +250,8 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
 
     monkeypatch.setattr(Grammars, "compile", compile_)
     slow = {"prompt": "a", "response_format": {"type": "regex", "regex": "a"}}
-    with serve_scripted(tokenizer) as site, ThreadPoolExecutor(1) as threads:
+    site = staged(at_once())
+    with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(site.ask, "/v1/completions", slow)
         assert begun.wait(30)
         assert site.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
@@ -289,13 +283,13 @@ def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
     assert log[0]["error"] == "the client takes nothing of the answer"
 
 
-def test_a_server_whose_engine_has_ended_is_not_ready(tokenizer: Any) -> None:
+def test_a_server_whose_engine_has_ended_is_not_ready(staged: Any) -> None:
     """Whoever watches over it starts another; it would refuse every request until then."""
     engine = ScriptedEngine(lambda _: [])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
-        assert site.ask("/health")[0] == 200
-        engine.is_open = False
-        assert site.ask("/health") == (503, {"alive": True, "ready": False})
+    site = staged(engine)
+    assert site.ask("/health")[0] == 200
+    engine.is_open = False
+    assert site.ask("/health") == (503, {"alive": True, "ready": False})
 
 
 def test_an_address_is_held_while_a_model_loads() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from call_texts import CALL_TEXTS
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served
 from tokenizers import AddedToken
 
 from moe_runtime.serving.requests import Event, Finished, GenerationRequest, NewToken, PromptRead
@@ -56,26 +55,26 @@ def spaced(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-@contextmanager
-def speaking(
-    tokenizer: Any, text: str, template: str = HERMES, added: Sequence[AddedToken] = ()
-) -> Iterator[Served]:
+@pytest.fixture
+def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
     """A server whose model says exactly a text, where the request's grammar lets it."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    tokenizer.add_tokens(list(added))
 
-    def script(request: GenerationRequest) -> list[Event]:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        constraint = request.constraint
-        for end, token in enumerate([*ids, tokenizer.eos_token_id]):
-            mask = None if constraint is None else constraint.allowed(ids[:end])
-            assert mask is None or mask[token], (text[-60:], tokenizer.decode(ids[:end]))
-        return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
+    def say(text: str, template: str = HERMES, added: Sequence[AddedToken] = ()) -> Served:
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        own.add_tokens(list(added))
 
-    engine = ScriptedEngine(script)
-    with served([model_of("m", engine, tokenizer, len(tokenizer))]) as site:
-        yield site
+        def script(request: GenerationRequest) -> list[Event]:
+            ids = own(text, add_special_tokens=False)["input_ids"]
+            constraint = request.constraint
+            for end, token in enumerate([*ids, own.eos_token_id]):
+                mask = None if constraint is None else constraint.allowed(ids[:end])
+                assert mask is None or mask[token], (text[-60:], own.decode(ids[:end]))
+            return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
+
+        return staged(ScriptedEngine(script), own, len(own))
+
+    return say
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ WEATHER = {
 @pytest.mark.parametrize("is_forced", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
-    tokenizer: Any, name: str, is_forced: bool
+    speaking: Any, name: str, is_forced: bool
 ) -> None:
     made = PUBLISHED[name]
     added = [AddedToken(mark, special=True, normalized=False) for mark in made.special]
@@ -146,9 +145,9 @@ def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
     call = how.of([("Rome", "2")])
     if not is_forced:
         thought = f"{opens}I will ask."  # and the call ends it
-    with speaking(tokenizer, thought + call, source, added) as site:
-        forced = {"tool_choice": "required"} if is_forced else {}
-        status, answer = site.ask("/v1/chat/completions", asked | forced)
+    site = speaking(thought + call, source, added)
+    forced = {"tool_choice": "required"} if is_forced else {}
+    status, answer = site.ask("/v1/chat/completions", asked | forced)
     assert status == 200, answer
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -156,11 +155,11 @@ def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
     (found,) = choice["message"]["tool_calls"]
     assert found["function"]["name"] == "weather"
     assert json.loads(found["function"]["arguments"]) == {"city": "Rome", "days": 2}
+    if not is_forced:
+        return
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
-    with speaking(tokenizer, f'{opens}Well?{closes}\n"yes"', source, added) as site:
-        status, answer = site.ask(
-            "/v1/chat/completions", {"messages": USER, "response_format": schema}
-        )
+    site = speaking(f'{opens}Well?{closes}\n"yes"', source, added)
+    status, answer = site.ask("/v1/chat/completions", {"messages": USER, "response_format": schema})
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"] == '"yes"'
 
@@ -195,7 +194,7 @@ def pair_call(name: str) -> str:
 )
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_nested_models_are_enforced_in_openais_tools(
-    tokenizer: Any, template: str, call: Callable[[str], str], is_strict: bool
+    speaking: Any, template: str, call: Callable[[str], str], is_strict: bool
 ) -> None:
     import openai
 
@@ -220,13 +219,11 @@ def test_nested_models_are_enforced_in_openais_tools(
                 for key, value in (("note", "null"), ("folder", "x"))
             )
             text = text.replace("</tool_call>", f"{more}</tool_call>")
-    with (
-        speaking(tokenizer, text, template) as site,
-        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
-    ):
+    site = speaking(text, template)
+    with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client:
         for choice in ("required", {"type": "function", "function": {"name": "Trip"}}):
             answer = client.chat.completions.create(
-                model="m",
+                model="pocket",
                 messages=USER,
                 tools=[tool],
                 tool_choice=choice,  # pyright: ignore[reportArgumentType]
@@ -237,78 +234,79 @@ def test_nested_models_are_enforced_in_openais_tools(
             assert trip == FULL.model_copy(update={"folder": trip.folder})
 
 
-def test_openais_client_parses_a_nested_model(tokenizer: Any) -> None:
+def test_openais_client_parses_a_nested_model(speaking: Any) -> None:
     import openai
 
     text = spaced(FULL.model_dump(mode="json") | {"folder": "x"})
-    with (
-        speaking(tokenizer, text) as site,
-        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
-    ):
-        answer = client.chat.completions.parse(model="m", messages=USER, response_format=Trip)
+    site = speaking(text)
+    with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.parse(model="pocket", messages=USER, response_format=Trip)
         assert answer.choices[0].message.parsed == FULL.model_copy(update={"folder": Path("x")})
 
 
-def test_instructor_gets_a_nested_model(tokenizer: Any) -> None:
+def test_instructor_gets_a_nested_model(speaking: Any) -> None:
     instructor = pytest.importorskip("instructor")
     import openai
 
-    with (
-        speaking(tokenizer, hermes_call("Trip")) as site,
-        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
-    ):
+    site = speaking(hermes_call("Trip"))
+    with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client:
         asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
-        found = asking.chat.completions.create(model="m", messages=USER, response_model=Trip)
+        found = asking.chat.completions.create(model="pocket", messages=USER, response_model=Trip)
     assert found.model_dump() == FULL.model_dump()
 
 
-def test_pydantic_ai_gets_a_nested_model(tokenizer: Any) -> None:
+def test_pydantic_ai_gets_a_nested_model(speaking: Any) -> None:
     pytest.importorskip("pydantic_ai")
+    import openai
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    with speaking(tokenizer, hermes_call("final_result")) as site:
-        provider = OpenAIProvider(base_url=f"{site.address}/v1", api_key="none")
-        agent = Agent(OpenAIChatModel("m", provider=provider), output_type=Trip)
-        assert agent.run_sync("Hi").output == FULL
+    site = speaking(hermes_call("final_result"))
+    closing = {"connection": "close"}
+    client = openai.AsyncOpenAI(
+        base_url=f"{site.address}/v1", api_key="none", default_headers=closing
+    )
+    provider = OpenAIProvider(openai_client=client)
+    agent = Agent(OpenAIChatModel("pocket", provider=provider), output_type=Trip)
+    assert agent.run_sync("Hi").output == FULL
 
 
 @pytest.mark.slow
-def test_litellm_gets_a_nested_model(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_gets_a_nested_model(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no network
     litellm = pytest.importorskip("litellm")
     tool = {
         "type": "function",
         "function": {"name": "Trip", "parameters": Trip.model_json_schema()},
     }
-    with speaking(tokenizer, hermes_call("Trip")) as site:
-        answer = litellm.completion(
-            model="openai/m",
-            api_base=f"{site.address}/v1",
-            api_key="none",
-            messages=USER,
-            tools=[tool],
-            tool_choice="required",
-            num_retries=0,
-        )
+    site = speaking(hermes_call("Trip"))
+    answer = litellm.completion(
+        model="openai/pocket",
+        api_base=f"{site.address}/v1",
+        api_key="none",
+        messages=USER,
+        tools=[tool],
+        tool_choice="required",
+        num_retries=0,
+    )
     (found,) = answer.choices[0].message.tool_calls
     assert Trip.model_validate_json(found.function.arguments) == FULL
 
 
 @pytest.mark.slow
-def test_llama_index_gets_a_nested_model(tokenizer: Any) -> None:
+def test_llama_index_gets_a_nested_model(speaking: Any) -> None:
     pytest.importorskip("llama_index.llms.openai_like")
     from llama_index.core.prompts import PromptTemplate
     from llama_index.llms.openai_like import OpenAILike
 
-    with speaking(tokenizer, hermes_call("Trip")) as site:
-        llm = OpenAILike(
-            model="m",
-            api_base=f"{site.address}/v1",
-            api_key="none",
-            is_chat_model=True,
-            is_function_calling_model=True,
-            max_retries=0,
-        )
-        assert llm.structured_predict(Trip, PromptTemplate("Hi")) == FULL
+    site = speaking(hermes_call("Trip"))
+    llm = OpenAILike(
+        model="pocket",
+        api_base=f"{site.address}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_retries=0,
+    )
+    assert llm.structured_predict(Trip, PromptTemplate("Hi")) == FULL

@@ -88,11 +88,11 @@ def training_from_slab(dtype: torch.dtype, device: GpuLimits) -> None:
 
 
 def added_up(gradients: torch.dtype, device: GpuLimits) -> None:
-    """A product with biases whose rows go back to their slots, weighted; and gradients of some
+    """A product with biases whose rows go back to their slots; and gradients of some
     type that are added to those there are, the products' two among them."""
     dtype = torch.bfloat16
     (_, down), groups, out = _slab(dtype), _groups(), meta(T * K, D, dtype=dtype)
-    more: dict[str, Any] = {"bias_SN": meta(E + 8, D, dtype=dtype), "scale_R": meta(T * K)}
+    more: dict[str, Any] = {"bias_SN": meta(E + 8, D, dtype=dtype)}
     tile = _tile("plain", D, dtype, device)
     hidden = meta(T * K, F, dtype=dtype)
     plain_product(hidden, down, groups, out=out, scatters=True, tile=tile, **more)

@@ -16,7 +16,7 @@ import moe_runtime
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts, ParallelLayout
 from moe_runtime.training.offload import OffloadedTraining
-from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.optimizer import DenseAdamW
 from moe_runtime.types import ExpertKey
 
 PARTS = 4

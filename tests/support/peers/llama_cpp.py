@@ -14,8 +14,7 @@ def llama_supports_gpu_offload() -> bool:
     return True
 
 
-def llama_backend_init() -> None:
-    note("backend_init")
+def llama_backend_init() -> None: ...
 
 
 def llama_model_default_params() -> SimpleNamespace:
@@ -40,7 +39,6 @@ def llama_model_n_layer(model: Any) -> int:
 
 
 def llama_init_from_model(model: Any, params: SimpleNamespace) -> Any:
-    note("context", params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch)
     return SimpleNamespace(sum=0, logits=None)
 
 

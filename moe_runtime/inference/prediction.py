@@ -1,0 +1,409 @@
+"""Predictions of a model's routing: named estimators, gates, and prefetches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from moe_runtime.config import PrefetchMode
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
+from moe_runtime.kernels.decode_step.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
+from moe_runtime.memory.prefetcher import Guesses, Prefetcher
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.policies.prediction import (
+    Estimator,
+    Guess,
+    HiddenLookahead,
+    LayerRouted,
+    NextGate,
+    Predictor,
+    Routes,
+    Shape,
+    is_file_name,
+    make_estimator,
+    make_predictor,
+)
+from moe_runtime.policies.prediction.base import shape_of
+from moe_runtime.policies.prediction.hidden import PRIOR, REMEMBERED, believed_at_first
+from moe_runtime.policies.prefetch import PrefetchRules
+from moe_runtime.types import ExpertKey, ModelSignature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moe_runtime.inference.expert_partition import ExpertPartition
+    from moe_runtime.inference.learning import KeptLearning
+
+
+def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
+    """The named estimator: trained, from a file, or one that needs no training. Raises
+    CheckpointError: the file cannot be used, or belongs to another model. Raises ValueError: no
+    predictor has this name."""
+    from moe_runtime.lab.traces.learned import read_predictor
+
+    if is_file_name(predictor):
+        return read_predictor(predictor, signature)
+    return make_estimator(str(predictor), shape_of(signature))
+
+
+def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
+    """Memory of a trained estimator's tables. Untrained counts are in the fixed reserve."""
+    if not is_file_name(predictor):
+        return 0
+    return sum(array.nbytes for array in estimator.state().values())
+
+
+def find_gate(
+    model: torch.nn.Module, block_name: str, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
+
+    It is the module next to the experts, or a part of one, whose weight has a row for every expert.
+    Raises UnsupportedModelError: the layer has no such module.
+    """
+    gates = [
+        (weight, getattr(part, "bias", None))
+        for child in model.get_submodule(block_name).children()
+        for part in (child, *child.children())
+        if isinstance(weight := getattr(part, "weight", None), torch.Tensor)
+        and weight.ndim == 2
+        and len(weight) == shape.num_experts
+    ]
+    if len(gates) != 1:
+        raise UnsupportedModelError(
+            f"{block_name}: found no gate with {shape.num_experts} rows beside the experts; use a "
+            "predictor that needs routing only, such as running-counts"
+        )
+    weight, bias = gates[0]
+    if isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,):
+        return weight.detach(), bias.detach()
+    return weight.detach(), None
+
+
+def find_gates(
+    model: torch.nn.Module, block_names: Sequence[str], shape: Shape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of all gates, to train with: weights ``[L, E, D]`` and biases ``[L, E]``, float32.
+    Raises UnsupportedModelError: a layer has no gate, or the gates differ in width."""
+    found = [find_gate(model, name, shape) for name in block_names]
+    if len({weight.shape for weight, _ in found}) != 1:
+        raise UnsupportedModelError("the gates of this model differ in width between layers")
+    no_bias = np.zeros(shape.num_experts, dtype=np.float32)
+    biases = [no_bias if bias is None else as_numpy(bias) for _, bias in found]
+    return np.stack([as_numpy(weight) for weight, _ in found]), np.stack(biases)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    # each of these costs as much as a small gate, even where it has nothing to do
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
+        tensor = tensor.float()
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
+
+
+def _bind_ranker(
+    estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
+) -> list[list[GateRanking]]:
+    """Binds an estimator of hidden states to the model's own gates, as tensors where it computes.
+    Returns rankings by distance and layer; none for other estimators."""
+    if not isinstance(estimator, NextGate):
+        return []
+    if isinstance(estimator, HiddenLookahead):
+        maps = torch.from_numpy(estimator.maps_DLEX).to(place)
+        offsets = torch.from_numpy(estimator.offsets_DLE).to(place)
+        gates = [
+            list(zip(*of_distance, strict=True)) for of_distance in zip(maps, offsets, strict=True)
+        ]
+    else:
+        own = [find_gate(model, name, estimator.shape) for name in block_names]
+        gates = [own] * estimator.max_distance
+    rankings = [
+        [GateRanking(weight, bias, estimator.num_ranks) for weight, bias in of_distance]
+        for of_distance in gates
+    ]
+
+    def rank(hidden_BD: torch.Tensor, distance: int, layer: int) -> list[list[int]]:
+        return rankings[distance - 1][layer](hidden_BD)
+
+    estimator.ranker = rank
+    return rankings
+
+
+class PrefetchListener(Listener):
+    """Passes steps, and the routing of layers while it is wanted, to a prefetcher."""
+
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        look_ahead: TokenLookAhead | None,
+        *,
+        needs_weights: bool,
+        needs_hidden: bool,
+    ) -> None:
+        self._prefetcher = prefetcher
+        self._look_ahead = look_ahead
+        self._needs_weights = needs_weights
+        self._needs_hidden = needs_hidden
+        # each conversion takes as long as a small gate
+        self._no_weights = np.zeros((0, 0), np.float32)
+
+    def begin(self, step: Step) -> None:
+        for request in step.ended:
+            self._prefetcher.finish(request)
+        self._prefetcher.step(step.requests, lambda: step.token_ids)
+        self.hears_demands = self.follows_requests = self._prefetcher.wants_layers
+
+    def demanded(self, routing: LayerRouting) -> None:
+        prefetcher, look_ahead = self._prefetcher, self._look_ahead
+        layer, keys, hidden_TD, ids_TK, weights_TK = routing
+        if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
+            prefetcher.tokens_routed(layer, keys, ids_TK, hidden_TD)
+            return
+        event = LayerRouted(
+            layer=layer,
+            expert_ids=as_numpy(ids_TK),
+            gate_weights=as_numpy(weights_TK) if self._needs_weights else self._no_weights,
+            hidden=hidden_TD if self._needs_hidden else None,
+        )
+        prefetcher.routed(event, keys)
+
+    def forget(self) -> None:
+        self._prefetcher.forget()
+
+
+def open_prefetcher(
+    model: torch.nn.Module,
+    listeners: Listeners,
+    block_names: Sequence[str],
+    store: ExpertStore[Any],
+    estimator: Estimator,
+    mode: PrefetchMode,
+    place: torch.device,
+    share: ExpertPartition | None = None,
+    learning: KeptLearning | None = None,
+) -> Prefetcher:
+    """Opens a prefetcher that listens to every forward pass of a model. Raises
+    UnsupportedModelError: the predictor needs the gates, and they are not where gates are."""
+    gates_DL = _bind_ranker(estimator, model, block_names, place)
+    predictor: Predictor = make_predictor(estimator)
+    begins_empty = [] if learning is None else learning.keep(predictor)
+    if begins_empty and type(estimator).finish is not Estimator.finish:
+        warnings.warn(
+            f"{estimator.name} begins empty: it guesses from requests of this model that have "
+            "ended, and keeps them for later runs",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+    if share is not None:
+        from moe_runtime.inference.expert_partition import OwnGuesses
+
+        predictor = OwnGuesses(predictor, share)
+    rules, shape = PrefetchRules(), estimator.shape
+    look_ahead = None
+    dtype = getattr(model, "dtype", torch.float32)
+    if isinstance(estimator, NextGate) and gates_DL:
+        least_chance = rules.min_probability / 2  # less protects no expert's slot from a guess
+        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, share)
+    prefetcher = Prefetcher(
+        Guesses(store),
+        predictor,
+        mode,
+        num_layers=len(block_names),
+        top_k=shape.top_k,
+        rules=rules,
+        token_look_ahead=look_ahead,
+    )
+    listeners.add(
+        PrefetchListener(
+            prefetcher,
+            look_ahead,
+            needs_weights=predictor.needs_history,
+            needs_hidden=estimator.needs_hidden,
+        )
+    )
+    return prefetcher
+
+
+class TokenLookAhead:
+    """Guesses from the tokens' hidden states, by the gates of the coming layers. As
+    ``LookaheadPredictor``, less what is too improbable to matter."""
+
+    def __init__(
+        self,
+        estimator: NextGate,
+        native: NativeLookAhead,
+        share: ExpertPartition | None,
+        dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = estimator.shape
+        self._native = native
+        self._top_k, self._dim, self._dtype = shape.top_k, dim, dtype
+        self._is_mine = None if share is None else share.owns
+        keys = [
+            ExpertKey(layer, expert)
+            for layer in range(shape.num_layers)
+            for expert in range(shape.num_experts)
+        ]
+        self._key = keys.__getitem__
+        self.begin_step = native.begin_step
+        self.take_counts = native.take_counts
+
+    def takes(self, ids_TK: torch.Tensor, hidden_TD: torch.Tensor) -> bool:
+        """Whether the machine code was made for these shapes and types."""
+        return (
+            ids_TK.shape[0] <= MOST_TOKENS
+            and ids_TK.shape[1] == self._top_k
+            and hidden_TD.shape[1] == self._dim
+            and hidden_TD.dtype is self._dtype
+            and hidden_TD.is_contiguous()
+            and ids_TK.dtype is torch.int64
+            and ids_TK.is_contiguous()
+        )
+
+    def look(
+        self, layer: int, ids_TK: torch.Tensor, hidden_TD: torch.Tensor, horizon: int
+    ) -> list[Guess]:
+        """Notes a layer's routing and guesses the next layers', nearest first."""
+        native = self._native
+        number = native.look(layer, ids_TK, hidden_TD, horizon)
+        experts, chances = native.experts[:number], native.chances[:number]
+        guesses = list(zip(map(self._key, experts), chances, strict=True))
+        if self._is_mine is None:
+            return guesses
+        return [guess for guess in guesses if self._is_mine(guess[0])]
+
+
+def make_token_look_ahead(
+    estimator: NextGate,
+    gates_DL: Sequence[Sequence[GateRanking]],
+    dtype: torch.dtype,
+    least_chance: float,
+    share: ExpertPartition | None,
+) -> TokenLookAhead | None:
+    """The look-ahead, if the native code takes these gates."""
+    if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
+        return None
+    shape = estimator.shape
+    native = NativeLookAhead(
+        gates_DL,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        dtype=dtype,
+        prior=PRIOR,
+        remembered=REMEMBERED,
+        believed=believed_at_first(estimator.num_ranks, shape.top_k),
+        least_chance=least_chance,
+    )
+    return TokenLookAhead(estimator, native, share, gates_DL[0][0].dim, dtype)
+
+
+def record_hidden(
+    model: PreTrainedModel,
+    windows: Sequence[Sequence[int]],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Routes, np.ndarray]:
+    """Runs a loaded model over texts and keeps what each layer's gate was given. Returns the
+    routes, and ``[T, L, D]`` float16."""
+    shape = shape_of(cast(Any, model).moe.facts.signature)
+    hidden: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
+    ids: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
+    weights: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
+
+    class Keep(Listener):
+        hears_routing = True
+
+        def routed(self, routing: LayerRouting) -> None:
+            hidden[routing.layer].append(routing.hidden_TD.half().cpu().numpy())
+            ids[routing.layer].append(routing.ids_TK.cpu().numpy())
+            weights[routing.layer].append(routing.weights_TK.float().cpu().numpy())
+
+    with cast(Any, model)._steps.listeners.also(Keep()), torch.no_grad():
+        for number, window in enumerate(windows):
+            model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False)
+            if progress is not None:
+                progress(number + 1)
+    routes = Routes(
+        shape=shape,
+        expert_ids=np.stack([np.concatenate(layer) for layer in ids], axis=1).astype(np.int64),
+        gate_weights=np.stack([np.concatenate(layer) for layer in weights], axis=1),
+        token_ids=np.concatenate([np.asarray(window, dtype=np.int64) for window in windows]),
+        offsets=np.cumsum([0, *map(len, windows)]).astype(np.int64),
+    )
+    return routes, np.stack([np.concatenate(layer) for layer in hidden], axis=1)
+
+
+def fit_lookahead(
+    model: PreTrainedModel, routes: Routes, hidden_TLD: np.ndarray
+) -> HiddenLookahead:
+    """Trains the look-ahead from hidden states for a model. Raises UnsupportedModelError: the
+    model's gates are not where gates are."""
+    estimator = HiddenLookahead(routes.shape)
+    estimator.fit_hidden(routes, hidden_TLD, *_gates_of(model, routes.shape))
+    return estimator
+
+
+def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
+    """The look-ahead that needs no training, with copies of a model's gates. Raises
+    UnsupportedModelError: the model's gates are not where gates are."""
+    estimator = NextGate(shape)
+    estimator.set_gates(*_gates_of(model, shape))
+    return estimator
+
+
+def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    found = [(m.layer, n) for n, m in model.named_modules() if isinstance(m, OffloadedExperts)]
+    return find_gates(model, [name.rpartition(".")[0] for _, name in sorted(found)], shape)
+
+
+def resolve_guessers(
+    mode: PrefetchMode,
+    policy: str,
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> tuple[Estimator | None, Estimator | None, int]:
+    """The estimators of a way of prefetching and of a policy, and the bytes of their tables.
+
+    The second is for the policy ``predicted``, if the named predictor guesses from routing alone.
+    Each is an object of its own, which learns from what it is shown. Raises CheckpointError: the
+    predictor's file cannot be used, or belongs to another model.
+    """
+    reader, of_policy, table_bytes = None, None, 0
+    if mode is not PrefetchMode.OFF:
+        named = _resolve_predictor(predictor, model, block_names, signature)
+        reader = make_live_estimator(named, signature)
+        table_bytes = learned_bytes(named, reader)
+    if predictor != "auto" and policy in ("auto", "predicted"):
+        estimator = make_live_estimator(predictor, signature)
+        if not estimator.needs_hidden:
+            of_policy = estimator
+            table_bytes += learned_bytes(predictor, estimator)
+    return reader, of_policy, table_bytes
+
+
+def _resolve_predictor(
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> str | Path:
+    """For ``auto`` the model's own gates, or counts where they are not found."""
+    if predictor != "auto":
+        return predictor
+    try:
+        for name in block_names:
+            find_gate(model, name, shape_of(signature))
+    except UnsupportedModelError:
+        return "running-counts"
+    return "next-gate"

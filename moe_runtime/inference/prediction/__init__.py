@@ -1,1 +1,0 @@
-"""What a loaded model will need next: gates, predictors, and the prefetcher that asks them."""
