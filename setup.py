@@ -247,7 +247,9 @@ if __name__ == "__main__":
                 depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
                 optional=True,
             ),
-            Extension(REPLAY, sources=sorted(str(path) for path in EVICTION.glob("*.c")), optional=True),
+            Extension(
+                REPLAY, sources=sorted(str(path) for path in EVICTION.glob("*.c")), optional=True
+            ),
         ],
         cmdclass={
             "bdist_wheel": Wheel,

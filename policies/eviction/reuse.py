@@ -20,7 +20,7 @@ from moe_runtime.policies.eviction.reuse_network import (
     HORIZON,
     MEMORIES,
     WIDTH,
-    Contexts,
+    RequestContexts,
     ReuseNetwork,
     fit_network,
 )
@@ -146,7 +146,7 @@ class ReuseEstimator:
     ) -> None:
         self._shape = shape
         self._episodes = Episodes(shape, capacity=memory)
-        self._contexts: Contexts | None = None
+        self._contexts: RequestContexts | None = None
         self._learn_every = learn_every
         layers, experts = shape.num_layers, shape.num_experts
         self._uses = np.zeros((layers, len(MEMORIES), experts), np.float32)
@@ -199,12 +199,12 @@ class ReuseEstimator:
 
     def take_network(self, network: ReuseNetwork) -> None:
         """Begins anew with a network, whose log odds are one more feature."""
-        self._contexts = Contexts(network, self._shape)
+        self._contexts = RequestContexts(network, self._shape)
         self._gram, self._moment, self._weights = _prior(_NUM_FEATURES + 1)
 
     def restore(self, state: State) -> None:
         network, gram, moment, uses, gates = _restored(self._shape, state)
-        self._contexts = None if network is None else Contexts(network, self._shape)
+        self._contexts = None if network is None else RequestContexts(network, self._shape)
         self._weights = np.linalg.solve(gram, moment)
         self._gram, self._moment = gram.copy(), moment.copy()
         self._uses, self._gates = uses.copy(), gates.copy()

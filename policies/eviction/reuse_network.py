@@ -73,7 +73,7 @@ class _Request:
 
 
 @dataclass(eq=False)
-class Contexts:
+class RequestContexts:
     """The contexts of the running requests."""
 
     network: ReuseNetwork
@@ -137,8 +137,8 @@ def fit_network(
 ) -> ReuseNetwork:
     """Trains on whole requests, by Adam on the cross entropy of uses to come.
 
-    Beside the network every layer has weights for how often and how recently an expert was used, so
-    that the network learns what these do not say; they are dropped at the end.
+    While it trains, every layer also has weights for how often and how recently an expert was used,
+    so that the network learns what these do not say. They are dropped at the end.
 
     Args:
         on_progress: called with the share of the work that is done.
@@ -159,13 +159,11 @@ def fit_network(
     usual = np.zeros((layers, num_features), np.float32)
     parameters = [network.entry, network.past, network.exit, network.bias, usual]
     moments = [(np.zeros_like(one), np.zeros_like(one)) for one in parameters]
-    windows = [*_windows(routes)]
-    for step in range(epochs * len(windows)):
-        if step % len(windows) == 0:
-            order = rng.permutation(len(windows))
-        window = windows[order[step % len(windows)]]
-        gradients = _gradients(window, network, usual)
-        done = step / (epochs * len(windows))
+    windows = _windows(routes)
+    order = np.concatenate([rng.permutation(len(windows)) for _ in range(epochs)])
+    for step, number in enumerate(order.tolist()):
+        gradients = _gradients(windows[number], network, usual)
+        done = step / len(order)
         # a tenth of the steps warms up, the rest anneals to zero
         rate = _RATE * min(10 * done + 0.04, (1 - done) / 0.9)
         for one, gradient, (first, second) in zip(parameters, gradients, moments, strict=True):
@@ -173,7 +171,7 @@ def fit_network(
             second += (1 - _BETAS[1]) * (gradient * gradient - second)
             corrected = np.sqrt(second / (1 - _BETAS[1] ** (step + 1))) + 1e-8
             one -= rate * (first / (1 - _BETAS[0] ** (step + 1)) / corrected + _SHRINKAGE * one)
-        on_progress((step + 1) / (epochs * len(windows)))
+        on_progress((step + 1) / len(order))
     return network
 
 
@@ -236,7 +234,7 @@ def _known(window: _Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     older = [averaged(k, s.ravel(), 1) for k, s in zip(DECAYS, window.older, strict=True)]
     steps = np.arange(1, len(used) + 1, dtype=np.float32)[:, None, None]
     last = np.maximum.accumulate(np.where(window.used, steps, -window.ages), axis=0)
-    return np.float32(uses), np.float32(older), (steps - last).astype(np.float32)
+    return np.stack(uses), np.stack(older), (steps - last).astype(np.float32)
 
 
 def _gradients(window: _Window, network: ReuseNetwork, usual: np.ndarray) -> list[np.ndarray]:

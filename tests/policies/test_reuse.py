@@ -53,7 +53,7 @@ def drawn_events(shape: Shape, num_steps: int, seed: int):
     """Prompts, single tokens and batches; requests end, slots are unused, tokens repeat."""
     rng = np.random.default_rng(seed)
     running, begun = [], 0
-    for step in range(num_steps):
+    for _ in range(num_steps):
         if not running or rng.random() < 0.1:
             running.append(begun)
             begun += 1
