@@ -1,12 +1,9 @@
 """What runs take of their memory budgets: `python benchmarks/budget.py --save`.
 
-The pocket model writes under budgets from too small to unlimited, with the native library and as
-where no compiler was there: one request, and five of different lengths in one process that begins
-with what an earlier one kept. The smallest budget that loads and one byte less are tried too: that
-must be refused. `--all` adds every eviction policy beside every way of prefetching, and every
-predictor. Each run is a process of its own, since a peak is never forgotten. What counts is the
-kernel's counter of resident memory at its peak, less what the process held before it loaded. The
-exit code is 1 where a run exceeds its budget or fails.
+The pocket model runs under budgets from too small to unlimited, with and without the native
+library, each run a process of its own. The peak of resident memory, less what the process held
+before it loaded, must be within the budget. The smallest budget that loads, less one byte, must be
+refused. `--all` adds every eviction policy and predictor. A broken promise is exit code 1.
 """
 
 from __future__ import annotations
@@ -65,8 +62,6 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     budget: str
     kernels: str
     requests: int = 1
@@ -77,7 +72,6 @@ class Case:
 
 
 def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
-    """What is run with one kind of kernels."""
     for budget in ("less", "smallest", *BUDGETS):
         yield Case(budget=budget, kernels=kernels)
     for budget in ("smallest", TIGHT):
@@ -145,7 +139,6 @@ def smallest_budget(kernels: str, requests: int, cache: Path) -> int:
 
 
 def rows_of(kernels: str, *, all_policies: bool) -> Iterator[dict[str, Any]]:
-    """Runs the cases of one kind of kernels."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder)
         run(Case(budget=TIGHT, kernels=kernels, policy="reuse", prefetch="observe"), kept)
@@ -175,12 +168,10 @@ def is_broken(row: dict[str, Any]) -> bool:
 
 
 def label(row: dict[str, Any]) -> str:
-    """A run's case in words."""
     return " ".join(str(row[name]) for name in Case.__dataclass_fields__)
 
 
 def told(row: dict[str, Any]) -> str:
-    """A row as a line."""
     if row["exit_code"]:
         result = f"refused: {row['refused']}"
     else:

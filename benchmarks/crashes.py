@@ -1,13 +1,10 @@
 """Kills and power cuts of offloaded training at random instants, and what was lost: nothing.
 
-`python benchmarks/crashes.py --kills 50 --seeds 0 --save` trains a small model with experts on the
-disk and a checkpoint after every step, in a process that is killed at a random instant, again and
-again; each time the next process goes on, under another budget. Every other kill is a power cut as
-well: of the blocks that were written and not flushed, a random half gets its old content back, so
-writes are torn, dropped and out of order. When a run reaches its end, its losses must be those of
-one that nobody disturbed. Each process compares the checksums of all experts when it begins.
-
-With `--save` the counts are added to the results of other seeds on this machine and this commit.
+`python benchmarks/crashes.py --kills 50 --seeds 0 --save` trains with experts on the disk and a
+checkpoint after every step, in a process that is killed at a random instant, again and again. Every
+other kill is a power cut as well: a random half of the blocks that were not flushed gets its old
+content back. The losses must be those of an undisturbed run. `--save` adds the counts to those of
+other seeds on this machine and commit.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
 """Decoding on a GPU: everything resident, and slots for a part of the experts, beside transformers.
 
-One command: `python benchmarks/device_decode.py --shape qwen3-30b-a3b --layers 4 --save`. Makes a
-checkpoint of whole layers of a published shape with random weights, measures what the GPU, its link
-and the CPU can do, and then greedy tokens a second of one sequence, in medians over prompts: ours
-with all experts on the GPU; with slots for a half and for a quarter of them and the rest in locked
-host memory, missing experts copied, computed by the CPU, or both (`load(misses=...)`); and
-transformers with `grouped_mm`, by which it decodes as by `batched_mm`, and with our kernels as its
-experts: logits are held against those. (`moe-runtime bench latency --device cuda` is what compares
-systems.) Routing is even and no token comes again, the worst case of a cache: its hit rate is about
-the share of the experts that has slots.
+`python benchmarks/device_decode.py --shape qwen3-30b-a3b --layers 4 --save` makes a checkpoint of
+whole layers with random weights, measures the GPU, its link and the CPU, then greedy tokens a
+second of one sequence: all experts on the GPU; slots for a half and a quarter of them and the rest
+in pinned host memory, missing experts copied, computed by the CPU, or both (`load(misses=...)`);
+and transformers with `grouped_mm` and with our kernels. Routing is even and no token comes again,
+the worst case of a cache.
 
-Beside each: the bytes of the weights that a token reads, as a share of what a copy moves; for a
-part of the experts what the link, the CPU or both would take for the misses that were counted, or
-the rest of the model if that is more; whether logits have the bits of the resident model; and how
-far they are from those of the same weights in fp32, which must be as near as transformers' are. One
-row has RAM for a part of the experts alone, which both tiers together can hold: what is read from
-files a token tells whether they do. Reading a long prompt is timed apart. `--device cpu --tiny` is
-a rehearsal without a GPU: there the host's memory takes the part of the experts, and nobody
-computes for anybody else.
+Each row also has the share of the copy bandwidth at which weights were read, the least time that
+its misses could take, whether logits have the bits of the resident model, and how far they are from
+fp32. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
 from __future__ import annotations
@@ -144,7 +136,6 @@ class Bench:
         return time.time() - self.began_s > self.options.seconds
 
     def add(self, name: str, found: Any) -> None:
-        """Takes a row, and says it."""
         self.results.add(name, found)
         since_s = time.time() - self.began_s
         print(f"{since_s:5.1f} s  {decode_line(self.results, name)}", flush=True)
@@ -357,7 +348,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def decode_line(results: GpuResults, name: str) -> str:
-    """One row in words."""
     if isinstance(found := results.systems[name], str):
         return f"{name}: {found}"
 

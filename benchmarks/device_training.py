@@ -1,12 +1,9 @@
 """LoRA fine-tuning on a GPU with slots for a part of the experts, beside all of them resident.
 
-One command: `python benchmarks/device_training.py --layers 4 --save`. Makes a checkpoint of whole
-layers of Qwen3-30B-A3B with random weights and takes the same steps of `moe-runtime finetune
---lora` twice: with all experts on the GPU, and with a `device_memory` that holds as large a part of
-them as 24 GB hold of the whole model's 60 GB. Measured are tokens a second in the median of the
-steps but the first, bytes over the link and the time that they take alone, waits for experts, the
-most memory that torch had on the GPU beside the budget, and the losses, which must agree.
-`--device cpu --tiny` is a rehearsal without a GPU: there the host's memory takes the part.
+`python benchmarks/device_training.py --layers 4 --save` takes the same steps of `moe-runtime
+finetune --lora` on layers of Qwen3-30B-A3B twice: with all experts on the GPU, and with as large a
+part of them as 24 GB hold of the whole model's 60 GB. It measures tokens a second, bytes over the
+link, waits, peak memory, and losses, which must agree. `--device cpu --tiny` is a rehearsal.
 """
 
 from __future__ import annotations
@@ -145,7 +142,6 @@ def measure(
 
 
 def note_aims(results: GpuResults) -> None:
-    """Writes what is aimed at beside what came out."""
     (resident, steps), (partial, others) = results.systems.items()
     speed, whole = (results.value(name, "tokens_per_s") or 0.0 for name in (partial, resident))
     results.aim(partial, "speed beside resident", AIM, speed / whole)
@@ -159,7 +155,6 @@ def note_aims(results: GpuResults) -> None:
 
 
 def line(results: GpuResults, name: str) -> str:
-    """One row for the terminal."""
     found = {metric: results.value(name, metric) or 0.0 for metric in METRICS}
     text = f"{name} ({found['experts_with_slots']:.0f} experts) {found['tokens_per_s']:,.0f} "
     text += f"tokens/s, {format_bytes(round(found['copied_bytes']))} copied a step"

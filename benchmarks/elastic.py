@@ -1,10 +1,8 @@
 """A generation service while its ranks come and go: `python benchmarks/elastic.py [--save]`.
 
-Six requests run while the service goes from two ranks to four, to three, rebalances by what it
-counted, and goes back to two, several times over. Measured of each change: experts that travelled,
-seconds that it was prepared while tokens went on, and the longest that any request waited for its
-next token, during the change and in the second before it. At the end every answer must be that of
-one process, token by token. All ranks share this machine's cores: this is no measurement of speed.
+Six requests run while the service changes its ranks and rebalances. Measured of each change:
+experts that travelled, seconds of preparation, and the longest wait of any request for a token. All
+answers must be those of one process. Ranks share this machine's cores: this measures no speed.
 """
 
 from __future__ import annotations
@@ -54,13 +52,10 @@ Change = Callable[[], "Future[ChangeReport]"]
 
 
 class TokenTimes:
-    """When every request got its tokens."""
-
     def __init__(self, num_requests: int) -> None:
         self._times: list[list[float]] = [[] for _ in range(num_requests)]
 
     def add(self, request: int, token: int) -> None:
-        """A request has got a token."""
         self._times[request].append(time.perf_counter())
 
     def longest_wait_s(self, begin_s: float, end_s: float) -> float:

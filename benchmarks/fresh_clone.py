@@ -1,17 +1,9 @@
 """From clone to first text, as a new user waits: `python benchmarks/fresh_clone.py --save`.
 
-The commit that is checked out is cloned into a temporary folder; changes that are in no commit are
-not there. In the clone `make install` makes the environment, then `make demo`, the first command of
-the README, writes text: its first character is the first text. With `--tests` the whole suite runs
-there as well, `make test`, which takes a quarter of an hour on two cores. Each step is timed by the
-wall, one after the other. The clone is removed whatever happens, after Ctrl-C too.
-
-How long `make install` takes depends on where pip finds packages. The results say how its cache
-was before (`pip_cache`: cold where it was too small to hold torch, else warm, or unknown where pip
-does not tell), and whether pip is set up to look in folders of this machine, too (`pip_folders`).
-A clone from this machine's disk stands for the download of the repository.
-
-The exit code is 1 where a step fails; its last lines are shown, and nothing is saved.
+The commit that is checked out is cloned into a temporary folder. There `make install` makes the
+environment, `make demo` writes text, and with `--tests` `make test` runs. The results say how pip's
+cache was before (`pip_cache`), and whether pip looks in folders of this machine (`pip_folders`).
+The exit code is 1 where a step fails; then nothing is saved.
 """
 
 from __future__ import annotations

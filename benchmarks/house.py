@@ -1,9 +1,7 @@
-"""The size of the project, how far one walks in it, and how plain its pages are.
+"""The size of the project: `python benchmarks/house.py [--root CHECKOUT] [--output FILE]`.
 
-`python benchmarks/house.py [--root CHECKOUT] [--output FILE]` counts lines and files by room, words
-and sentences of README and docs, files that `load` walks through, and Python calls of ours in a
-decode layer. It writes a results file, which `moe-runtime bench compare` holds against another one.
-Another checkout needs its native libraries built, else its steps take other ways.
+Counts lines and files by room, words and sentences of the pages, files that `load` walks through,
+and Python calls of ours in a decode layer. Another checkout needs its native libraries built.
 """
 
 from __future__ import annotations
@@ -160,7 +158,6 @@ def walk(root: Path, budget: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Counts, prints, and writes the results file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--budget", default="20MiB", help="of the run with misses")

@@ -1,14 +1,10 @@
 """The expert kernels on a GPU beside transformers' own, whole layer, forward and backward.
 
-One command: `python benchmarks/kernels.py --save`. First what the GPU can do: a dense bf16 product
-and a copy. Then every shape, every backend in turn, medians by the GPU's own clock: TFLOP/s
-(6 T K D F forward, 12 T K D F backward), the share of the dense product's, the share of the copy's
-bandwidth at which the active experts were read, what the forward pass keeps for the backward pass
-beside the closed form 2 T D + 4 T K F bytes, and the peak of both passes. The forward pass is timed
-as a CUDA graph too, but for eager, whose loop over experts asks the device for numbers: without the
-launches, as a decoding loop would run it. Then single products beside batched ones, and layers of
-quantised experts beside the same in bf16; last, what is aimed at beside what came out. `--shape`
-and `--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
+`python benchmarks/kernels.py --save`: first a dense bf16 product and a copy; then every shape and
+backend: TFLOP/s (6 T K D F forward, 12 T K D F backward), shares of the dense product and of the
+copy's bandwidth, what the forward pass keeps beside the closed form 2 T D + 4 T K F bytes, and the
+peak of both passes. Then single products and quantised layers, and what is aimed at. `--shape` and
+`--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
 from __future__ import annotations
@@ -366,7 +362,6 @@ def main() -> int:
 
 
 def add_products(results: GpuResults, rows: Mapping[str, dict[str, float]]) -> None:
-    """Takes rows of products, and says them."""
     for name, row in rows.items():
         results.add(name, [row])
         note_aims(results)
@@ -529,8 +524,6 @@ def graph_s(call: Callable[[], Any], device: str) -> float | None:
 
 
 def line(name: str, backend: str, row: dict[str, float | None], shape: Shape) -> str:
-    """One row for the terminal."""
-
     def milliseconds(field: str) -> str:
         seconds = row[field]
         return "       -" if seconds is None else f"{seconds * 1e3:8.3f}"

@@ -137,7 +137,6 @@ def training_table(files: list[Results]) -> list[str]:
 
 
 def _medians(results: Results) -> Medians:
-    """Of each metric of each system."""
     return {
         one["system"]: {metric: found["median"] for metric, found in one["summary"].items()}
         for one in results["measurements"]

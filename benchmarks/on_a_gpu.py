@@ -1,12 +1,8 @@
-"""Tests and measures on a GPU in nine minutes: what `make gpu` runs, in the order of its worth.
+"""Tests and measures on a GPU in nine minutes: `python benchmarks/on_a_gpu.py --results FOLDER`.
 
-One command: `python benchmarks/on_a_gpu.py --results FOLDER`. Tests marked `gpu` come first, then
-decoding of whole layers, the same beside transformers by the suite, fine-tuning, the tests of
-kernels, layers of experts beside transformers', and tiles for this model of GPU. Each part is ended
-when its time is over, and what one leaves of its own is the next one's; whoever has more gives
-`--times`. Logs, results and tiles lie in the folder as soon as a part is over, and a part that
-fails keeps no other from its turn: the exit code is 1 then, and no figure counts before it is known
-why. `--only` runs some parts.
+Each part is ended when its time is over; the next one gets what it leaves. `--times` gives more,
+`--only` runs some parts. Logs and results are in the folder as soon as a part is over. A part that
+fails stops no other: the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -36,8 +32,6 @@ LATE = "its time ended"
 
 
 class Part(NamedTuple):
-    """One command."""
-
     name: str
     seconds: float
     command: Callable[[float], Sequence[str]]
@@ -131,13 +125,11 @@ SHAPES = ("16384,2048,768,128,8", "1,2048,768,128,8")
 
 
 def test_files(pattern: re.Pattern[str]) -> list[str]:
-    """Files of tests in which the pattern is found."""
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text())]
 
 
 def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
-    """The command that runs the tests of such files."""
     words = [sys.executable, "-P", "-m", "pytest", "-v", "-m", f"{marked} and not long"]
     return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *test_files(pattern)]
 
@@ -154,7 +146,6 @@ def decoding(shape: str, layers: int, seconds: float) -> list[str]:
 
 
 def bench(case: str, *words: str) -> list[str]:
-    """The command of a case of the suite."""
     return [str(Path(sys.executable).with_name("moe-runtime")), "bench", case, *words]
 
 
@@ -167,7 +158,6 @@ def beside_transformers(shape: str, layers: int) -> list[str]:
 
 
 def tuning() -> list[str]:
-    """The command that chooses tiles."""
     return bench("kernels", "--tune", *(word for one in SHAPES for word in ("--shape", one)))
 
 

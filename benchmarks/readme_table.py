@@ -3,9 +3,6 @@
 python benchmarks/readme_table.py --measure   # half an hour, 28 GB of disk, root for the cap
 python benchmarks/readme_table.py             # rewrite the table from the newest results
 python benchmarks/readme_table.py --check     # only say whether it is up to date
-
-`--measure` runs `moe-runtime bench latency` with all memory there is and under a cap, peers
-beside it, and writes a results file for each.
 """
 
 import argparse

@@ -1,10 +1,7 @@
 """The layer simulator beside measured layers: `python benchmarks/scaling.py --ranks 2 4`.
 
-Starts gloo processes, measures what the simulator is told (links, rate of the experts, copies), and
-times whole expert-parallel layers: balanced and skewed loads, chunks, the two-level exchange,
-replicas, a straggler. Every time is set beside the simulator's, which has seen none of them.
-
-Runs under `torchrun` as well, unchanged, with one size of group: that of the launch.
+Measures links, experts and copies in gloo processes, times whole expert-parallel layers, and sets
+the simulator's prediction beside each. Runs under `torchrun` as well, with one size of group.
 
 Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
 """

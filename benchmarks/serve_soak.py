@@ -1,17 +1,14 @@
 """A server for minutes under everything clients do: `python benchmarks/serve_soak.py --save`.
 
-`moe-runtime serve` runs in a process of its own under a budget that its experts do not fit in.
-Eight clients send requests of random lengths, go away in the middle of answers, begin conversations
-alike, and send what is no request; now and then an expert cannot be read for some seconds. At the
-end SIGTERM comes while every client waits for a long answer. What must hold:
+Eight clients send requests of random lengths, leave in the middle of answers, and send what is no
+request; some experts cannot be read for seconds. At the end SIGTERM comes during long answers. The
+exit code is 1 unless all of this holds:
 
 - resident memory does not grow: its slope over the last two thirds is within the noise;
-- every accepted request is answered, or fails in OpenAI's form, and none is stuck or left behind;
+- every accepted request is answered or fails in OpenAI's form, and none is stuck or left behind;
 - experts that cannot be read fail some requests: the engine's second tries have met them;
-- resident memory at its peak, less what the process held before it loaded, is within the budget;
+- the peak of resident memory, less what was held before loading, is within the budget;
 - the running answers are finished, and the process ends as by SIGTERM (exit code 143).
-
-The exit code is 1 where one of them does not.
 """
 
 from __future__ import annotations
@@ -178,7 +175,6 @@ def with_template(model: Path, folder: Path) -> Path:
 
 
 def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs the server and its clients; returns what was found."""
     model = with_template(arguments.model, folder / "model")
     command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py")]
     command += [str(arguments.fetches_per_fault), str(model), "--name", MODEL, "--port", "0"]
@@ -225,7 +221,6 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """The promises that were not kept."""
     memory, failed = found["memory"], found["requests"].get("failed", 0)
     checks = {
         f"{len(found['wrong'])} wrong answers": bool(found["wrong"]),
@@ -331,8 +326,6 @@ _BAD: tuple[tuple[str, Any], ...] = (
 
 @dataclass
 class Tally:
-    """What became of requests."""
-
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -366,8 +359,6 @@ def draw_request(random: Random) -> tuple[str, dict[str, Any]]:
 
 
 class Client:
-    """One client, which asks one thing after the other."""
-
     def __init__(
         self, http: httpx2.AsyncClient, tally: Tally, random: Random, *, has_failures: bool
     ) -> None:
@@ -405,7 +396,6 @@ class Client:
         goes_after: int | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """A sound request."""
         if body["stream"]:
             await self._stream(path, body, goes_after, on_begun)
         elif goes_after is not None:

@@ -40,10 +40,6 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
     `k`, `m`, `g` and `t` alone are binary. `needs_unit` refuses a number below 2**20 without a
     unit: 2 would mean 2GiB.
-
-    Raises:
-        ValueError: the text is not a number followed by a known unit, or 8 EiB and more, or no
-            whole number of bytes.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
@@ -88,12 +84,7 @@ class Budget:
 
 
 def parse_budget(value: MemorySize, *, name: str) -> Budget:
-    """Reads a memory budget: bytes, "7GiB", a share such as `0.25`, or "auto".
-
-    Raises:
-        ValueError: the value is none of these, or not positive; names the option.
-        TypeError: the value is neither a number nor a text.
-    """
+    """Reads a memory budget: bytes, "7GiB", a share such as `0.25`, or "auto"."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{name} must be bytes, a size, a share or 'auto', got {value!r}")
     if isinstance(value, str):
@@ -150,11 +141,7 @@ def is_number(value: Any, kind: type = Real) -> bool:
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
-    """Refuses options of types that they cannot have; True and False are no numbers.
-
-    Raises:
-        TypeError: names the option, what was expected and what came.
-    """
+    """Refuses options of types that they cannot have; True and False are no numbers."""
     for name, expected in kinds.items():
         value = given[name]
         if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):

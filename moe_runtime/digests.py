@@ -41,11 +41,7 @@ def digest(content: bytes | memoryview, before: str = "") -> str:
 
 
 def check_zip(file: BinaryIO) -> None:
-    """Compares every member of a zip archive with its digest, and rewinds the file.
-
-    Raises:
-        Exception: one of `ZIP_DAMAGE`, when a member is not what was written.
-    """
+    """Compares every member of a zip archive with its digest, and rewinds the file."""
     with zipfile.ZipFile(file) as archive:
         # torch passes over the bytes of a member that is marked as a folder
         folders = (member.filename for member in archive.infolist() if member.external_attr & 0x10)
@@ -65,9 +61,6 @@ def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> Non
 def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     """Compares a folder's files with the digests in it, if any; several processes check a part
     each.
-
-    Raises:
-        CheckpointError: a file is not what was written, or missing; names it.
     """
     expected: dict[str, tuple[str, str]] = {}
     for path in sorted(folder.glob(_FOLDER_FILES)):

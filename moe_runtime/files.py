@@ -74,12 +74,7 @@ def decode_text(raw: bytes, encoding: str = "utf-8") -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a TOML file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is larger than a mebibyte.
-        ValueError: it is not TOML.
-    """
+    """Reads a TOML file."""
     content = read_bounded(path, max_bytes=_MAX_TOML_BYTES)
     try:
         return tomllib.loads(content.decode("utf-8"))
@@ -93,9 +88,6 @@ def at_home(name: str) -> str:
     """A name with `~` or `~user` at its beginning replaced by that home folder.
 
     Shells do so with words, but not with `--output=~/x` nor in files. `./~` stays.
-
-    Raises:
-        ValueError: there is no such user, or no home folder.
     """
     path = os.path.expanduser(name)
     if path.startswith("~"):
@@ -115,12 +107,7 @@ def partial_name(place: Path, token: str | None = None) -> Path:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """The regular file that a name leads to, there or not.
-
-    Raises:
-        OSError: it stands for a folder, a device, a pipe or an open descriptor, or its links lead
-            in a circle.
-    """
+    """The regular file that a name leads to, there or not."""
     place = Path(os.path.realpath(path))
     if _is_folder_name(path) or place.is_dir():
         raise _is_folder(path)
@@ -193,9 +180,6 @@ def require_not_read(
     """Refuses an output that would replace one of the files that the same work reads.
 
     None, an absent file or a device passes, and so do absent inputs.
-
-    Raises:
-        ValueError: the output is one of them, links followed.
     """
     if output is None or not os.path.isfile(output):
         return
@@ -242,11 +226,7 @@ def mount_points() -> set[Path]:
 
 
 def check_output_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a place where no file could be written; an existing file stays as it is.
-
-    Raises:
-        CheckpointError: it is a folder, or it or its folder is missing, full or not writable.
-    """
+    """Refuses a place where no file could be written; an existing file stays as it is."""
     if _is_folder_name(path) or os.path.isdir(path):
         raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
     with named_failure(path, what):
@@ -263,11 +243,7 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
 
 
 def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
-    """Refuses a folder, there or not, in which nothing could be written; makes nothing.
-
-    Raises:
-        CheckpointError: it or a folder above it is a file, full or not writable.
-    """
+    """Refuses a folder, there or not, in which nothing could be written; makes nothing."""
     there = Path(os.path.realpath(folder))
     with named_failure(folder, what):
         while not os.path.lexists(there):
@@ -302,9 +278,6 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     When the `with` block fails, the partial file is removed and an older file of the name stays. A
     new file gets the older one's permissions, and its owner where that is allowed. Its folder must
     exist.
-
-    Raises:
-        OSError: writing fails, a full disk included.
     """
     with named_file(path):
         output = OutputFile(path)
@@ -326,10 +299,6 @@ class OutputFile:
 
     With `is_draft` it lies at `NAME.part`: it grows while it can be read, and is kept if the
     process is killed.
-
-    Raises:
-        BlockingIOError: another process writes this draft.
-        OSError: it cannot be made.
     """
 
     file: BinaryIO
@@ -350,11 +319,7 @@ class OutputFile:
         self.file = _new_held(self._beside)
 
     def finish(self) -> None:
-        """Flushes the content to the disk and puts the file in its place.
-
-        Raises:
-            OSError: that fails; the older file is as it was.
-        """
+        """Flushes the content to the disk and puts the file in its place."""
         self.file.flush()
         if self._beside is not None:
             copy_rights(self._place, self.file.fileno())
@@ -387,12 +352,7 @@ class OutputFile:
 
 
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
-    """Renames what a killed process left of an output, with a warning, so that nothing replaces it.
-
-    Raises:
-        BlockingIOError: a living process writes it.
-        OSError: it cannot be renamed.
-    """
+    """Renames what a killed process left of an output, with a warning: nothing replaces it."""
     draft = draft_of(path)
     with contextlib.suppress(FileNotFoundError), held(draft):
         if draft.stat().st_size == 0:
@@ -440,11 +400,7 @@ def copy_rights(place: Path, descriptor: int) -> None:
 
 @contextlib.contextmanager
 def held(
-    path: Path,
-    kind: int = fcntl.LOCK_EX,
-    advice: str = "remove it",
-    *,
-    without_locks: bool = False,
+    path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it", *, without_locks: bool = False
 ) -> Iterator[None]:
     """Locks a file or folder that a process left; within the block no other one takes it.
 
@@ -452,10 +408,6 @@ def held(
         kind: with `LOCK_SH` several processes may hold it at the same time.
         advice: what to do if no process holds it, for the message.
         without_locks: whether a filesystem without locks passes.
-
-    Raises:
-        BlockingIOError: a living process holds it, or its filesystem cannot tell.
-        OSError: it is not there, or not ours to open.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
     try:
@@ -475,12 +427,7 @@ def held(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, which is removed at the end; a process that dies releases it.
-
-    Raises:
-        BlockingIOError: a living process holds it. Filesystems without locks hold nothing.
-        OSError: it cannot be made.
-    """
+    """Holds a lock file, which is removed at the end; a process that dies releases it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with contextlib.ExitStack() as stack:

@@ -55,11 +55,6 @@ def replace_folder(
             has none of the name; none when omitted.
         token: eight hexadecimal digits in the new folder's name (`partial_name`), where other
             processes write to it too. Random when omitted.
-
-    Raises:
-        NotADirectoryError: something else has the name.
-        BlockingIOError: another process replaces the content of the folder.
-        OSError: it cannot be written or replaced.
     """
     place = Path(os.path.realpath(folder))
     if place.exists() and not place.is_dir():
@@ -91,10 +86,6 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
     """Completes what a kill cut short: the old folder gets its name, or the new content its place.
 
     Removes what else killed writers left.
-
-    Raises:
-        BlockingIOError: another process replaces the content of the folder.
-        OSError: it cannot be recovered.
     """
     place = Path(os.path.realpath(folder))
     for old in versions_of(place, _OLD_SUFFIX):

@@ -67,14 +67,7 @@ def is_code_file(name: object) -> bool:
 
 @functools.cache
 def class_in_file(path: str, base: type, arguments: tuple[str, ...] = ()) -> Any:
-    """The class that a file of Python code defines; the file is executed once in a process.
-
-    Raises:
-        OSError: the file cannot be read.
-        CheckpointError: it cannot be executed.
-        ValueError: it does not define one class that extends `base`, or the class lacks methods or
-            cannot be called with the arguments.
-    """
+    """The class that a file of Python code defines; the file is executed once in a process."""
     import inspect
     from importlib.util import module_from_spec, spec_from_file_location
 

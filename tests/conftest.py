@@ -95,12 +95,7 @@ def _force_isa(isa: str) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings that must be there before the first test file is imported.
-
-    Every property gets the same settings, which files take as their defaults. Nothing in them is
-    measured by a clock: a busy machine must not fail a test. CI draws the same examples every time,
-    unless --hypothesis-seed asks for others.
-    """
+    """Settings that must be there before the first test file is imported."""
     hypothesis.settings.register_profile(
         "suite",
         deadline=None,
@@ -125,10 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run on this machine, and begin with the slow tests.
-
-    A long test that comes last keeps one process busy while the others have nothing left to do.
-    """
+    """Leave out what cannot run on this machine, and begin with the slow tests."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     absent = [item for item in items if _lacks_gpu(item) or _lacks_isa(item)]
     if absent:
@@ -157,11 +149,7 @@ def _isas() -> tuple[str, ...]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking, again and again, through what lives till the end.
-
-    That is the modules and thousands of collected tests, and what is imported later. Tests about
-    what is freed collect garbage themselves.
-    """
+    """Keep the garbage collector from walking, again and again, through what lives till the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)

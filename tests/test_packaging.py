@@ -1,8 +1,4 @@
-"""The package list, the links, and what an import and a built wheel contain.
-
-The first tests guard the arrangement of folders: four packages whose code lies outside
-`moe_runtime/`. They run in a checkout; a source archive has no links.
-"""
+"""The package list, the links, and what an import and a built wheel contain."""
 
 import importlib.util
 import json
@@ -17,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fixture_types import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("benchmarks", "kernels", "policies", "models")
@@ -181,7 +178,7 @@ def test_platform_of_the_built_library_agrees_with_binutils() -> None:
     assert found == f"manylinux_{newest[0]}_{newest[1]}_x86_64"
 
 
-def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: Patch) -> None:
     command = ["git", "rev-parse", "HEAD"]
     head = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     script = setup_script()
@@ -198,10 +195,7 @@ def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.long
 def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     """A wheel with its native library, built from the source archive, in an environment of its own:
-    version, bench and report.
-
-    The libraries below are those of the environment that the tests run in, so no network is needed.
-    """
+    version, bench and report."""
     source, site = tmp_path / "source", tmp_path / "venv"
     copy_tracked_tree(source)
     archive = "from setuptools import build_meta; build_meta.build_sdist('..')"

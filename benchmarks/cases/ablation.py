@@ -1,8 +1,7 @@
-"""The case ``ablation``: one training configuration and variants of it, each with the same seeds.
+"""The case ``ablation``: variants of a training configuration, each trained with the same seeds.
 
-A repetition trains a variant with the next seed, as ``moe-runtime train`` does, in a folder that
-goes away, and takes its numbers from the records of the steps. All variants are prepared before the
-first one is trained, so that a setting which cannot be does not end a measurement of hours.
+A repetition trains a variant with the next seed, as ``moe-runtime train`` does, in a temporary
+folder. All variants are prepared before the first one is trained.
 """
 
 import contextlib
@@ -70,8 +69,6 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A configuration to train."""
-
     name: str
     config: TrainConfig
     changes: Mapping[str, Any]
@@ -80,12 +77,7 @@ class Variant:
 def read_variants(
     path: Path, vary: Sequence[str] = (), *, steps_of: Callable[[int], int] | None = None
 ) -> list[Variant]:
-    """The configuration of a file, and one variant for each table of ``variants`` and each value.
-
-    Args:
-        path: a file as `moe-runtime train` reads it. A table ``[variants.NAME]`` in it is laid over
-            the rest, key by key.
-    """
+    """The configuration of a file; a variant for each table ``[variants.NAME]`` and value."""
     tree = read_toml(path)
     tables = tree.pop("variants", {})
     with _blamed(BASE, path):
@@ -173,7 +165,6 @@ class TrainedVariant(BenchSystem):
         self.device = preparation.device
 
     def repeat(self) -> Mapping[str, Number]:
-        """Trains with the next seed."""
         records: list[Record] = []
         try:
             is_complete = self._train(records)

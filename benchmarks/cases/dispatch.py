@@ -1,12 +1,8 @@
 """The case ``dispatch``: dispatch and combine between processes, beside a padded all-to-all.
 
-The first rank runs the case and tells the others what comes next; a round begins after a barrier,
-and the slowest rank's time counts. Before the first repetition both sides compute the same tokens:
-where a bit differs on any rank, the peer gets no numbers.
-
-The peer does what GShard and Tutel do: every expert gets the same number of slots, as many as the
-busiest one needs, so that nothing is dropped; they travel in equal parts, and come back. It takes
-its places from the same sort, so the difference is what travels, and how often it is copied.
+A round begins after a barrier, and the slowest rank's time counts. The peer does what GShard and
+Tutel do: every expert gets as many slots as the busiest one needs, and equal parts travel. Where a
+bit of its results differs on any rank, it gets no numbers.
 
 Shape suffixes: T tokens, D model, K choices, E experts, R rows, P ranks.
 """
@@ -32,8 +28,6 @@ LOADS = ("balanced", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """One exchange."""
-
     num_tokens: int
     dim: int
     num_experts: int
@@ -46,7 +40,6 @@ class ExchangeShape:
         return self.dim * getattr(torch, self.dtype).itemsize
 
     def ids_TK(self, rank: int) -> Tensor:
-        """Experts of a rank's tokens."""
         random = torch.Generator().manual_seed(17)
         order_E = torch.randperm(self.num_experts, generator=random)
         random = torch.Generator().manual_seed(rank)
@@ -171,13 +164,10 @@ SIDES = ("moe_runtime", "padded")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchBenchPlan:
-    """What is asked of both sides."""
-
     shapes: Sequence[ExchangeShape]
     rounds: int
 
     def name(self, shape: ExchangeShape) -> str:
-        """What its metrics are called by."""
         return f"{shape.load}_{shape.dtype}"
 
 
@@ -233,7 +223,6 @@ class DispatchSide(BenchSystem):
         self._rounds = rounds
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every shape; before the first time, compares results."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}

@@ -1,8 +1,6 @@
 """The ranks of ``bench dispatch`` on this machine: this process is the first, its children follow.
 
-They meet in a file before torch makes their group, so that one that ended, or never came, is named
-within a moment or a limit instead of being waited for. Children have a session of their own: Ctrl-C
-in the terminal reaches this process alone, which ends them.
+They meet in a file before torch makes their group, so that a rank that ended is named at once.
 """
 
 import contextlib

@@ -1,20 +1,16 @@
 """The case ``experts``: one layer of experts by this project, by transformers and by peers.
 
-A repetition of an implementation takes every number of tokens, forward and if asked with backward,
-for a while. Every call has other routing than the one before, so that at few tokens weights come
-from memory, as in a model. An implementation whose outputs differ gets no numbers.
+Every call has other routing than the one before, so that at few tokens weights come from memory, as
+in a model. An implementation whose outputs differ gets no numbers.
 
-Two tokens are computed in float64 as well: the distance, in the 2-norm, may be what the roundings
-on the way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their
-product, an expert's output, its weighting, K terms of the sum) and D + F in fp32 in the sums of
-products, each an independent relative error of at most the unit roundoff, so that a sum in which
-numbers cancel cancels their errors as well. With backward the gradient of x passes them twice.
-Formats that round what they multiply add what that may move. All other tokens are compared with
-this project's, or with those of decoded weights, by twice the bound.
+Two tokens are computed in float64: the distance, in the 2-norm, may be what the roundings on the
+way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their product,
+an expert's output, its weighting, K terms of the sum) and D + F in fp32, each an independent
+relative error of at most the unit roundoff. With backward the gradient of x passes them twice. All
+other tokens are compared with this project's by twice the bound.
 
-Peers run in processes of their own. The layer goes there in files of numpy: bf16, or codes and
-scales. A peer computes forward passes alone. Between its turns its threads are stopped: some would
-go on spinning, and take a core from the others.
+Peers run in processes of their own and compute forward passes alone. Between its turns the threads
+of a peer are stopped: some would go on spinning.
 """
 
 import copy
@@ -71,11 +67,9 @@ class CallsPlan:
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """As `kinds_of_calls`."""
         return kinds_of_calls(self.tokens, trains=self.trains)
 
     def metrics(self) -> dict[str, Metric]:
-        """Seconds of each kind of call."""
         return {name: Metric("s") for name, _, _ in self.calls()}
 
 
@@ -152,17 +146,14 @@ class ExpertLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and tokens."""
         return next(self.module.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where weights and tokens are."""
         return next(self.module.parameters()).device
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
     @property
@@ -308,8 +299,6 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsPlan(CallsPlan):
-    """What is asked of every implementation of a layer of experts."""
-
     layer: ExpertLayer
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
@@ -379,11 +368,7 @@ class ExpertsSystem(CallsSystem):
 
 
 class ExpertsPeer(BenchSystem):
-    """A peer in a process of its own; tokens are compared.
-
-    The first peer that needs the layer writes it to the folder of all; ``running`` ends the
-    process.
-    """
+    """A peer in a process of its own; the first peer that needs the layer writes it for all."""
 
     def __init__(
         self,

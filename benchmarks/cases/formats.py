@@ -1,10 +1,7 @@
 """The case ``experts`` with ``--formats``: one layer's experts computed from their codes.
 
-A format is a system, and so is a plain read of as many bytes of the same memory by the same
-threads, and every peer that has the format. They take turns; the next format begins when they are
-done, so that experts of one format are in memory at a time. They lie there as a loaded model has
-them. One expert is drawn. The others are its rows in another order: where a row's numbers are, in
-memory and in the result, differs from expert to expert, and the reference decodes one expert alone.
+A format is a system, and so are a plain read of as many bytes and every peer that has the format.
+One expert is drawn; the others are its rows in another order. The reference decodes one expert.
 
 T tokens, K choices, D model, F hidden; R routed rows.
 """
@@ -244,8 +241,6 @@ def _decode_step(experts: Sequence[ExpertWeights]) -> Callable[[Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class FormatsPlan:
-    """What is asked of every format."""
-
     names: Sequence[str]
     sizes: LayerSizes
     memory: int
@@ -264,7 +259,6 @@ class PlainRead(BenchSystem):
     """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
 
     def __init__(self, name: str, plan: ExpertsPlan, layer: FormatLayer) -> None:
-        """A system of that name, of the experts of a format's plan."""
         super().__init__(name)
         self._plan, self._memory, self._library = plan, layer.memory, require_native()
         self._bytes = dict[int, int]()
@@ -274,7 +268,6 @@ class PlainRead(BenchSystem):
             self._bytes[number] = int(visited * layer.expert_bytes)
 
     def repeat(self) -> Mapping[str, Number]:
-        """Seconds of each number of tokens, and the bytes."""
         found: dict[str, Number] = {}
         for number, num_bytes in self._bytes.items():
             places = len(self._memory) - num_bytes + 1
@@ -291,7 +284,6 @@ class PlainRead(BenchSystem):
 def measure_formats(
     plan: FormatsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
 ) -> dict[str, Any]:
-    """Measures every format, reads and peers; each has an equal part of the time that is left."""
     require_native().set_num_threads(torch.get_num_threads())
     begin, rows, ends, counts = rules.clock(), list[dict[str, Any]](), set[str](), dict[str, int]()
     for done, name in enumerate(plan.names):

@@ -1,9 +1,7 @@
 """The case ``io``: experts of a checkpoint read from disk as a run reads them, beside plain reads.
 
-A repetition reads experts in random order, several in flight at any time. Whatever the kernel keeps
-of them is dropped before; what came from storage nevertheless is counted, since the layers below
-may keep files, too. After each repetition some experts are compared, tensor by tensor, with what
-the file holds: a system whose bytes differ gets no numbers.
+The page cache is dropped before each repetition; bytes that came from storage are counted. Some
+experts are compared with the file: a system whose bytes differ gets no numbers.
 """
 
 import contextlib
@@ -40,8 +38,6 @@ Layouts = Mapping[ExpertKey, ExpertLayout]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """What is asked of every system."""
-
     layouts: Layouts
     num_experts: int
     in_flight: int
@@ -61,7 +57,6 @@ class ReadSystem(BenchSystem):
         self._number = 0
 
     def repeat(self) -> Mapping[str, Number]:
-        """Reads the experts of one repetition."""
         keys = self.plan.keys(self._number)
         self._number += 1
         layouts = self.plan.layouts
@@ -197,7 +192,6 @@ def make_read_systems(plan: ReadPlan) -> Iterator[list[ReadSystem]]:
 
 
 def measure_reads(plan: ReadPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures all ways to read; the content of a results file."""
     with make_read_systems(plan) as systems:
         return measure_systems("io", systems, METRICS, rules, settings)
 

@@ -1,10 +1,7 @@
-"""The case ``layer``: `MoELayer` beside transformers' block, routing included, on the same weights.
+"""The case ``layer``: `MoELayer` beside Qwen3-MoE's block in transformers, on the same weights.
 
-The block is Qwen3-MoE's, whose formula is that of `MoELayer` as it comes. Before the first
-repetition results are compared: of two tokens with what the formula gives in float64, of all others
-with this project's. The bound is that of ``experts``, and of the gate's logits, whose
-rounding is a relative error of its size in a gate weight. Tokens for which roundings may choose
-another expert, the next one being so near, are not compared.
+Results are compared as in ``experts``, with a bound that includes the rounding of the gate's
+logits. Tokens for which roundings may choose another expert are not compared.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +30,6 @@ _FEW = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan(CallsPlan):
-    """What is asked of every system: sizes of the layer, type of weights and tokens."""
-
     sizes: LayerSizes
     dtype: torch.dtype
 
@@ -82,10 +77,7 @@ def run_block(block: nn.Module, x: Tensor, *, trains: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What results are held to: this project's ``[T, D]``, and exact ones of the first tokens.
-
-    Tokens ``[T]`` that are ``clear`` are compared.
-    """
+    """Our results ``[T, D]``, exact ones of the first tokens; ``clear`` ``[T]`` are compared."""
 
     ours: Tensor
     clear: Tensor
@@ -134,8 +126,6 @@ def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
 
 
 class BlockSystem(CallsSystem):
-    """A block under test."""
-
     def __init__(
         self, name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
     ) -> None:
@@ -157,7 +147,6 @@ class BlockSystem(CallsSystem):
 
 
 def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures `MoELayer` and transformers' blocks; the content of a results file."""
     layer = make_layer(plan)
     expected = {
         name: expect(layer, plan, tokens, trains=trains) for name, tokens, trains in plan.calls()

@@ -1,7 +1,4 @@
-"""Sizes of layers of experts by name, for the cases of `bench` that write no checkpoint.
-
-Without torch: who asks for another name is refused before it is imported.
-"""
+"""Sizes of layers of experts by name, without torch: other names are refused at once."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +19,6 @@ class ExpertsShape:
 
 
 class LayerSizes(NamedTuple):
-    """E, K, D and F of a layer."""
-
     num_experts: int
     top_k: int
     dim_model: int
@@ -51,7 +46,6 @@ TRAINING_SHAPES = {
 
 
 def sizes_of_shape(name: str) -> LayerSizes:
-    """Sizes of a known model."""
     require_known("shape", name, LAYER_SHAPES)
     shape = LAYER_SHAPES[name]
     return LayerSizes(shape.num_experts, shape.top_k, shape.dim_model, shape.dim_hidden)

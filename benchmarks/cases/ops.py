@@ -1,7 +1,6 @@
 """The case ``ops``: every op of ``kernels`` that a layer of experts is made of, on the CPU.
 
-Each is a system of its own, since ops are compared with themselves at another commit or on another
-machine. Before anything is timed its result is compared with that of its reference.
+Each is a system of its own; its result is first compared with that of its reference.
 
 T tokens, E experts, K choices, D model, F hidden; R routed rows.
 """
@@ -47,20 +46,12 @@ class OpCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OpsPlan(CallsPlan):
-    """What is asked of every op: sizes of the layer, type of tokens and weights."""
-
     sizes: LayerSizes
     dtype: torch.dtype
 
 
 class LayerWeights(NamedTuple):
-    """Random weights of a layer, which its ops share whatever the number of tokens.
-
-    Attributes:
-        gate_up: ``[E, 2F, D]``.
-        down: ``[E, D, F]``.
-        packed: three matrices ``[E * F, D]`` of experts that lie one after another.
-    """
+    """Random weights of a layer; ``packed`` has three matrices ``[E * F, D]``."""
 
     gate_up: Tensor
     down: Tensor
@@ -68,7 +59,6 @@ class LayerWeights(NamedTuple):
 
 
 def draw_weights(sizes: LayerSizes, dtype: torch.dtype) -> LayerWeights:
-    """Weights of a layer, the same ones each time."""
     num_experts, _, dim_d, dim_f = sizes
     generator = torch.Generator().manual_seed(0)
     first, second, third = (_leaf(generator, dtype, num_experts * dim_f, dim_d) for _ in range(3))
@@ -131,7 +121,6 @@ class OpSystem(BenchSystem):
         self._calls, self._plan = calls, plan
 
     def repeat(self) -> Mapping[str, Number]:
-        """The median of a block of calls of each kind; before the first time, compares results."""
         with peer_failures():
             return self._times()
 
@@ -174,7 +163,6 @@ def _is_near(op: OpCall) -> bool:
 
 
 def measure_ops(plan: OpsPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures every op in turn; the content of a results file."""
     weights = draw_weights(plan.sizes, plan.dtype)
     by_tokens = {tokens: list(op_calls(tokens, plan.sizes, weights)) for tokens in plan.tokens}
     systems = [

@@ -1,7 +1,6 @@
-"""The case ``placements``: where experts lie by each algorithm, scored on routing to come.
+"""The case ``placements``: where experts lie by each algorithm, scored on later routing.
 
-A repetition makes the placement from the first part of the trace, which is timed, and scores it on
-the rest. Scores are the same in every repetition, except of a search that its time limit ended.
+A repetition places the experts by the first part of the trace and scores them on the rest.
 """
 
 import importlib
@@ -46,11 +45,7 @@ _REPLICATING = ("round-robin", "eplb")
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementsPlan:
-    """What is placed.
-
-    Attributes:
-        future: ``[T, L, K]`` routing that they are scored on.
-    """
+    """What is placed; ``future`` is the routing ``[T, L, K]`` of the scores."""
 
     profile: RoutingProfile
     future: np.ndarray
@@ -94,7 +89,6 @@ class PlacedExperts(BenchSystem):
         self._plan, self._make = plan, make
 
     def repeat(self) -> Mapping[str, Number]:
-        """Places and scores."""
         plan = self._plan
         start = time.perf_counter()
         with peer_failures():
@@ -125,6 +119,5 @@ class PlacedExperts(BenchSystem):
 def measure_placements(
     plan: PlacementsPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the algorithms; the content of a results file."""
     importlib.import_module("scipy.optimize")  # else the time of the first one that solves
     return measure_systems("placements", plan.systems(), METRICS, rules, settings)

@@ -1,9 +1,7 @@
-"""The case ``policies``: eviction policies on a recorded trace, how often they hit and how fast.
+"""The case ``policies``: how often eviction policies hit on a recorded trace, and how fast.
 
-A repetition replays the whole trace from a cold start at every capacity. Before the first one the
-beginning of the trace is served twice, by the replay that is timed and by the policy's object, as
-in a run: a policy whose hits differ at any event gets no numbers. Hit rates are the same in every
-repetition; speeds are not.
+A repetition replays the whole trace from a cold start at every capacity. The beginning is also
+served by the policy's object, as in a run: a policy whose hits differ gets no numbers.
 """
 
 import dataclasses
@@ -29,8 +27,6 @@ _COMPARED_EVENTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesPlan:
-    """What is replayed."""
-
     workload: Workload
     policies: Sequence[str]
     capacities: Sequence[float]
@@ -41,7 +37,6 @@ class PoliciesPlan:
     sizes: Mapping[ExpertKey, int] | None = None
 
     def experiment(self, policy: str) -> Experiment:
-        """The replays of a policy."""
         asked = self.predictor if policy == "predicted" else None
         return Experiment(
             policies=[policy],
@@ -78,7 +73,6 @@ class PolicyReplays(BenchSystem):
         self._experiment = plan.experiment(name)
 
     def repeat(self) -> Mapping[str, Number]:
-        """Replays the trace at every capacity."""
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}
@@ -126,7 +120,6 @@ def beginning(workload: Workload, num_events: int) -> Workload:
 def measure_policies(
     plan: PoliciesPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the policies; the content of a results file."""
     systems = [PolicyReplays(name, plan) for name in plan.policies]
     return measure_systems("policies", systems, metrics_of(plan), rules, settings)
 

@@ -1,8 +1,7 @@
-"""The case ``predictors``: what they find on sequences that they never saw, and what asking costs.
+"""The case ``predictors``: recall on held-out sequences, and what a prediction costs.
 
-Each is fitted and its recall counted once, since neither changes from repetition to repetition; the
-control reads the answer, and where it does not find all of it nobody has numbers. A repetition asks
-the object that runs live for every layer of the first held-out steps.
+The control reads the answer: where it does not find all of it, no predictor has numbers. A
+repetition asks the object that runs live for every layer of the first held-out steps.
 """
 
 import copy
@@ -25,8 +24,6 @@ _TIMED_STEPS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorsPlan:
-    """What is measured."""
-
     predictors: Sequence[str]
     training: Routes
     test: Routes
@@ -137,7 +134,6 @@ def measure_predictors(
     settings: Mapping[str, Any],
     on_count: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Measures the predictors; the content of a results file."""
     systems: list[MeasuredPredictor] = []
     for name in plan.predictors:
         on_count(name)

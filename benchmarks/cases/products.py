@@ -20,7 +20,6 @@ class TimedProduct(BenchSystem):
         measured: Measured,
         seconds_of: Callable[[Callable[[], Any]], float],
     ) -> None:
-        """What it computes."""
         sizes = " ".join(f"{name}={size}" for name, size in zip("TDFEK", layer, strict=True))
         super().__init__(f"{measured.problem.name}, {sizes}")
         self.tile = measured.tile
@@ -28,6 +27,5 @@ class TimedProduct(BenchSystem):
         self._seconds_of = seconds_of
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times it once."""
         with peer_failures():
             return {"product_s": self._seconds_of(self._call)}

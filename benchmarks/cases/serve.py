@@ -1,8 +1,7 @@
-"""The case ``serve``: a server that is started if wanted, and what its clients waited for.
+"""The case ``serve``: a server, started if wanted, and what its clients waited for.
 
-A level, so many clients or requests a second, is a system, and each answered request one of its
-repetitions; what concerns a level as a whole, such as its tokens a second, is one more. Requests of
-a level are not independent, so an interval of theirs says less than one of repetitions elsewhere.
+A level (so many clients, or requests a second) is a system, each answered request a repetition.
+Requests of a level are not independent: their interval says less than one of repetitions.
 """
 
 import os
@@ -186,7 +185,6 @@ METRICS = {
 
 
 def name_of(level: Level) -> str:
-    """What a level is called in tables and files."""
     if level.concurrency is None:
         return f"{level.rate:g} requests/s"
     return f"{level.concurrency} at a time"
@@ -199,7 +197,6 @@ def serve_results(
     settings: Mapping[str, Any],
     is_interrupted: bool,
 ) -> dict[str, Any]:
-    """The content of a results file."""
     rows = [(one, summarize(one, bounds)) for one in found]
     has_answers = any(row["answered"] for _, row in rows)
     ended = "interrupted" if is_interrupted else "most" if has_answers else "failed"

@@ -1,10 +1,9 @@
 """The cases ``latency`` and ``throughput``: systems that continue text, held to the same tokens.
 
-Each repetition of a system is a process: it imports, loads, answers the first prompt or batch once
-untimed, then all of them. All systems are given the same tokens, those that this project finds
-likeliest in an untimed run before, and each says what it finds likeliest after each of them: a
-system that differs in more than the share agreed on gets no numbers. (In bf16, systems that sum in
-different order disagree now and then on which of two almost equal logits is the larger.)
+Each repetition is a process: it imports, loads, answers the first text untimed, then all of them.
+All systems are given the tokens that this project finds likeliest, and say what they find likeliest
+after each: one that differs in more than the share agreed on gets no numbers. (In bf16, systems
+that sum in another order sometimes disagree on two almost equal logits.)
 """
 
 from abc import ABC, abstractmethod
@@ -137,10 +136,7 @@ class ThroughputPlan(TextPlan):
 
 
 class TextSystem(BenchSystem):
-    """A peer that continues texts."""
-
     def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Any]) -> None:
-        """What it is held to."""
         super().__init__(program.name, {})
         self.program, self.energy = program, EnergyMeter()
         self._plan, self._expected = plan, plan.sequences(expected)
@@ -215,7 +211,6 @@ def measure_texts(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures this project and its peers."""
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]

@@ -1,7 +1,6 @@
 """The case ``training``: steps of one language model here, in transformers and in other systems.
 
-All begin with the same weights and are given the same tokens in turn. The first steps are not
-timed: their losses are compared with this project's, which an update that differs moves too.
+All begin with the same weights and tokens. The losses of the first, untimed steps are compared.
 """
 
 import mmap
@@ -87,8 +86,6 @@ _FEW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What is asked of every system."""
-
     sizes: LayerSizes
     layers: int
     sequences: int
@@ -126,7 +123,6 @@ class TrainingPlan:
         return drawn.view(self.sequences, -1)
 
     def found(self, seconds: float) -> Mapping[str, Number]:
-        """The metrics of a step."""
         return {METRIC: seconds, "tokens_per_s": self.sequences * self.context / seconds}
 
     def peers(self) -> list[str]:
@@ -229,7 +225,6 @@ class OffloadedSystem(TrainingSystem):
     """This project's training with experts and their states off memory beyond a budget."""
 
     def __init__(self, plan: TrainingPlan, folder: Path, expected: list[float]) -> None:
-        """Begins with the same weights as all."""
         assert plan.host_memory is not None
         model = _first_model(plan)
         self.training = offload_training(
@@ -242,7 +237,6 @@ class OffloadedSystem(TrainingSystem):
         self._folder, self._before = folder, self.training.stats().traffic
 
     def step(self) -> float:
-        """As of all; remembers what had been moved before."""
         self._before = self.training.stats().traffic
         return super().step()
 
@@ -270,7 +264,6 @@ class TrainingPeer(BenchSystem):
     def __init__(
         self, program: PeerProgram, plan: TrainingPlan, expected: list[float], running: ExitStack
     ) -> None:
-        """What it is held to."""
         super().__init__(program.name, {})
         self._program, self._plan, self._expected = program, plan, expected
         self._running = running
@@ -279,7 +272,6 @@ class TrainingPeer(BenchSystem):
         self._energy = EnergyMeter()
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times a step; before the first time, compares losses."""
         if self._process is None:
             self._process = self._running.enter_context(started(self._program, _TIMEOUT_S))
             asked = {"rate": _RATE, "betas": _BETAS, "decay": _DECAY, **self._program.settings}
@@ -406,7 +398,6 @@ def measure_training(
     free_bytes: int,
     programs: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
-    """Measures steps of all systems; the content of a results file."""
     needed = plan.needed_bytes(len(programs))
     if needed > free_bytes:
         raise ValueError(

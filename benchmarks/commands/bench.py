@@ -26,7 +26,6 @@ _COMMANDS = {
 
 
 def bench_app() -> typer.Typer:
-    """The group of commands."""
     app = typer.Typer()
     for name, command in _COMMANDS.items():
         app.command(name, cls=StrictCommand)(expanded(command))

@@ -407,7 +407,6 @@ def use_threads(threads: int | None) -> int:
 
 
 def _sizes_said(model: str | None, shape: str | None, sizes: LayerSizes) -> dict[str, Any]:
-    """What results say of a layer's sizes."""
     return {
         "model": shape or Path(model or "").name,
         "experts": sizes.num_experts,
@@ -503,7 +502,6 @@ def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
 
 
 def show_formats(results: dict[str, Any]) -> None:
-    """Prints a row for each format, read and peer that has numbers."""
     shown, heads = with_numbers(results), [""]
     rows = [[one["system"]] for one in shown]
     for number in results["settings"]["tokens"] if shown else ():
@@ -518,7 +516,6 @@ def show_formats(results: dict[str, Any]) -> None:
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    """Prints a row for each op and pass, and a column for each number of tokens."""
     settings, rows = results["settings"], []
     for one in results["measurements"]:
         for kind in ("forward", "backward"):
@@ -538,7 +535,6 @@ def show_ops(results: dict[str, Any]) -> None:
 
 
 def show_training(results: dict[str, Any]) -> None:
-    """Prints a row for each system."""
     from moe_runtime.benchmarks.suite.comparing import counted
 
     settings, shown = results["settings"], with_numbers(results)

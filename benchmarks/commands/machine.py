@@ -149,7 +149,6 @@ def bench_io(
 
 
 def show_reads(results: dict[str, Any]) -> None:
-    """Prints a column for each way to read."""
     settings = results["settings"]
     sizes = settings["expert_bytes"]
     size = format_bytes(sizes[0]) + (f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else "")
@@ -226,7 +225,6 @@ def _names(what: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 
 def show_dispatch(results: dict[str, Any]) -> None:
-    """Prints a column for each side."""
     from moe_runtime.benchmarks.suite.comparing import counted
 
     settings = results["settings"]
@@ -335,7 +333,6 @@ def median_seconds(call: Callable[[], Any]) -> float:
 
 
 def describe(measured: "Measured") -> str:
-    """One line for a terminal."""
     key, tile = measured.problem.key, measured.tile
     line = (
         f"{measured.problem.name:33} N={key.dim_n:<6} K={key.dim_k:<6} rows={key.rows:<6} "
@@ -349,7 +346,6 @@ def describe(measured: "Measured") -> str:
 
 
 def as_dict(measured: "Measured") -> dict[str, Any]:
-    """What `--json` says of a product."""
     return {
         "name": measured.problem.name,
         **measured.problem.key._asdict(),
@@ -402,7 +398,6 @@ def bench_ablation(
 
 
 def show_ablation(results: dict[str, Any]) -> None:
-    """Prints a row for each variant."""
     settings, shown = results["settings"], with_numbers(results)
     found = {
         what: metric

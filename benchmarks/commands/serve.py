@@ -241,7 +241,6 @@ def _words_of(start: str) -> list[str]:
 
 
 def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
-    """Numbers with commas between, in their order."""
     try:
         numbers = [int(word) if whole else float(word) for word in text.split(",")]
     except ValueError:

@@ -62,7 +62,6 @@ Cap = Annotated[
 
 
 def cap_bytes(cap: str | None) -> int | None:
-    """The bytes of ``--cap``."""
     if cap is None:
         return None
     from moe_runtime.benchmarks.suite.memory_cap import why_unavailable
@@ -87,7 +86,6 @@ class CaseRun:
         precision: float = 0.05,
         quick: bool = False,
     ) -> None:
-        """Takes the options."""
         self.ctx, self.quick, self.output = ctx, quick, output
         self.session: Session = ctx.obj
         self.as_json, self._precision = as_json, precision
@@ -162,11 +160,7 @@ class CaseRun:
         *more: Any,
         unasked: Collection[str] = (),
     ) -> None:
-        """Measures ``case(plan, rules, settings, *more)``, and ends the command with its results.
-
-        Args:
-            judged: the metrics that must be certain.
-        """
+        """Measures ``case(plan, rules, settings, *more)``, and ends the command."""
         with self.rules(*judged) as rules:
             results = case(plan, rules, settings, *more)
         self.end(results, show, unasked=unasked)
@@ -218,7 +212,6 @@ def case(
 
 
 def say_repetition(name: str, number: int) -> None:
-    """A line of progress."""
     say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
 
 
@@ -259,11 +252,8 @@ def show_systems(
 ) -> None:
     """Prints a column for each system that has numbers.
 
-    Args:
-        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by the
-            names of their rows.
-        singles: metrics of which the median is shown, where there are any.
-        equal: what was compared.
+    ``spreads`` are metrics shown with percentiles, ``singles`` those with the median alone, by the
+    names of their rows; ``equal`` is what was compared.
     """
     shown = with_numbers(results)
     if not shown:
@@ -285,12 +275,10 @@ def show_systems(
 
 
 def num_repetitions(one: dict[str, Any]) -> str:
-    """How many repetitions a system has."""
     return str(len(one["repetitions"]))
 
 
 def equal_cell(one: dict[str, Any]) -> str:
-    """How many answers of a system agreed."""
     found = one["quality"]
     return "–" if found is None else f"{found['equal']} of {found['compared']}"
 

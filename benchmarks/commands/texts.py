@@ -110,8 +110,6 @@ Batches = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What both commands are asked."""
-
     model: Model = None
     shape: Shape = None
     layers: Layers = None
@@ -183,7 +181,6 @@ def _measure(
     plan_of: "Callable[[Ids, Ids | None, int], TextPlan]",
     batch: int | None = None,
 ) -> None:
-    """Both commands."""
     require_one_model(asked)
     parse_budget(asked.host_memory, name="--host-memory")
     from moe_runtime.benchmarks.suite.peers import find_peers, our_program, writes_own_text
@@ -247,7 +244,6 @@ def _measure(
 
 
 def show_texts(results: dict[str, Any]) -> None:
-    """Prints a column for each system."""
     from moe_runtime.benchmarks.suite.comparing import cap_words, counted, device_words, model_words
 
     settings = results["settings"]
@@ -268,8 +264,6 @@ def in_batches(ids: "Ids", size: int) -> "list[Ids]":
 
 
 class AskedModel(NamedTuple):
-    """What is measured."""
-
     path: str
     ids: "Ids"
     cache: Path
@@ -355,7 +349,6 @@ def _written(
 
 
 def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
-    """What ``--shape`` and ``--layers`` name."""
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name

@@ -207,7 +207,6 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
 
 
 def show_policies(results: dict[str, Any]) -> None:
-    """Prints a row for each policy and capacity."""
     rows = []
     for capacity in results["settings"]["capacities"]:
         for one in with_numbers(results):
@@ -426,7 +425,6 @@ def bench_placements(
 
 
 def show_placements(results: dict[str, Any]) -> None:
-    """Prints a row for each algorithm."""
     rows = [
         [
             one["system"],
@@ -440,7 +438,6 @@ def show_placements(results: dict[str, Any]) -> None:
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
-    """What results of recorded routing say of it."""
     return {
         "model": names,
         "tokens": num_tokens,

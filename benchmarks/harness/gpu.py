@@ -1,9 +1,7 @@
-"""What the GPU scripts share: checkpoints drawn on the GPU, what the hardware allows, decoding,
+"""What the GPU scripts share: checkpoints drawn on the GPU, rates of the hardware, decoding,
 profiles, and results that are written row by row.
 
-Outputs of attention and experts are not scaled down as in `model_shapes`: what experts compute
-reaches the logits, so that outputs can be compared. Embeddings still outweigh what few layers add,
-so routing depends on the token, and it is even.
+Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
 
 from __future__ import annotations
@@ -187,7 +185,6 @@ def median_s(call: Callable[[], Any], device: str, repeats: int = 5) -> float:
 
 
 def wait_for(device: str) -> None:
-    """Returns when a device has done what was queued."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -262,7 +259,6 @@ class GpuResults:
         }
 
     def write(self) -> None:
-        """Writes the file, where one is wanted."""
         if self._path is not None:
             write_systems(
                 self._path,
@@ -281,7 +277,6 @@ class GpuResults:
         print("\n".join(self.aim_lines()))
 
     def aim_lines(self) -> Iterator[str]:
-        """One comparison each, for the terminal."""
         for what, aim in self.settings["aims"].items():
             verdict = "holds" if aim["holds"] else "MISSED"
             yield (
@@ -316,7 +311,6 @@ class TokenClock(BaseStreamer):
         self.first_s = self.last_s = 0.0
 
     def put(self, value: Tensor) -> None:
-        """Called with the prompt, and then with every token."""
         if self._is_prompt:
             self._is_prompt = False
             return

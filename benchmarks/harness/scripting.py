@@ -42,7 +42,6 @@ positive = at_least(1)
 
 
 def present_folder(text: str) -> Path:
-    """A folder that is there."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)

@@ -1,8 +1,7 @@
 """`moe-runtime serve` for the soak: says what its process held before it loaded, fails some reads.
 
 `python -P benchmarks/harness/soak_server.py FETCHES_PER_FAULT MODEL OPTION...`: one fetch in so
-many finds an expert that cannot be read for some seconds, none where it is 0. The first line of
-stdout is JSON: address, budget, and resident bytes before loading and when it is ready.
+many finds an expert that cannot be read for some seconds. The first line of stdout is JSON.
 """
 
 from __future__ import annotations

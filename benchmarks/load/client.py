@@ -50,8 +50,6 @@ def parse_lengths(text: str, name: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request."""
-
     prompt: str
     max_tokens: int
 
@@ -91,7 +89,6 @@ def make_requests(
     texts: Sequence[str],
     random: Random,
 ) -> list[LoadRequest]:
-    """Draws requests."""
     return [
         LoadRequest(
             texts[number % len(texts)]
@@ -140,7 +137,6 @@ class TimedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first piece."""
         return self.pieces_s[0] - self.sent_s
 
     @property
@@ -181,7 +177,6 @@ class LoadClient:
         self._models: Iterator[str] = iter(())
 
     async def first_model(self) -> str:
-        """Name of the first model that the server has."""
         try:
             response = await self._http.get("models", timeout=self._timeout_s)
             if response.status_code != 200:

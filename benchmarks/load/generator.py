@@ -1,7 +1,4 @@
-"""Requests in flight: so many at a time, or as they arrive whatever the server does.
-
-What the answers to a level say: percentiles, rates, failures, and the share that was quick enough.
-"""
+"""Requests in flight, so many at a time or as they arrive, and the figures of a level."""
 
 from __future__ import annotations
 
@@ -52,8 +49,6 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSettings:
-    """What is measured."""
-
     url: str
     key: str | None
     model: str | None
@@ -71,8 +66,6 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLevel:
-    """What became of a level's requests."""
-
     level: Level
     began_s: float
     seconds: float
@@ -115,7 +108,6 @@ async def run_load(
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level."""
     first = asyncio.ensure_future(_first_requests(client, settings))
     if await _run([first], is_stopping):
         return settings.model or "", []
@@ -170,7 +162,6 @@ async def run_level(
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
 ) -> MeasuredLevel:
-    """Sends the requests of a level."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     answers: list[TimedAnswer] = []

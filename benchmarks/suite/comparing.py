@@ -1,12 +1,8 @@
 """Two results files side by side: whether they are of the same work, and whether they differ.
 
-A difference counts when it is larger than a bound and would be rare by chance: the rank test of
-Mann and Whitney (1947), exact, one-sided in the direction of the difference, at most 5 %. It takes
-one number of each repetition, since only repetitions are independent. Fewer than three on either
-side are noise.
-
-The work is what the settings of ``_SETTINGS`` say. All other settings (threads, budgets, policies)
-and the machine may differ: they are what is compared.
+A difference counts when it is larger than a bound and the rank test of Mann and Whitney (1947),
+exact and one-sided, gives at most 5 %. It takes one number of each repetition; fewer than three on
+either side are noise. The settings in ``_SETTINGS`` are the work; all others may differ.
 """
 
 import re
@@ -136,7 +132,6 @@ def cap_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def device_words(results: Mapping[str, Any]) -> str:
-    """Where systems computed."""
     settings, gpu = results["settings"], results["machine"].get("gpu")
     if not _is_on_gpu(settings):
         return f"on {_CPU}"
@@ -183,13 +178,7 @@ def _layers(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One metric of one system in two results: medians over repetitions, and the difference.
-
-    Attributes:
-        change: ``after`` over ``before``, less one; 0 where both are 0.
-        chance: how often so clear an order of the repetitions comes by chance.
-        word: ``better``, ``worse`` or ``noise``.
-    """
+    """One metric of one system in two results: medians, the relative change, and its chance."""
 
     system: str
     metric: str

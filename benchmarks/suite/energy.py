@@ -1,8 +1,7 @@
-"""Joules that processors and GPUs count, where this machine lets its users read them.
+"""Joules of processors and GPUs, where this machine lets its users read them.
 
-Sources: Linux's power capping framework, `Documentation/power/powercap/powercap.rst` (RAPL of Intel
-and AMD), and NVML, `nvmlDeviceGetTotalEnergyConsumption` (NVIDIA, Volta and later). Both count the
-whole machine. By default the kernel shows RAPL to root alone.
+Sources: Linux's `Documentation/power/powercap/powercap.rst` (RAPL, readable by root alone) and
+NVML's `nvmlDeviceGetTotalEnergyConsumption`. Both count the whole machine.
 """
 
 import ctypes
@@ -15,10 +14,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Energy of a block of work.
-
-    ``open_library`` gives NVML by its file's name, and raises ``OSError`` where there is none.
-    """
+    """Energy of a block of work; ``open_library`` raises ``OSError`` where there is no NVML."""
 
     def __init__(
         self, powercap: Path = POWERCAP, open_library: Callable[[str], Any] = ctypes.CDLL
@@ -28,11 +24,9 @@ class EnergyMeter:
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
-        """What the block takes, once it has ended: ``cpu_joules`` of all packages (and memory where
-        it has its own counter), ``gpu_joules`` of all GPUs; without those that cannot be read.
+        """``cpu_joules`` and ``gpu_joules`` of a block, once it has ended, where they can be read.
 
-        A zone counts to some 262 kJ and begins again: two turns in a block (20 minutes at 400 W)
-        are counted as one.
+        A zone begins again at some 262 kJ: two turns in a block count as one.
         """
         found: dict[str, float] = {}
         zones, gpus = _microjoules(self._ranges), self._millijoules()
@@ -56,10 +50,7 @@ class EnergyMeter:
 
 
 def _ranges(powercap: Path) -> dict[Path, int]:
-    """Zones that add up to the machine, with their largest values.
-
-    A package counts its cores, and a platform (``psys``) its packages; memory counts for itself.
-    """
+    """Zones that add up to the machine (a package counts its cores), with their largest values."""
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
         try:

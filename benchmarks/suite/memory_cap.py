@@ -1,8 +1,7 @@
 """Caps on a process's memory, page cache included, by the kernel's control groups.
 
-A file that is mapped or read through the page cache counts against the cap, as on a machine that
-has only that much memory. Who may make a group makes one: root, or a user whom systemd or a
-container has handed a part of the tree. Else systemd is asked for a scope of the user's own.
+The group is ours where we may make one (root, or a part of the tree handed down); else systemd is
+asked for a scope of the user's own.
 """
 
 import os

@@ -34,8 +34,6 @@ _OLD_PYTHON = "unknown option -P"
 
 @dataclass(frozen=True, kw_only=True)
 class PeerProgram:
-    """Which peer, and what runs it."""
-
     name: str
     file: Path
     python: Path
@@ -65,7 +63,6 @@ class PeerProcess:
         self._unread = b""
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
-        """Sends a request and waits for its answer."""
         requests = self._process.stdin
         assert requests is not None
         self._signal(signal.SIGCONT)
@@ -183,7 +180,6 @@ def _close(stream: Any) -> None:
 
 
 def this_python() -> Path:
-    """The interpreter of this process."""
     return Path(sys.executable)
 
 
@@ -206,7 +202,6 @@ _WORD = re.compile(r"[\w.-]+")
 
 
 def peer_names() -> list[str]:
-    """The peers of the package."""
     return sorted(file.stem for file in _FOLDER.glob("*.py") if file.stem not in _NOT_PEERS)
 
 

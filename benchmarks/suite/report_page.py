@@ -50,7 +50,6 @@ class ResultRow:
 
 
 def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
-    """Every metric of every system, in the order of the files."""
     num_of_work = Counter((results["case"], heading_words(results)) for _, results in named)
     rows = [
         ResultRow(

@@ -1,7 +1,6 @@
-"""Results files: one versioned format for every case.
+"""Results files: one versioned format (``schema.json``) for every case.
 
-A file holds numbers and what they depend on: machine, versions, commit, command, settings. A file
-that differs from ``schema.json`` is neither written nor read.
+A file holds numbers and what they depend on: machine, versions, commit, command, settings.
 """
 
 import json
@@ -43,13 +42,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number means.
-
-    Attributes:
-        unit: one of those of ``schema.json``.
-        better: ``less`` or ``more``.
-        is_judged: whether ``compare`` calls a change better or worse.
-    """
+    """Unit of a number, whether ``less`` or ``more`` is better, and whether it is judged."""
 
     unit: str
     better: str = "less"
@@ -199,7 +192,6 @@ def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_schema() -> dict[str, Any]:
-    """The JSON Schema of results files."""
     return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
 
 

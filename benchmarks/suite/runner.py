@@ -1,7 +1,6 @@
-"""The runner: systems in turn, repetition by repetition, until the numbers are certain enough.
+"""Runs systems in turn, repetition by repetition, until the numbers are certain enough.
 
-A repetition gives numbers, and lists of numbers whose median stands for it. Systems take turns, so
-that a machine that slows down slows all of them, and the first one changes from round to round.
+A machine that slows down slows all systems, and the first one changes from round to round.
 """
 
 import time
@@ -37,13 +36,7 @@ def peer_failures(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class BenchSystem(ABC):
-    """A system under test.
-
-    Attributes:
-        versions: of the packages that it runs with; those of this process by default.
-        gpu: the GPU that it computed on, once it ran.
-        compared, equal: answers that were compared with a reference, and how many agreed.
-    """
+    """A system under test; ``compared`` and ``equal`` count answers."""
 
     def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -99,7 +92,6 @@ class MeasuredSystem:
     failure: str | None = None
 
     def values(self, metric: str) -> list[float]:
-        """One value for each repetition; the median of those that have several."""
         return [middle(found[metric]) for found in self.repetitions if metric in found]
 
 

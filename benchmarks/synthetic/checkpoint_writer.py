@@ -1,10 +1,7 @@
 """Writes a synthetic Mixture-of-Experts checkpoint, one weight in memory at a time.
 
-The files are laid out as Hugging Face publishes them: safetensors shards, wide elements before
-narrow ones in each, `model.safetensors.index.json`, `config.json`, a tokenizer. Weights are
-Gaussian numbers, stored in bf16, FP8 or MXFP4. Quantised weights are Gaussian numbers that were
-quantised, so that their codes have the statistics of real ones; bytes drawn at random would flatter
-any compression.
+The files are laid out as Hugging Face publishes them. Weights are Gaussian numbers, stored in bf16
+or quantised to FP8 or MXFP4, so that codes have the statistics of real ones.
 """
 
 from __future__ import annotations

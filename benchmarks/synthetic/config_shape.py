@@ -1,8 +1,4 @@
-"""Random weights in the shape of any configuration that transformers knows.
-
-Its own code makes the model, in memory as a whole, and writes it. Token embeddings outweigh what
-layers add to them, so that routing depends on the token.
-"""
+"""Random weights in the shape of any configuration that transformers knows."""
 
 import hashlib
 import json
@@ -29,8 +25,6 @@ _MARK = "shape.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigShape:
-    """A model that a configuration describes."""
-
     name: str
     content: str
     num_layers: int
@@ -58,12 +52,10 @@ class ConfigShape:
         (folder / _MARK).write_text(self.content)
 
     def write_settings(self, folder: Path) -> None:
-        """Writes configuration and tokenizer alone."""
         write_tokenizer(folder, self.vocab_size)
         (folder / "config.json").write_text(self.content)
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether a folder holds this model, whole."""
         if not all((folder / name).is_file() for name in (_MARK, TOKENIZER_NAME, "config.json")):
             return False
         sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))

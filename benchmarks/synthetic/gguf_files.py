@@ -1,16 +1,8 @@
 """GGUF files: of random blocks with a model's layers, and of the weights of synthetic checkpoints.
 
-The first kind is for programs that read nothing else. Its architecture is Qwen3.5 MoE's: three of
-four layers of linear attention. Types are those of a Q4_K_M file: experts in Q4_K and Q6_K, other
-matrices in Q8_0. Token embeddings outweigh what layers add, so that routing depends on the token
-and rounding seldom decides which token is likeliest.
-
-The second kind is written one tensor in memory at a time: matrices in bf16, experts of gpt-oss in
-MXFP4 as they are, norms, biases, sinks and routers in fp32, the experts of a layer in one tensor.
-llama.cpp has no type for FP8 in blocks: each matrix of such a model becomes Q8_0, rounded once
-more.
-
-Names, types and metadata of both are those of llama.cpp's converter (`convert_hf_to_gguf.py`).
+The first kind has Qwen3.5 MoE's architecture in the types of a Q4_K_M file. The second kind has
+matrices in bf16, experts of gpt-oss in MXFP4 as they are, FP8 in blocks as Q8_0, and the rest in
+fp32. Names, types and metadata are those of llama.cpp's `convert_hf_to_gguf.py`.
 """
 
 from __future__ import annotations
@@ -280,10 +272,7 @@ class GgufShape:
 def _blocks(
     name: str, shape: tuple[int, ...], kind: str, generator: np.random.Generator
 ) -> np.ndarray:
-    """Random codes, with scales for numbers of a standard deviation of one over the root of K.
-
-    What layers add to the residual is smaller, and embeddings are as large as what norms give.
-    """
+    """Random codes, with scales for numbers of a standard deviation of one over the root of K."""
     values, num_bytes = _BLOCKS[kind]
     places, spread = _SCALES[kind]
     count = math.prod(shape) // values
@@ -389,10 +378,7 @@ def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[Written
 
 
 def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> WrittenTensor:
-    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
-
-    `rows` are taken of the last dimension.
-    """
+    """In bf16, or fp32 where llama.cpp wants that; `rows` are taken of the last dimension."""
     is_float32 = name.endswith(_FLOAT32_PARTS)
     one = (*places[0].shape[:-1], len(range(*rows.indices(places[0].shape[-1]))))
 

@@ -1,11 +1,9 @@
 """Shapes of models by name: their tensors, configurations and sizes.
 
-Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
+Attention and expert outputs are scaled down and token embeddings up, so that routing depends on the
+token; a plain random model would route nearly all tokens alike and flatter every cache.
 
-Routing depends on the token: attention output and expert outputs are scaled down and token
-embeddings up, so that the residual stream keeps the direction of the token's embedding and text
-with repeated tokens repeats its experts. A plain random model would route nearly all tokens alike
-and flatter every cache.
+Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class TensorPlan:
 
     @property
     def parts(self) -> tuple[StoredPart, ...]:
-        """The tensors that hold it."""
         if self.stored == "bf16":
             return (StoredPart(self.name, "BF16", self.shape),)
         if self.stored == "fp8":
@@ -100,7 +97,6 @@ class ModelShape:
         yield TensorPlan("lm_head.weight", table, WEIGHT_STD)
 
     def layer(self, prefix: str) -> Iterator[TensorPlan]:
-        """The weights of a layer, whose names begin with ``prefix``."""
         yield from self._block(prefix)
         yield from self._attention(prefix)
         for part in "qk":
@@ -147,16 +143,13 @@ class ModelShape:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors of the checkpoint."""
         return self.num_layers * self.num_experts * self.expert_bytes + self.dense_bytes
 
     def describe(self) -> dict[str, int | str]:
-        """The sizes as plain values, for reports."""
         sizes = ("expert_bytes", "dense_bytes", "total_bytes")
         return asdict(self) | {name: getattr(self, name) for name in sizes}
 
     def _block(self, prefix: str) -> Iterator[TensorPlan]:
-        """Norms, experts one by one, and their router."""
         width, hidden, stored = self.model_width, self.expert_width, self.stored
         yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
         for expert in range(self.num_experts):

@@ -1,8 +1,4 @@
-"""The checkpoint of a named shape, for one run: written before it, removed after it or kept.
-
-It lies in the user's cache folder, which is on a disk where the folder for temporary files may be
-in memory. What is kept there serves every later run of the same shape.
-"""
+"""The checkpoint of a named shape in the user's cache folder: removed after a run, or kept."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -47,7 +43,6 @@ class ShapeFiles(NamedTuple):
 
 
 def shapes_folder() -> Path:
-    """Where checkpoints of shapes lie."""
     return platformdirs.user_cache_path("moe-runtime") / "shapes"
 
 

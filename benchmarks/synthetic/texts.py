@@ -1,8 +1,6 @@
-"""The text that systems are asked, and a tokenizer of it for synthetic checkpoints.
+"""The text that systems are asked, Python's language reference, and a tokenizer of it.
 
-The text is the language reference that every installation of Python carries. The tokenizer has byte
-pairs learned from it, so that texts are cut as a published tokenizer of English would cut them; ids
-that no text has fill the vocabulary.
+Texts are cut as a published tokenizer of English would cut them; unused ids fill the vocabulary.
 """
 
 from __future__ import annotations

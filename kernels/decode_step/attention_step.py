@@ -12,8 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from struct import Struct
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +20,23 @@ from torch.autograd import forward_ad
 
 from moe_runtime.kernels.decode_step.single_query_attention import (
     MAX_COLUMNS,
+    Impl,
     single_query_attention_reference,
 )
 from moe_runtime.kernels.linear import ROWS_PER_CALL
-from moe_runtime.kernels.linear.op import check_status
-from moe_runtime.kernels.linear.reference import linear_reference
+from moe_runtime.kernels.linear.op import check_status, linear_reference
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    chosen_library,
     native_library,
     needs_torch,
-    require_native,
 )
 from moe_runtime.kernels.rms_norm import rms_norm_reference
+
+_PLACE = struct.Struct("9q").pack
 
 
 class HeadNorm(NamedTuple):
@@ -52,9 +53,9 @@ class HeadNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionWeights:
-    """What an attention layer multiplies, normalises and scales by.
+    """The weights of an attention layer, with the record that the native kernel reads.
 
-    The object remembers addresses: make it once for a place in memory, anew when the place changes.
+    It remembers addresses: make it once for a place in memory, anew when the place changes.
 
     Attributes:
         qkv: `[N, D]`, the rows of all queries, then keys, then values, one head after another; it
@@ -62,19 +63,15 @@ class AttentionWeights:
         output: `[D, M]`, M the values of all query heads.
         qkv_bias: `[N]` or None.
         output_bias: `[D]` or None.
-        q_norm: Normalises queries; None for a layer that does not.
-        k_norm: Normalises keys.
+        q_norm: Normalises queries, or None.
+        k_norm: Normalises keys, or None.
         num_heads: Query heads, a multiple of `num_key_heads`.
-        num_key_heads: Heads of keys and of values.
-        key_dim: Values of a query or key head.
-        value_dim: Values of a value head.
         scale: Factor of the scores.
         sinks: `[num_heads]`, a further score of each query head whose weight is left out, or None.
-        pairs_share: Whether cosines and sines come once for the two values of a pair, a half of the
-            usual ones.
+        pairs_share: Whether cosines and sines come once for the two values of a pair.
         dtype: Of all tensors.
         num_queries: Values of all queries of a token.
-        record: What the native kernel reads, or None when it cannot use these weights.
+        record: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
     """
 
     qkv: Tensor
@@ -95,11 +92,7 @@ class AttentionWeights:
     record: bytes | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks the shapes and writes the record.
-
-        Raises:
-            ValueError: Shapes or dtypes do not belong together.
-        """
+        """Raises ValueError where shapes or dtypes do not belong together."""
         object.__setattr__(self, "dtype", self.qkv.dtype)
         object.__setattr__(self, "num_queries", self.num_heads * self.key_dim)
         if self.num_key_heads < 1 or self.num_heads % self.num_key_heads:
@@ -146,7 +139,6 @@ class AttentionWeights:
         return [self.qkv, self.output, *biases, *norms]
 
     def _native_record(self) -> bytes | None:
-        """The C struct `AttentionLayer`."""
         if self.dtype not in DTYPE_CODES or 0 in self.qkv.shape or 0 in self.output.shape:
             return None
         sinks = self.sinks
@@ -176,10 +168,6 @@ class AttentionWeights:
         return struct.pack("20q3d", *words, *epsilons, self.scale)
 
 
-Impl = Literal["auto", "native", "reference"]
-_PLACE = Struct("9q").pack
-
-
 def attention_step(
     x_BD: Tensor,
     weights: AttentionWeights,
@@ -193,10 +181,8 @@ def attention_step(
 ) -> Tensor:
     """Computes an attention layer for one new token of each sequence, and caches key and value.
 
-    Queries, keys and values are products with `x`; queries and keys are normalised, if the layer
-    does that, and turned by the angles of their position (rotary embedding, Su et al., 2021, in
-    halves as Llama has it); key and value become the last of those cached; the queries attend to
-    all of them, and the mixed values are multiplied by the output weights. Every operation is
+    Queries and keys are normalised, if the layer does that, and turned by the angles of their
+    position (rotary embedding, Su et al., 2021, in halves as Llama has it). Every operation is
     rounded to the dtype, as if it stood alone.
 
     Args:
@@ -219,23 +205,42 @@ def attention_step(
         ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
-    problem = _problem(x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV, mask_BS)
+    arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
+    problem = _problem(*arguments, mask_BS)
     if problem:
         raise ValueError(problem)
-    library = native_library() if impl == "auto" else None
-    if impl == "native":
-        library = require_native()
-    elif impl not in ("auto", "reference"):
-        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
-    arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
-    if library is not None:
-        unable = native_problem(*arguments)
-        if unable is None:
-            return run_native(library, *arguments[:4], [arguments[4:]], mask_BS)
-        if impl == "native":
-            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    library = chosen_library(impl, _native_problem(*arguments))
+    if library is None:
+        return attention_step_reference(*arguments, mask_BS)
+    return _run_native(library, *arguments[:4], [arguments[4:]], mask_BS)
 
-    return attention_step_reference(*arguments, mask_BS)
+
+def attention_steps(
+    x_BD: Tensor,
+    weights: AttentionWeights,
+    cos_BR: Tensor,
+    sin_BR: Tensor,
+    cached: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """`attention_step` of several sequences, in the bits of each alone where the kernel computes.
+
+    Args:
+        x_BD: As in `attention_step`, and so what is not listed.
+        weights: The layer.
+        cos_BR: `[B, R]`.
+        sin_BR: Likewise.
+        cached: Keys `[1, G, S, K]` and values `[1, G, S, V]` of each sequence, anywhere and of any
+            length, with a place for the new token at the end.
+    """
+    library = native_library()
+    rows = [
+        (x_BD[b : b + 1], weights, cos_BR[b : b + 1], sin_BR[b : b + 1], *place)
+        for b, place in zip(range(len(x_BD)), cached, strict=True)
+    ]
+    if library is not None and all(_native_problem(*row) is None for row in rows):
+        x, cos, sin = (part.contiguous() for part in (x_BD, cos_BR, sin_BR))
+        return _run_native(library, x, weights, cos, sin, cached, None)
+    return torch.cat([attention_step(*row) for row in rows])
 
 
 def _problem(
@@ -270,7 +275,7 @@ def _problem(
     return None
 
 
-def native_problem(
+def _native_problem(
     x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
@@ -289,12 +294,10 @@ def native_problem(
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
-    if not is_inference and needs_torch(x, *weights.tensors()):
-        return NEEDS_TORCH
-    return None
+    return NEEDS_TORCH if not is_inference and needs_torch(x, *weights.tensors()) else None
 
 
-def run_native(
+def _run_native(
     library: NativeLibrary, x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
     cached: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -323,55 +326,16 @@ def run_native(
     return out
 
 
-def attention_steps(
-    x_BD: Tensor,
-    weights: AttentionWeights,
-    cos_BR: Tensor,
-    sin_BR: Tensor,
-    cached: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """`attention_step` of several sequences, in the bits of each alone where the kernel computes.
-
-    Args:
-        x_BD: As there, and so what is not listed.
-        weights: The layer.
-        cos_BR: `[B, R]`.
-        sin_BR: Likewise.
-        cached: Keys `[1, G, S, K]` and values `[1, G, S, V]` of each sequence, with a place for the
-            new token at the end.
-
-    Returns:
-        `[B, D]`.
-    """
-    library = native_library()
-    rows = [(x_BD[b : b + 1], cos_BR[b : b + 1], sin_BR[b : b + 1]) for b in range(len(x_BD))]
-    if library is not None and all(
-        native_problem(x, weights, cos, sin, *place) is None
-        for (x, cos, sin), place in zip(rows, cached, strict=True)
-    ):
-        x, cos, sin = (part.contiguous() for part in (x_BD, cos_BR, sin_BR))
-        return run_native(library, x, weights, cos, sin, cached, None)
-    return torch.cat(
-        [
-            attention_step(x, weights, cos, sin, *place)
-            for (x, cos, sin), place in zip(rows, cached, strict=True)
-        ]
-    )
-
-
 def attention_heads(
     query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What attention layers do with queries and keys between the products and the scores.
-
-    They are normalised, if the layer does that, and turned by the angles of their position, each
-    operation rounded to the dtype, as in `attention_step`.
+    """Normalises, if the layer does that, and turns queries and keys of whole sequences.
 
     Args:
         query_BTQ: `[B, T, Q]`; fp32, bf16 or fp16, the dtype of everything else.
         key_BTN: `[B, T, N]`.
         weights: The layer.
-        cos_BTR: `[B, T, R]`, or `[1, T, R]` for all sequences, as `attention_step` has them.
+        cos_BTR: `[B, T, R]`, or `[1, T, R]` for all sequences, as in `attention_step`.
         sin_BTR: Likewise.
 
     Returns:
@@ -408,9 +372,8 @@ def attention_heads(
     ):
         return heads_reference(query_BTQ, key_BTN, weights, cos_BTR, sin_BTR)
     query_BTQ, key_BTN, cos_BTR, sin_BTR = (tensor.contiguous() for tensor in given)
-    width = weights.key_dim
-    query_BHTK = query_BTQ.new_empty((batch, weights.num_heads, tokens, width))
-    key_BGTK = key_BTN.new_empty((batch, weights.num_key_heads, tokens, width))
+    query_BHTK = query_BTQ.new_empty((batch, weights.num_heads, tokens, weights.key_dim))
+    key_BGTK = key_BTN.new_empty((batch, weights.num_key_heads, tokens, weights.key_dim))
     status = library.attention_heads(
         weights.record, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
         cos_BTR.data_ptr(), sin_BTR.data_ptr(), cos_BTR.shape[0] * tokens, cos_BTR.shape[2],
@@ -430,7 +393,7 @@ def attention_step_reference(
     value_BGSV: Tensor,
     mask_BS: Tensor | None = None,
 ) -> Tensor:
-    """Computes as `attention_step` says; every operation rounds to the dtype of `x`."""
+    """The specification of `attention_step`: plain torch, every operation rounds to the dtype."""
     qkv_BN = linear_reference(x_BD, weights.qkv, weights.qkv_bias)
     num_values = weights.num_key_heads * weights.value_dim
     if weights.pairs_share:
@@ -440,13 +403,9 @@ def attention_step_reference(
     key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
     key_BGSD[:, :, -1] = rotated(key_BGD, cos_BR, sin_BR)
     value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
+    turned_BHD = rotated(query_BHD, cos_BR, sin_BR)
     mixed_BHV = single_query_attention_reference(
-        rotated(query_BHD, cos_BR, sin_BR),
-        key_BGSD,
-        value_BGSV,
-        mask_BS,
-        weights.scale,
-        weights.sinks,
+        turned_BHD, key_BGSD, value_BGSV, mask_BS, weights.scale, weights.sinks
     )
     return linear_reference(mixed_BHV.flatten(1), weights.output, weights.output_bias)
 
@@ -454,7 +413,7 @@ def attention_step_reference(
 def heads_reference(
     query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes as `attention_heads` says; every operation rounds to the dtype of the queries."""
+    """`attention_heads` in plain torch; every operation rounds to the dtype of the queries."""
     batch, tokens = query_BTQ.shape[:2]
     if weights.pairs_share:
         cos_BTR, sin_BTR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BTR, sin_BTR))

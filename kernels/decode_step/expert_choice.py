@@ -1,4 +1,4 @@
-"""`choose_experts`: validation and choice of the implementation."""
+"""`choose_experts`: from a router's logits to the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from torch import Tensor
 
 from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
+Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")
 MOST_EXPERTS, MOST_CHOICES = 512, 16
 """Of the Triton kernel."""
 
 ChoiceImpl = Literal["auto", "triton", "reference"]
+
+
+class ChoiceForm(NamedTuple):
+    """What weights are made of.
+
+    Attributes:
+        scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over those
+            that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
+        normalises: Whether they are divided by their sum.
+        factor: Of the weights, behind that.
+        least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
+    """
+
+    scores: Scores
+    normalises: bool = False
+    factor: float = 1.0
+    least_sum: float = 0.0
 
 
 def choose_experts(
@@ -72,27 +91,6 @@ def choose_experts(
     return launch_choose_experts(logits_TE, num_choices, form, bias_E, dtype)
 
 
-Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")
-
-
-class ChoiceForm(NamedTuple):
-    """What weights are made of.
-
-    Attributes:
-        scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over those
-            that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
-        normalises: Whether they are divided by their sum.
-        factor: Of the weights, behind that.
-        least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
-    """
-
-    scores: Scores
-    normalises: bool = False
-    factor: float = 1.0
-    least_sum: float = 0.0
-
-
 def choose_experts_reference(
     logits_TE: Tensor,
     num_choices: int,
@@ -100,21 +98,11 @@ def choose_experts_reference(
     bias_E: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Computes as `choose_experts` says, in fp32, and rounds the weights once.
-
-    Args:
-        logits_TE: `[T, E]`.
-        num_choices: K.
-        form: What the weights are made of.
-        bias_E: `[E]` or None.
-        dtype: Of the weights.
-    """
+    """The specification in plain torch: in fp32, and rounds the weights once."""
     logits = ranked = logits_TE.float()
     if form.scores == "sigmoid":
         ranked = logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()
-    ranked = ranked.where(
-        ~ranked.isnan(), torch.nan
-    )  # CUDA sorts one with a sign behind all others
+    ranked = ranked.where(~ranked.isnan(), torch.nan)  # CUDA sorts a negative NaN last
     ids_TK = ranked.argsort(dim=-1, descending=True, stable=True)[:, :num_choices]
     if form.scores == "softmax":
         weights = logits.softmax(-1).gather(1, ids_TK)

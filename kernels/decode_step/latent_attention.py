@@ -9,23 +9,36 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from struct import pack
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.decode_step.single_query_attention import Impl
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    chosen_library,
     native_library,
     needs_torch,
-    require_native,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
-Impl = Literal["auto", "native", "reference"]
+
+class Tokens(NamedTuple):
+    """What one query attends to.
+
+    Attributes:
+        latents: `[S, R]`, S at least 1.
+        turned: `[S, P]`, the part of the keys with positions, which all heads share.
+        mask: `[S]` fp32 to be added to the scores, or None.
+    """
+
+    latents: Tensor
+    turned: Tensor
+    mask: Tensor | None = None
 
 
 def latent_attention(
@@ -58,19 +71,12 @@ def latent_attention(
         ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
-    problem = _problem(query_BHD, tokens, weight_HWR)
+    arguments = (query_BHD, tokens, weight_HWR, scale)
+    problem = _problem(*arguments[:3])
     if problem:
         raise ValueError(problem)
-    if impl not in ("auto", "native", "reference"):
-        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
-    if impl == "native":
-        require_native()
-        unable = _native_problem(query_BHD, tokens, weight_HWR)
-        if unable:
-            raise ValueError(f"impl='native' cannot compute this: {unable}")
-    arguments = (query_BHD, tokens, weight_HWR, scale)
-    mixed = None if impl == "reference" else native_latent_attention(*arguments)
-    return latent_attention_reference(*arguments) if mixed is None else mixed
+    library = chosen_library(impl, _native_problem(*arguments[:3]))
+    return _run(library, *arguments) if library else latent_attention_reference(*arguments)
 
 
 def native_latent_attention(
@@ -121,9 +127,7 @@ def _native_problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> 
         return f"heads must lie one behind another, got strides {weight.stride()}"
     if len({turned.shape[1] for _, turned, _ in tokens}) != 1:
         return "it needs turned parts of one width"
-    if needs_torch(query, weight, *parts):
-        return NEEDS_TORCH
-    return None
+    return NEEDS_TORCH if needs_torch(query, weight, *parts) else None
 
 
 def _run(
@@ -150,24 +154,10 @@ def _run(
     return out
 
 
-class Tokens(NamedTuple):
-    """What one query attends to.
-
-    Attributes:
-        latents: `[S, R]`, S at least 1.
-        turned: `[S, P]`, the part of the keys with positions, which all heads share.
-        mask: `[S]` fp32 to be added to the scores, or None.
-    """
-
-    latents: Tensor
-    turned: Tensor
-    mask: Tensor | None = None
-
-
 def latent_attention_reference(
     query_BHD: Tensor, tokens: Sequence[Tokens], weight_HWR: Tensor, scale: float
 ) -> Tensor:
-    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    """The specification in plain torch: expands keys and values, rounds once."""
     wide = precise_dtype(query_BHD)
     weight = weight_HWR.to(wide)
     mixed = []

@@ -1,4 +1,4 @@
-"""`delta_rule_step` and `conv_step`: validation and choice of the implementation.
+"""`delta_rule_step` and `conv_step`: steps of one token in layers with recurrent states.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with keys and queries of their own), K key
 width, V value width; C channels, L inputs that a convolution remembers, N taps.
@@ -7,24 +7,20 @@ width, V value width; C channels, L inputs that a convolution remembers, N taps.
 from __future__ import annotations
 
 from struct import pack
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_runtime.kernels.decode_step.single_query_attention import Impl
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NativeLibrary,
-    native_library,
+    chosen_library,
     needs_torch,
-    require_native,
 )
 
 MOST_WIDTH = 8192
 """Of a head's keys and values, which lie on the stack of a thread."""
-
-Impl = Literal["auto", "native", "reference"]
 
 
 def delta_rule_step(
@@ -46,11 +42,11 @@ def delta_rule_step(
 
     Args:
         state_BHKV: fp32 without gaps; changed in place.
-        query_BGK: fp32, bf16 or fp16, as the key.
-        key_BGK: of G groups, whose number divides H.
-        value_BHV: in any precision, as beta.
-        log_decay: at most 0, `[B, H, 1]`; or `[B, H, K]`, of each channel (Kimi Linear, 2025).
-        beta_BH: between 0 and 1.
+        query_BGK: fp32, bf16 or fp16, as the key; G divides H.
+        key_BGK: Likewise.
+        value_BHV: In any precision, as beta.
+        log_decay: At most 0, `[B, H, 1]`; or `[B, H, K]`, of each channel (Kimi Linear, 2025).
+        beta_BH: Between 0 and 1.
         scale: Factor of the query.
         unit_eps: Queries and keys are divided by their length, the root of the sum of squares and
             this; None leaves them as they are.
@@ -70,7 +66,7 @@ def delta_rule_step(
     problem = _delta_problem(state_BHKV, *parts)
     if problem:
         raise ValueError(problem)
-    library = _library(impl, _width_problem(state_BHKV) or _native_problem(state_BHKV, *parts))
+    library = chosen_library(impl, _native_problem(state_BHKV, *parts))
     if library is None:
         return delta_rule_step_reference(state_BHKV, *parts, scale, unit_eps)
     query, key, value, decay, beta = (part.contiguous() for part in parts)
@@ -118,7 +114,7 @@ def conv_step(
     problem = _conv_problem(state_BCL, x_BC, taps_CN, bias_C)
     if problem:
         raise ValueError(problem)
-    library = _library(impl, _native_problem(state_BCL, x_BC, taps_CN, *bias))
+    library = chosen_library(impl, _native_problem(state_BCL, x_BC, taps_CN, *bias))
     if library is None:
         return conv_step_reference(state_BCL, x_BC, taps_CN, bias_C)
     x, taps = x_BC.contiguous(), taps_CN.contiguous()
@@ -133,18 +129,6 @@ def conv_step(
     library.conv_step(pack("11q", *numbers))
     _tell_of_change(state_BCL)
     return out
-
-
-def _library(impl: str, unable: str | None) -> NativeLibrary | None:
-    """The library where the kernel is wanted and able, else None."""
-    if impl not in ("auto", "native", "reference"):
-        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
-    if impl == "native":
-        library = require_native()
-        if unable:
-            raise ValueError(f"impl='native' cannot compute this: {unable}")
-        return library
-    return None if impl == "reference" or unable else native_library()
 
 
 def _delta_problem(
@@ -205,12 +189,6 @@ def _in_place_problem(state: Tensor, *others: Tensor | None) -> str | None:
     return None
 
 
-def _width_problem(state: Tensor) -> str | None:
-    if not all(1 <= width <= MOST_WIDTH for width in state.shape[2:]):
-        return f"it knows keys and values of 1 to {MOST_WIDTH}, got {list(state.shape[2:])}"
-    return None
-
-
 def _tell_of_change(state: Tensor) -> None:
     """As torch's own operations do: a backward pass must not take the old state for this one."""
     if not state.is_inference():
@@ -219,6 +197,9 @@ def _tell_of_change(state: Tensor) -> None:
 
 def _native_problem(*tensors: Tensor) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
+    widths = tensors[0].shape[2:] if tensors[0].ndim == 4 else ()
+    if not all(1 <= width <= MOST_WIDTH for width in widths):
+        return f"it knows keys and values of 1 to {MOST_WIDTH}, got {list(widths)}"
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return "fake tensors have no values"

@@ -1,6 +1,7 @@
-"""`rotary_step`: validation and choice of the implementation.
+"""`rotary_step`: what lies between the products of an attention layer and its attention.
 
-Shape suffixes as in the reference.
+Shape suffixes: B sequences, N values of all heads of a token, R turned values of a head, A rows of
+angles, H query heads, G key heads, S places, D values of a query or key head, V of a value head.
 """
 
 from __future__ import annotations
@@ -16,6 +17,20 @@ from moe_runtime.kernels.rms_norm import NormForm, rms_norm_reference
 from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
 RotaryImpl = Literal["auto", "triton", "reference"]
+
+
+class RowNorm(NamedTuple):
+    """A root-mean-square normalisation of queries or keys, in any form of `rms_norm`.
+
+    Attributes:
+        weight: As long as a head, which it then normalises, or as all heads together.
+        eps: Added to the mean of squares.
+        form: As of `rms_norm`.
+    """
+
+    weight: Tensor
+    eps: float
+    form: NormForm = "rounded"
 
 
 def rotary_step(
@@ -117,20 +132,6 @@ def rotary_step(
     return launch_rotary_step(qkv, angles, cache, place, norms, num_turned, arrivals)
 
 
-class RowNorm(NamedTuple):
-    """A root-mean-square normalisation of queries or keys, in any form of `rms_norm`.
-
-    Attributes:
-        weight: As long as a head, which it then normalises, or as all heads together.
-        eps: Added to the mean of squares.
-        form: As of `rms_norm`.
-    """
-
-    weight: Tensor
-    eps: float
-    form: NormForm = "rounded"
-
-
 def rotary_step_reference(
     qkv: tuple[Tensor, Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
@@ -140,16 +141,7 @@ def rotary_step_reference(
     *,
     pairs_share: bool = False,
 ) -> Tensor:
-    """Computes as `rotary_step` says; every operation rounds to the dtype of the queries.
-
-    Args:
-        qkv: `[B, H * D]`, `[B, G * D]` and `[B, G * V]`.
-        angles: Cosines and sines, `[A, R]`.
-        cache: `[B, G, S, D]` and `[B, G, S, V]`, which are changed.
-        place: One int64, or `[B]`.
-        norms: Of queries and of keys.
-        pairs_share: As of `rotary_step`.
-    """
+    """The specification in plain torch; every operation rounds to the dtype of the queries."""
     query_BN, key_BN, value_BN = qkv
     keys_BGSD, values_BGSV = cache
     cos_AR, sin_AR = (torch.cat((a, a), dim=-1) if pairs_share else a for a in angles)

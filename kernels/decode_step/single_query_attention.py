@@ -15,13 +15,15 @@ from moe_runtime.kernels.native import (
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    chosen_library,
     native_library,
     needs_torch,
-    require_native,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
 Impl = Literal["auto", "native", "reference"]
+MAX_COLUMNS = 8192
+"""Widest key: the kernel keeps one on the stack."""
 
 
 def single_query_attention(
@@ -56,23 +58,14 @@ def single_query_attention(
         ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
-    problem = problem_of(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
+    arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
+    problem = _problem(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
     if problem:
         raise ValueError(problem)
-    if impl == "native":
-        require_native()
-        unable = native_problem_of(query_BHD, key_BGSD, value_BGSV, sinks_H)
-        if unable:
-            raise ValueError(f"impl='native' cannot compute this: {unable}")
-    elif impl not in ("auto", "reference"):
-        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
-    arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
-    mixed = None if impl == "reference" else native_attention(*arguments)
-    return single_query_attention_reference(*arguments) if mixed is None else mixed
-
-
-MAX_COLUMNS = 8192
-"""Widest key: the kernel keeps one on the stack."""
+    library = chosen_library(impl, _native_problem(query_BHD, key_BGSD, value_BGSV, sinks_H))
+    if library is None:
+        return single_query_attention_reference(*arguments)
+    return _run_native(library, *arguments)
 
 
 def native_attention(
@@ -83,21 +76,21 @@ def native_attention(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor | None:
-    """`single_query_attention` by the C kernel, or None where it is not able; checked once.
+    """`single_query_attention` by the C kernel, or None where it is not able.
 
     Raises:
         ValueError: Shapes do not fit.
     """
     library = native_library()
-    if library is None or native_problem_of(query_BHD, key_BGSD, value_BGSV, sinks_H):
+    if library is None or _native_problem(query_BHD, key_BGSD, value_BGSV, sinks_H):
         return None
-    problem = problem_of(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
+    problem = _problem(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
     if problem:
         raise ValueError(problem)
     return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
 
 
-def problem_of(
+def _problem(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> str | None:
     """What is wrong with the arguments, or None."""
@@ -120,9 +113,7 @@ def problem_of(
     return None
 
 
-def native_problem_of(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
-) -> str | None:
+def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return f"it needs CPU tensors, got {query.device}, {key.device} and {value.device}"
@@ -135,20 +126,13 @@ def native_problem_of(
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
         return f"sinks must be fp32, bf16 or fp16 on the CPU, got {sinks.dtype} on {sinks.device}"
-    if needs_torch(query, key, value, sinks):
-        return NEEDS_TORCH
-    return None
+    return NEEDS_TORCH if needs_torch(query, key, value, sinks) else None
 
 
 def _run_native(
-    library: NativeLibrary,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    sinks: Tensor | None,
-) -> Tensor:
+    library: NativeLibrary, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     query = query.contiguous()
     mask = None if mask is None else mask.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
@@ -181,7 +165,7 @@ def single_query_attention_reference(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    """The specification in plain torch: in fp32, or in fp64 for an fp64 query, rounded once."""
     wide = precise_dtype(query_BHD)
     shared = query_BHD.shape[1] // key_BGSD.shape[1]
     query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale

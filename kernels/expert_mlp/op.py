@@ -100,22 +100,44 @@ def expert_mlp(
     if isinstance(experts, QuantizedExperts):
         if gradients is not None:
             raise ValueError("quantised experts are frozen: they take no gradients=")
-        return _of_codes(
-            x_TD, ids_TK, weights_TK, experts, spec, post_expert, impl=impl, checks_ids=checks_ids
-        ).to(dtype)
+        if torch.is_autocast_enabled(x_TD.device.type) and dtype != torch.float64:
+            x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
+        if x_TD.ndim != 2 or x_TD.shape[1] != experts.dim_model or x_TD.device != experts.device:
+            raise ValueError(
+                f"x must be [*, {experts.dim_model}] on {experts.device}, got {list(x_TD.shape)} "
+                f"on {x_TD.device}"
+            )
     formula = spec if isinstance(spec, ActivationSpec) and post_expert is None else None
-    rounds = _rounds(x_TD, experts, formula, impl)
-    x_TD, experts = _autocast(x_TD, experts, rounds=rounds)
-    _validate_rows("x", x_TD, experts)
+    if not isinstance(experts, QuantizedExperts):
+        rounds = _rounds(x_TD, experts, formula, impl)
+        x_TD, experts = _autocast(x_TD, experts, rounds=rounds)
+        _validate_rows("x", x_TD, experts)
     validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
+    if isinstance(experts, QuantizedExperts):
+        if impl != "reference" and formula is not None and not torch.compiler.is_compiling():
+            how = (experts, formula, impl)
+            if wants_gradient((x_TD, weights_TK)):
+                out_TD = cast(Tensor, _Quantized.apply(x_TD, weights_TK, ids_TK, *how))
+                return out_TD.to(dtype)
+            return _infer_quantized(x_TD, ids_TK, weights_TK, *how).to(dtype)
+        ids_TK, recompute = experts.named(ids_TK), True
+        wide = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
+        experts = experts.widened(ids_TK, wide)
     if isinstance(experts, PackedExperts):
         if gradients is not None or formula is None:
             raise ValueError("experts that differ in width take neither gradients= nor functions")
-        return _of_any_width(
-            x_TD, ids_TK, weights_TK, experts, formula, impl=impl, recompute=recompute
-        ).to(dtype)
+        if impl == "reference":
+            out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, formula)
+            return out_TD.to(dtype)
+        products = replace(experts, down_bias=None)
+        batch = RoutedBatch(x_TD, ids_TK, weights_TK, products, formula)
+        out_TD = call_with_gradients(batch, EVERY_GRADIENT, impl=impl, recompute=recompute)
+        if experts.down_bias is not None:
+            bias_TD = _summed_bias(ids_TK, weights_TK, experts.down_bias)
+            out_TD = out_TD + bias_TD.to(out_TD.dtype)
+        return out_TD.to(dtype)
     if gradients is not None:
         if impl == "reference" or formula is None:
             raise ValueError("gradients= goes with a formula as activation and another impl")
@@ -201,72 +223,18 @@ def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
     )
 
 
-def _of_codes(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    spec: ActivationSpec | PreactivationFunction,
-    post_expert: RowFunction | None,
-    *,
-    impl: str,
-    checks_ids: bool,
-) -> Tensor:
-    device = x_TD.device.type
-    if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
-        x_TD = x_TD.to(torch.get_autocast_dtype(device))
-    if x_TD.ndim != 2 or x_TD.shape[1] != experts.dim_model or x_TD.device != experts.device:
-        raise ValueError(
-            f"x must be [*, {experts.dim_model}] on {experts.device}, got {list(x_TD.shape)} on "
-            f"{x_TD.device}"
-        )
-    validate_routing(x_TD, ids_TK, weights_TK)
-    if checks_ids:
-        _check_ids(ids_TK, experts.num_experts)
-    if impl != "reference" and isinstance(spec, ActivationSpec) and post_expert is None:
-        return _quantized_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, impl=impl)
-    dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
-    ids_TK = experts.named(ids_TK)
-    wide = experts.widened(ids_TK, dtype)
-    if impl == "reference":
-        return expert_mlp_reference(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
-    _refuse_functions(impl)
-    return composed_expert_mlp(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
-
-
-def _quantized_expert_mlp(
+def _infer_quantized(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     experts: QuantizedExperts,
     activation: ActivationSpec,
-    *,
     impl: str,
 ) -> Tensor:
     """Products that read codes as they lie: by Triton on a GPU, as in `expert_ffn` on a CPU.
 
-    No weight is rounded. Gradients of `x` and `weights` are those of the values, rounded to the
-    dtype of `x`, of the experts that are used; they are written out for the backward pass alone. A
-    compiler that traces this sees `expert_mlp` of the values.
+    No weight is rounded. What Triton cannot read waits for the device.
     """
-    if torch.compiler.is_compiling():
-        ids_TK = experts.named(ids_TK)
-        wide = experts.widened(ids_TK, x_TD.dtype)
-        options: dict[str, Any] = {"impl": impl, "recompute": True}
-        return call(x_TD, ids_TK, weights_TK, None, wide, activation, **options)
-    if wants_gradient((x_TD, weights_TK)):
-        return cast(Tensor, _Frozen.apply(x_TD, weights_TK, ids_TK, experts, activation, impl))
-    return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
-
-
-def _infer(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-    impl: str,
-) -> Tensor:
     with torch.no_grad(), without_autocast(x_TD.device.type):
         if resolve_path(impl, x_TD) == "triton":
             from moe_runtime.kernels.expert_mlp import triton_path
@@ -277,54 +245,37 @@ def _infer(
             if impl == "triton":
                 raise ValueError(f"impl='triton' cannot compute this: {problem}")
             impl = "torch"
-        return _by_expert(x_TD, ids_TK, weights_TK, experts, activation, impl)
+        ids_TK = experts.named(ids_TK)
+        rows = sort_rows(ids_TK, experts.num_experts)
+        found = list(groups_between(rows.offsets_E1, experts.slot_of_expert))
+        if not found:
+            return torch.zeros_like(x_TD)
+        out_RD = x_TD.new_zeros(ids_TK.numel(), experts.dim_model)
+        sources_R = rows.order_R[: sum(group.num_rows for group in found)]
+        expert_ffn(
+            x_TD.contiguous(),
+            [experts.weights(group.slot) for group in found],
+            [group.num_rows for group in found],
+            sources_R // ids_TK.shape[1],
+            sources_R,
+            out_RD,
+            activation=activation,
+            impl=cast(Literal["auto", "native", "torch"], impl),
+        )
+        # rows of no expert are zero, and stay so whatever their weight
+        is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
+        return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
 
 
-def _by_expert(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: QuantizedExperts,
-    activation: ActivationSpec,
-    impl: str,
-) -> Tensor:
-    """Each expert's matrices where they lie, in C or torch; waits for a device."""
-    ids_TK = experts.named(ids_TK)
-    rows = sort_rows(ids_TK, experts.num_experts)
-    found = list(groups_between(rows.offsets_E1, experts.slot_of_expert))
-    out_RD = x_TD.new_zeros(ids_TK.numel(), experts.dim_model)
-    if not found:
-        return torch.zeros_like(x_TD)
-    sources_R = rows.order_R[: sum(group.num_rows for group in found)]
-    expert_ffn(
-        x_TD.contiguous(),
-        [experts.weights(group.slot) for group in found],
-        [group.num_rows for group in found],
-        sources_R // ids_TK.shape[1],
-        sources_R,
-        out_RD,
-        activation=activation,
-        impl=cast(Literal["auto", "native", "torch"], impl),
-    )
-    # rows of no expert are zero, and stay so whatever their weight
-    is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
-    return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
+class _Quantized(torch.autograd.Function):
+    """Gradients of `x` and the gate weights are those of the values, rounded to the dtype of `x`,
+    of the experts that are used; they are written out for the backward pass alone."""
 
-
-class _Frozen(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        experts: QuantizedExperts,
-        activation: ActivationSpec,
-        impl: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK, ids_TK)
-        ctx.experts, ctx.activation, ctx.impl = experts, activation, impl
-        return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
+        ctx.experts, ctx.activation, ctx.impl = rest
+        return _infer_quantized(x_TD, ids_TK, weights_TK, *rest)
 
     @staticmethod
     @first_derivatives_only()
@@ -347,26 +298,6 @@ class _Frozen(torch.autograd.Function):
             found = iter(torch.autograd.grad(out_TD, wanted, grad_TD))
         given = [next(found) if need else None for need in needs]
         return *given, None, None, None, None
-
-
-def _of_any_width(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: PackedExperts,
-    activation: ActivationSpec,
-    *,
-    impl: str,
-    recompute: bool,
-) -> Tensor:
-    if impl == "reference":
-        return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, activation)
-    products = replace(experts, down_bias=None)
-    batch = RoutedBatch(x_TD, ids_TK, weights_TK, products, activation)
-    out_TD = call_with_gradients(batch, EVERY_GRADIENT, impl=impl, recompute=recompute)
-    if experts.down_bias is None:
-        return out_TD
-    return out_TD + _summed_bias(ids_TK, weights_TK, experts.down_bias).to(out_TD.dtype)
 
 
 def _summed_bias(ids_TK: Tensor, weights_TK: Tensor, bias_ED: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
 from moe_runtime.kernels.linear.op import (
     KEPT_CODE_BYTES,
     MULTIPLY_PAIRS,
@@ -24,9 +23,10 @@ from moe_runtime.kernels.linear.op import (
     kept_code_bytes,
     lies_by_rows,
     linear_into,
+    linear_of_few_shapes,
     native_row_limit,
+    outer_into,
 )
-from moe_runtime.kernels.linear.outer import outer_into
 from moe_runtime.kernels.native import NativeLibrary, native_library
 
 # Rows from which torch's product takes less time than the C kernel's, measured with two threads on

@@ -12,8 +12,8 @@ from moe_runtime.kernels.linear.op import (
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.linear.frozen import frozen_linear
     from moe_runtime.kernels.linear.quantized import (
+        frozen_linear,
         quantized_linear,
         quantized_row_limit,
         values_of,
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazy_names(
         __name__,
-        {
-            ".frozen": "frozen_linear",
-            ".quantized": "quantized_linear quantized_row_limit values_of",
-        },
+        {".quantized": "frozen_linear quantized_linear quantized_row_limit values_of"},
     )
 
 __all__ = [

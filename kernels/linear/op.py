@@ -1,4 +1,4 @@
-"""`linear`: validation and choice of the implementation."""
+"""`linear`: a matrix product by the native kernel for few rows, torch, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.native import (
@@ -22,7 +23,7 @@ from moe_runtime.kernels.native import (
     needs_torch,
     require_native,
 )
-from moe_runtime.kernels.operands import check_choice
+from moe_runtime.kernels.operands import check_choice, precise_dtype
 
 LinearImpl = Literal["auto", "native", "reference", "torch", "triton"]
 IMPLS: tuple[LinearImpl, ...] = get_args(LinearImpl)
@@ -34,24 +35,22 @@ ROWS_PER_CALL = 512
 # Rows up to which `auto` takes the native kernel; measured with two threads on Zen 4 (which has the
 # bf16 instruction), Cascade Lake (which has not) and Granite Rapids (which has matrix units).
 # Without any torch multiplies bf16 and fp16 at a third of the kernel's speed or less; with it, and
-# in fp32, the two are equal at many rows. Where torch has only AVX2 or no vectors it was never
-# measured: the limits err on torch's side.
+# in fp32, the two are equal at many rows. With AVX2 or no vectors alone torch was never measured:
+# the limits err on its side.
+_ALL_ROWS = dict.fromkeys(DTYPE_CODES, UNLIMITED)
 _ROW_LIMITS = {
-    "amx": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
-    "avx512bf16": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
-    "avx512": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
+    **dict.fromkeys(("amx", "avx512bf16", "avx512"), _ALL_ROWS),
     "avx2": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: 32},
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
 MULTIPLY_PAIRS = ("amx", "avx512bf16")  # of bf16, in one instruction
 ROWS_OF_A_PRODUCT = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Rows of the products that torch is asked for in half precision: as many at once as the largest,
-the rest padded to the next. oneDNN makes code for every number of rows that it meets and keeps it,
-0.7 to 2.4 MiB for each, so that a prompt that gave each expert another number took 50 MiB; and it
-lays the weight out anew for every product, so that few large ones cost least."""
+"""Rows of torch's products in half precision: as many at once as the largest, the rest padded to
+the next. oneDNN makes code for every number of rows and keeps it, 0.7 to 2.4 MiB each (a prompt
+took 50 MiB), and lays the weight out anew for every product, so few large ones cost least."""
 KEPT_CODE_BYTES = 2**20
-"""Kept for one number of rows and one shape of weight: 0.7 to 0.95 MiB in the mean over all numbers
-of rows, for weights of 640 x 512 to 2048 x 4096 in bf16 on a processor with AMX."""
+"""For one number of rows and one shape of weight: 0.7 to 0.95 MiB in the mean, for weights of
+640 x 512 to 2048 x 4096 in bf16 on a processor with AMX."""
 SMALL_WEIGHT = 2**18
 """Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
 making some takes longer than many such products."""
@@ -79,16 +78,11 @@ def is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
     """Whether torch multiplies many rows of fp32 faster than of `dtype`, conversions included.
 
     So it is for half precision on a processor without instructions for it.
-
-    Args:
-        library: The loaded library.
-        dtype: Of the operands.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
     if library.has_matrix_units or library.isa == "portable":
         return False
-    return dtype == torch.float16 or library.isa not in MULTIPLY_PAIRS
+    is_bf16 = dtype == torch.bfloat16
+    return dtype == torch.float16 or (is_bf16 and library.isa not in MULTIPLY_PAIRS)
 
 
 def linear(
@@ -136,8 +130,6 @@ def linear(
 
         return linear_row(x, weight, bias)
     if impl == "reference":
-        from moe_runtime.kernels.linear.reference import linear_reference
-
         return linear_reference(x, weight, bias)
     check_choice(impl, IMPLS)
     return _linear_torch(x, weight, bias)
@@ -164,16 +156,11 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
         return f"weights must have unit stride along K or N, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
-    if needs_torch(x, weight, bias):
-        return NEEDS_TORCH
-    return None
+    return NEEDS_TORCH if needs_torch(x, weight, bias) else None
 
 
 def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `auto` takes the native kernel; what is invalid is left to torch to report.
-
-    The arguments are those of `linear`.
-    """
+    """Whether `auto` takes the native kernel; torch reports what is invalid."""
     is_torchs = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
     if is_torchs or native_problem(x, weight, bias):
         return False
@@ -197,9 +184,27 @@ def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if is_traced or weight.ndim != 2 or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
-    from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
-
     return linear_of_few_shapes(x, weight, bias)
+
+
+def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Torch's product in fp32, or in portions of few sizes, whatever the number of rows."""
+    if has_torch_function((x,)):  # what divides rows comes before their number decides
+        return handle_torch_function(linear_of_few_shapes, (x,), x, weight, bias)
+    x_RK = x.reshape(-1, x.shape[-1])
+    num_rows = len(x_RK)
+    if num_rows <= 1:
+        return F.linear(x, weight, bias)
+    if weight.numel() <= SMALL_WEIGHT:
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    out = x.new_empty((num_rows, len(weight)))
+    for first in range(0, num_rows, ROWS_OF_A_PRODUCT[-1]):
+        rows = x_RK[first : first + ROWS_OF_A_PRODUCT[-1]]
+        size = next(size for size in ROWS_OF_A_PRODUCT if size >= len(rows))
+        padded = F.pad(rows, (0, 0, 0, size - len(rows))) if size > len(rows) else rows
+        out[first : first + len(rows)] = F.linear(padded, weight, bias)[: len(rows)]
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def keeps_code(x: Tensor) -> bool:
@@ -214,14 +219,7 @@ def keeps_code(x: Tensor) -> bool:
 def kept_code_bytes(
     shapes: set[tuple[int, int]], dtype: torch.dtype, num_rows: int, *, by_rows: bool = True
 ) -> int:
-    """What torch's products of up to `num_rows` rows keep for weights of these shapes, in bytes.
-
-    Args:
-        shapes: `(N, K)` of the weights.
-        dtype: Of weights and rows.
-        num_rows: The most rows of a product.
-        by_rows: As in `native_row_limit`.
-    """
+    """Bytes that torch's products of up to `num_rows` rows keep for weights `(N, K)`."""
     if not keeps_code(torch.empty(0, dtype=dtype)):
         return 0
     library = native_library()
@@ -265,13 +263,41 @@ def linear_into(
 
 
 def check_status(status: int, num_rows: int, dim_in: int) -> None:
-    """Raises what a status of the C kernel says.
-
-    Raises:
-        MemoryError: It could not have the memory that it works in.
-        CheckpointError: A weight in the lossless code is damaged.
-    """
+    """Raises MemoryError, or CheckpointError for damaged lossless code, by the kernel's status."""
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")
     if status == STATUS_DAMAGED:
         raise CheckpointError("a linear layer in the lossless code is damaged; load it again")
+
+
+def outer_into(left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, adds: bool) -> None:
+    """`left.T @ right` by the native kernel, with sums in fp32. Nothing is checked.
+
+    Args:
+        left_nA: fp32, bf16 or fp16, with unit stride along A.
+        right_nB: In the same dtype, with unit stride along B.
+        out_AB: Likewise; receives the product.
+        adds: Whether the product is added to `out`, before it is rounded.
+
+    Raises:
+        NativeUnavailableError: The library was not built.
+    """
+    library, size = require_native(), left_nA.element_size()
+    left, right, out = (x.stride(0) * size for x in (left_nA, right_nB, out_AB))
+    dtype, threads = DTYPE_CODES[left_nA.dtype], library.shares_threads()
+    for first in range(0, left_nA.shape[1], ROWS_PER_CALL):
+        num_rows = min(ROWS_PER_CALL, left_nA.shape[1] - first)
+        status = library.outer(
+            left_nA.data_ptr() + first * size, left, right_nB.data_ptr(), right, len(left_nA),
+            out_AB.data_ptr() + first * out, out, num_rows, right_nB.shape[1], dtype, adds, threads,
+        )  # fmt: skip
+        check_status(status, num_rows, len(left_nA))
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The specification: in fp32 (fp64 for fp64 input), rounded to x's dtype once."""
+    precise = precise_dtype(x)
+    y = x.to(precise) @ weight.to(precise).T
+    if bias is not None:
+        y = y + bias.to(precise)
+    return y.to(x.dtype)

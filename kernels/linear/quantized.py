@@ -1,4 +1,4 @@
-"""`linear` with a quantised weight: from its codes for few rows, from its values for many.
+"""`linear` with a quantised weight (by codes for few rows, by values for many), or a frozen one.
 
 Letters: R rows, K summed dimension, N outputs.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     LinearImpl,
     check_status,
+    is_faster_widened,
+    keeps_code,
     linear,
+    linear_of_few_shapes,
     native_row_limit,
+    takes_native,
 )
 from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes
 from moe_runtime.kernels.native import (
@@ -32,6 +37,7 @@ from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.quantized import QuantizedMatrix
 from moe_runtime.kernels.quantized.reference import int8_values
 
+Weight = QuantizedMatrix | PlanesMatrix
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
 
@@ -51,7 +57,7 @@ def quantized_row_limit(library: NativeLibrary) -> int:
     return _ROW_LIMITS.get(library.isa, rest)
 
 
-def packed_row_limit(library: NativeLibrary, weight: QuantizedMatrix | PlanesMatrix) -> int:
+def packed_row_limit(library: NativeLibrary, weight: Weight) -> int:
     """Rows up to which `impl="auto"` multiplies what is in memory; of lossless code as of bf16."""
     if isinstance(weight, PlanesMatrix):
         return native_row_limit(library, torch.bfloat16)
@@ -60,7 +66,7 @@ def packed_row_limit(library: NativeLibrary, weight: QuantizedMatrix | PlanesMat
 
 def quantized_linear(
     x: Tensor,
-    weight: QuantizedMatrix | PlanesMatrix,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     impl: LinearImpl = "auto",
@@ -110,7 +116,7 @@ def quantized_linear(
     return linear(x, wide, None if bias is None else bias.to(dtype), impl=impl)
 
 
-def values_of(matrix: QuantizedMatrix | PlanesMatrix, dtype: torch.dtype) -> Tensor:
+def values_of(matrix: Weight, dtype: torch.dtype) -> Tensor:
     """`matrix.dequantize(dtype)`, by all threads where the library can; bf16 of lossless code."""
     if isinstance(matrix, PlanesMatrix):
         return decode_planes(matrix)
@@ -128,21 +134,14 @@ def write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | N
     if out_NK is None:
         out_NK = matrix.codes.new_empty((num_rows, num_cols), dtype=dtype)
     library.dequantize(
-        struct.pack("4q", *words),
-        num_rows,
-        num_cols,
-        out_NK.data_ptr(),
-        out_NK.stride(0) * out_NK.element_size(),
-        DTYPE_CODES[dtype],
-        library.shares_threads(),
-    )
+        struct.pack("4q", *words), num_rows, num_cols, out_NK.data_ptr(),
+        out_NK.stride(0) * out_NK.element_size(), DTYPE_CODES[dtype], library.shares_threads(),
+    )  # fmt: skip
     del kept
     return out_NK
 
 
-def _native_problem(
-    x: Tensor, weight: QuantizedMatrix | PlanesMatrix, bias: Tensor | None
-) -> str | None:
+def _native_problem(x: Tensor, weight: Weight, bias: Tensor | None) -> str | None:
     """Why the C kernel cannot take these arguments, or None."""
     if x.ndim != 2 or x.shape[1] != weight.num_cols:
         return f"x must be [R, {weight.num_cols}], got {list(x.shape)}"
@@ -162,12 +161,7 @@ def _native_problem(
 
 
 def _run(
-    library: NativeLibrary,
-    x_RK: Tensor,
-    weight: QuantizedMatrix | PlanesMatrix,
-    bias_N: Tensor | None,
-    *,
-    decodes: bool,
+    library: NativeLibrary, x_RK: Tensor, weight: Weight, bias_N: Tensor | None, *, decodes: bool
 ) -> Tensor:
     x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     bias_N = None if bias_N is None else bias_N.contiguous()
@@ -180,20 +174,55 @@ def _run(
     for first in range(0, len(x_RK), ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, len(x_RK) - first)
         status = library.quantized_linear(
-            x_RK.data_ptr() + first * x_bytes,
-            x_bytes,
-            num_rows,
-            struct.pack("4q", *words),
+            x_RK.data_ptr() + first * x_bytes, x_bytes, num_rows, struct.pack("4q", *words),
             None if bias_N is None else bias_N.data_ptr(),
             DTYPE_CODES[torch.float32 if bias_N is None else bias_N.dtype],
-            out_RN.data_ptr() + first * out_bytes,
-            out_bytes,
-            dim_in,
-            dim_out,
-            DTYPE_CODES[x_RK.dtype],
-            decodes,
-            library.shares_threads(),
-        )
+            out_RN.data_ptr() + first * out_bytes, out_bytes, dim_in, dim_out,
+            DTYPE_CODES[x_RK.dtype], decodes, library.shares_threads(),
+        )  # fmt: skip
         check_status(status, num_rows, dim_in)
     del kept
     return out_RN
+
+
+def frozen_linear(x: Tensor, weight: Tensor | Weight, bias: Tensor | None = None) -> Tensor:
+    """`linear` by a weight that is never trained: `[R, K]` to `[R, N]` in the dtype of `x`.
+
+    Gradients are of `x` and `bias`. No copy of the weight is kept for the backward pass; of one
+    that is quantised or coded the values are computed anew there.
+    """
+    return cast(Tensor, _FrozenLinear.apply(x, weight, bias))
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(weight, Tensor):
+            ctx.quantized = weight
+            return quantized_linear(x, weight, bias)
+        ctx.quantized = None
+        ctx.save_for_backward(weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+        if ctx.quantized is not None:
+            weight_NK = values_of(ctx.quantized, grad_RN.dtype)
+        else:
+            (weight_NK,) = ctx.saved_tensors
+        bias_grad_N = grad_RN.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return _times_weight(grad_RN, weight_NK), None, bias_grad_N
+
+
+def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
+    """``grad @ weight``, `[R, K]` in the dtype of `grad`, widened where that is exact or faster."""
+    library = native_library() if grad_RN.is_cpu else None
+    if library is not None and takes_native(library, grad_RN, weight_NK.T, None):
+        return linear(grad_RN, weight_NK.T)
+    widens = library is not None and is_faster_widened(library, weight_NK.dtype)
+    if grad_RN.dtype == weight_NK.dtype and not widens:
+        if keeps_code(grad_RN):
+            return linear_of_few_shapes(grad_RN, weight_NK.T, None)
+        return grad_RN @ weight_NK
+    wide = torch.promote_types(grad_RN.dtype, torch.float32)
+    return (grad_RN.to(wide) @ weight_NK.to(wide)).to(grad_RN.dtype)

@@ -3,17 +3,19 @@
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,
     DTYPE_CODES,
+    NEEDS_TORCH,
     STATUS_BAD_ROW,
     STATUS_DAMAGED,
     STATUS_NO_MEMORY,
     STATUS_OK,
     NativeLibrary,
     NativeUnavailableError,
+    chosen_library,
     describe,
     native_library,
+    needs_torch,
     require_native,
 )
-from moe_runtime.kernels.native.torch_only import NEEDS_TORCH, needs_torch
 
 __all__ = [
     "ACTIVATION_CODES",
@@ -25,6 +27,7 @@ __all__ = [
     "STATUS_OK",
     "NativeLibrary",
     "NativeUnavailableError",
+    "chosen_library",
     "describe",
     "native_library",
     "needs_torch",

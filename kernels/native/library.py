@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from moe_runtime.errors import MoERuntimeError
 
@@ -286,6 +289,27 @@ def require_native() -> NativeLibrary:
     return library
 
 
+def chosen_library(impl: str, unable: str | None) -> NativeLibrary | None:
+    """The library where a native kernel is wanted and able; None for the reference.
+
+    Args:
+        impl: `auto`, `native` or `reference`.
+        unable: Why the kernel cannot take the arguments, or None.
+
+    Raises:
+        ValueError: `impl` is unknown, or `native` and the kernel is not able.
+        NativeUnavailableError: `impl` is `native` and there is no library.
+    """
+    if impl not in ("auto", "native", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    if impl == "native":
+        library = require_native()
+        if unable:
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+        return library
+    return None if impl == "reference" or unable else native_library()
+
+
 def describe() -> NativeDescription:
     """What can be used on this machine, for `doctor` and for reports of measurements."""
     library, problem = _load()
@@ -297,3 +321,15 @@ def describe() -> NativeDescription:
         num_threads=library.num_threads if library else 0,
         problem=problem,
     )
+
+
+NEEDS_TORCH = "it has no backward pass and takes no fake tensors; a gradient or these are wanted"
+
+
+def needs_torch(*tensors: Tensor | None) -> bool:
+    """Whether the result for these has to have a derivative, or they are shapes without values."""
+    records = torch.is_grad_enabled()
+    for one in tensors:
+        if isinstance(one, FakeTensor) or (records and one is not None and one.requires_grad):
+            return True
+    return forward_ad._current_level >= 0

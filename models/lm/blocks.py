@@ -26,7 +26,6 @@ class DenseFeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
@@ -55,7 +54,6 @@ class Block(nn.Module):
 
     @property
     def routed(self) -> MoELayer | None:
-        """The feed-forward, if it is a mixture of experts."""
         return self.feed_forward if isinstance(self.feed_forward, MoELayer) else None
 
 
@@ -90,12 +88,10 @@ class ShortcutBlocks(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryTable, token_ids: Tensor, previous_logits: Tensor | None
     ) -> Tensor:
-        """As `Block.forward`."""
         return self.pair(x, token_ids=token_ids, previous_logits=previous_logits, rotary=rotary)
 
     @property
     def routed(self) -> MoELayer:
-        """The routed experts of the second block."""
         return self.pair.routed
 
 

@@ -91,7 +91,6 @@ def _gate(config: LanguageModelConfig, moe: ExpertsConfig) -> Gate:
 
 
 def _obstacles(config: LanguageModelConfig, moe: ExpertsConfig, gate: Gate) -> Iterator[str]:
-    """What the nearest architecture cannot express."""
     if moe.activation != "swiglu":
         yield f"its experts compute swiglu, not {moe.activation}"
     if moe.zero_experts is not None:
@@ -199,7 +198,6 @@ def export_hugging_face(
 
 
 def _is_of_a_model(path: Path) -> bool:
-    """Whether a file of a checkpoint's folder would contradict a new model beside it."""
     return path.name == INDEX_FILE_NAME or path.match("model*.safetensors")
 
 
@@ -353,7 +351,6 @@ def _comparable(value: Any) -> Any:
 
 
 def _read(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """The tensors of these names, each from its file."""
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}

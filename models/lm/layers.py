@@ -31,7 +31,6 @@ class Linear(nn.Linear):
     """`nn.Linear` whose result has autocast's dtype, whatever its products are computed in."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., D]` to `[..., F]`."""
         device_type = input.device.type
         is_autocast = torch.is_autocast_enabled(device_type) and input.dtype != torch.float64
         if not is_autocast or product_dtype(device_type, input.dtype) != torch.float32:
@@ -89,7 +88,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `[..., D]`."""
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:

@@ -34,7 +34,6 @@ class Losses:
     dropped_share: Tensor | None = None  # share of the choices that capacity took away, likewise
 
     def detach(self) -> "Losses":
-        """The same numbers without their graphs."""
         known = {name: loss.detach() for name, loss in vars(self).items() if loss is not None}
         return replace(self, **known)
 
@@ -155,7 +154,6 @@ class LanguageModel(nn.Module):
             layer.after_step(self.replicas, skipped=skipped)
 
     def routed_layers(self) -> Iterator[MoELayer]:
-        """The routed layers from first to last."""
         for block in self.own_blocks():
             if block.routed is not None:
                 yield block.routed

@@ -264,12 +264,10 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the tokens enter here."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
         return self.index == self.count - 1
 
     def blocks(self, num_blocks: int) -> range:
@@ -359,7 +357,6 @@ class StageModule(nn.Module):
 
     @property
     def _weight(self) -> Tensor:
-        """A parameter; all have one dtype, which the residual stream has as well."""
         return next(self.model.parameters())
 
     def _passed(self, windows: Tensor, num_scores: int) -> tuple[Tensor, ...]:

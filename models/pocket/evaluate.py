@@ -125,7 +125,6 @@ _PURPOSE = "This model is for exercising a runtime, not evidence for what expert
 
 
 def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
-    """The card's Markdown for the numbers that `evaluate.py` measured."""
     parameters = evaluation["parameters"]
     run = evaluation["training"]["moe"]
     dense_run = evaluation["training"]["dense"]
@@ -366,7 +365,6 @@ def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
 def generate_samples(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> list[dict[str, str]]:
-    """Greedy and sampled continuations of a few fixed prompts."""
     generate: Any = model.generate
     samples: list[dict[str, str]] = []
     for prompt in PROMPTS:
@@ -394,7 +392,6 @@ class Baseline:
 
 
 def measured_baseline(run: Path) -> Baseline:
-    """The model of a complete dense run."""
     from transformers import AutoModelForCausalLM
 
     dense: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
@@ -418,9 +415,7 @@ def kept_baseline(earlier: dict[str, Any]) -> Baseline:
         return known["dense"]
 
     return Baseline(
-        spent=earlier["training"]["dense"],
-        parameters=earlier["parameters"]["dense"],
-        scores=scores,
+        spent=earlier["training"]["dense"], parameters=earlier["parameters"]["dense"], scores=scores
     )
 
 
@@ -468,7 +463,6 @@ def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What two runs spent, one after the other."""
     return {name: first[name] + second[name] for name in second}
 
 
@@ -501,7 +495,6 @@ def card_of(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line of the evaluation script."""
     import transformers
 
     parser = argparse.ArgumentParser(description="Export and measure the pocket model.")

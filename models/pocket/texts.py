@@ -44,7 +44,6 @@ def write_texts(documents: Sequence[Document], folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line of this script."""
     parser = argparse.ArgumentParser(description="Write the pocket model's training text.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     write_texts(gather(), parser.parse_args(arguments).output)

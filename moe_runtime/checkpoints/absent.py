@@ -75,7 +75,6 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def refuse() -> NoReturn:
-        """Says that the content is not here."""
         refuse_content()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -119,7 +118,6 @@ class TrainedElsewhere(AbsentTensor):
 
     @staticmethod
     def refuse() -> NoReturn:
-        """Says that the optimizer has the content."""
         raise UnsupportedUseError(
             "the experts are with the optimizer that offload_training or offload_zeroth_order "
             "returned, not in the model: their weights cannot be read, changed, copied or saved "
@@ -141,7 +139,6 @@ def refuse_content() -> NoReturn:
 
 
 def absent_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A frozen parameter of a module, without its content."""
     return nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
 
 
@@ -173,7 +170,6 @@ class WholeConversion:
         self._module = weakref.ref(module)
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As ``nn.Module._apply``."""
         module = self._module()
         assert module is not None
         for parameter in module.parameters() if recurse else ():

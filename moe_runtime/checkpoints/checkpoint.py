@@ -68,7 +68,6 @@ class Checkpoint:
 def plain_entries(
     entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]
 ) -> list[TensorEntry]:
-    """The tensors that are no part of a quantised weight."""
     parts = {entry.name for weight in packed.values() for entry in weight.parts.values()}
     return [entry for entry in entries.values() if entry.name not in parts]
 

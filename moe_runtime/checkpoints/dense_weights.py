@@ -65,11 +65,9 @@ class _LazyTensor:
         return tensor if index is Ellipsis else tensor[index]  # type: ignore[index]
 
     def get_shape(self) -> list[int]:
-        """Sizes of the tensor."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """Element type, as safetensors names it."""
         return self._entry.dtype
 
 
@@ -110,7 +108,6 @@ class DenseReader:
         return values
 
     def report(self, entry: Weight) -> None:
-        """Counts a weight as read."""
         self._done += entry.num_bytes
         if self._progress is not None:
             self._progress("loading dense weights", self._done, self._total)
@@ -281,7 +278,6 @@ class PackedTensor(AbsentTensor):
 
     @staticmethod
     def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Takes codes, and the type of the values that others see."""
         shape = torch.Size(matrix.shape)
         made: Any = AbsentTensor.__new__(cls, shape, dtype, matrix.device)
         made.matrix, made.product = matrix, PreparedQuantizedLinear(matrix)
@@ -293,7 +289,6 @@ class PackedTensor(AbsentTensor):
         return torch.Size(self.matrix.shape)
 
     def values(self) -> Tensor:
-        """The weight in memory of its own."""
         if torch.compiler.is_compiling():
             return self.matrix.dequantize(self.dtype)
         return values_of(self.matrix, self.dtype)
@@ -333,7 +328,6 @@ class PackedTensor(AbsentTensor):
         refuse_change()
 
     def __repr__(self, **_: Any) -> str:
-        """Says what it is, without its values."""
         return f"PackedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.matrix.format})"
 
 
@@ -473,7 +467,6 @@ _between_graphs: Any = torch.compiler.disable(_multiply_any)
 
 
 def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a conversion leaves type and device as they are."""
     probe = torch.empty(0, dtype=own.dtype, device=own.device)
     converted = func(probe, *args[1:], **kwargs)
     return isinstance(converted, Tensor) and (

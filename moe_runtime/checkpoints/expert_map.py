@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from moe_runtime.checkpoints.expert_places import (
     place_matrix,
 )
 from moe_runtime.checkpoints.families import checkpoint_renamings
-from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, sign_of
+from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, Packing, Weight, sign_of
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, UnsupportedModelError
@@ -36,12 +37,9 @@ from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import Packing, Weight
     from moe_runtime.checkpoints.packed_experts import PlanesPacking
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,12 @@ class ExpertMap:
     dense_entries: dict[str, Weight] = field(default_factory=dict)  # no experts'
     buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
     packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
-    weight_mapping: list[WeightTransform] = field(default_factory=list)  # the conversion table
+    weight_mapping: list[private.WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)  # of experts in the files, each once
     unused: dict[str, str] = field(default_factory=dict)  # weights, by the model's names
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that holds any of the experts."""
         return max(layout.slot_bytes for layout in self.layouts.values())
 
     @property
@@ -95,7 +92,7 @@ class ExpertMap:
                     sizes.append(math.prod(tensor.shape[:-1]) * num_cols)
         return max(sizes, default=0)
 
-    def matrices_in(self, key: ExpertKey, slot: torch.Tensor) -> dict[str, Any]:
+    def matrices_in(self, key: ExpertKey, slot: Tensor) -> dict[str, Any]:
         """Views of an expert's matrices and biases; the parts of quantised ones become one."""
         views = self.layouts[key].views(slot)
         named = dict(zip(self.matrices[key.layer], views, strict=True))
@@ -146,10 +143,10 @@ def map_experts(
         for parameter in module.parameters:
             name = f"{module.name}.{parameter}"
             stacked, sources = converted.get(name, (None, ()))
-            if getattr(module.module, "may_be_padded", False) and isinstance(stacked, torch.Tensor):
+            if getattr(module.module, "may_be_padded", False) and isinstance(stacked, Tensor):
                 stacked = stacked[: module.num_experts]
             expected = module.module.get_parameter(parameter).shape
-            if not isinstance(stacked, torch.Tensor) or stacked.shape != expected:
+            if not isinstance(stacked, Tensor) or stacked.shape != expected:
                 refuse_sources(name, sources, entries, checkpoint.entries, expected, stacked)
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
@@ -276,7 +273,7 @@ def _convert(
     provenance: Provenance,
     dtype: torch.dtype,
     codes_dense: bool,
-) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
+) -> dict[str, tuple[Tensor | str, set[str]]]:
     """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map."""
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
@@ -316,7 +313,7 @@ def _convert(
             )
         placeholder = _placeholder(index, entry, provenance, dtype)
         job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, placeholder))
-    converted: dict[str, tuple[torch.Tensor | str, set[str]]] = {}
+    converted: dict[str, tuple[Tensor | str, set[str]]] = {}
     for name, job in jobs.items():
         try:
             with provenance:
@@ -333,9 +330,7 @@ def _convert(
     return converted
 
 
-def _placeholder(
-    index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype
-) -> torch.Tensor:
+def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype) -> Tensor:
     """A tensor of the weight's sizes whose elements are its own."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
@@ -371,11 +366,11 @@ def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -
     return max(found, default=getattr(text, "num_experts_per_tok", None) or 1)
 
 
-def _choices(block: Any, experts: ExpertsModule, hidden: torch.Tensor) -> Iterator[int]:
+def _choices(block: Any, experts: ExpertsModule, hidden: Tensor) -> Iterator[int]:
     """What experts are asked for, or the last sizes of whole numbers that a router gives."""
     chosen: list[int] = []
 
-    def forward(x: torch.Tensor, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(x: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
         chosen.append(ids.shape[-1])
         return torch.zeros_like(x)
 
@@ -386,12 +381,12 @@ def _choices(block: Any, experts: ExpertsModule, hidden: torch.Tensor) -> Iterat
     for part in () if chosen else block.children():
         given = None if part is experts.module else _call(part, hidden.flatten(0, 1))
         for tensor in given if isinstance(given, tuple) else ():
-            if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int64, torch.int32):
+            if isinstance(tensor, Tensor) and tensor.dtype in (torch.int64, torch.int32):
                 yield tensor.shape[-1]
 
 
 @torch.no_grad()
-def _call(part: Any, hidden: torch.Tensor) -> Any:
+def _call(part: Any, hidden: Tensor) -> Any:
     """What a part gives, or None where it needs more or what the meta device has not."""
     given: dict[str, Any] = {}
     if "input_ids" in inspect.signature(part.forward).parameters:
@@ -467,7 +462,6 @@ def refuse_dense(
 
 
 def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
-    """Refuses experts whose matrices one product could not take together."""
     kinds = [(placed.described, placed.packing) for placed in of_experts]
     usual = Counter(kinds).most_common(1)[0][0]
     expert = next(number for number, kind in enumerate(kinds) if kind != usual)
@@ -482,10 +476,7 @@ def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> 
 
 
 def refuse_numbers(
-    matrix: str,
-    numbers: Sequence[int],
-    start: int,
-    of_experts: Sequence[PlacedMatrix],
+    matrix: str, numbers: Sequence[int], start: int, of_experts: Sequence[PlacedMatrix]
 ) -> NoReturn:
     """Refuses experts that are as many as they must be, but are not those."""
     place = next(place for place, number in enumerate(numbers) if number != start + place)
@@ -549,7 +540,6 @@ def _require_one_shape(found: Mapping[int, Weight]) -> None:
 
 
 def _shape_of(weight: Weight) -> str:
-    """The shape of a weight, and of the codes that it is made of."""
     codes = getattr(weight, "codes", None)
     return f"{[*weight.shape]}" + (f" in {codes.name} {[*codes.shape]}" if codes else "")
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.memory.layout import TensorRange
-
-if TYPE_CHECKING:
-    from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Names of an expert's tensors, in the order in which layouts list those that exist.
@@ -122,7 +120,6 @@ class PlacedMatrix:
 
     @property
     def described(self) -> str:
-        """Its type, for messages."""
         if self.packing is not None:
             return self.packing.described
         return str(self.ranges[None].dtype).removeprefix("torch.")

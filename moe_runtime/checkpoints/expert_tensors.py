@@ -58,7 +58,6 @@ class CheckpointExperts:
         self._slot = aligned_bytes(experts.slot_bytes)
 
     def tensors_of(self, key: ExpertKey) -> list[Tensor]:
-        """One expert's slices of its module's parameters."""
         self._source.read({key: self._slot})
         module = self._experts.modules[key.layer].module
         named = {
@@ -69,7 +68,6 @@ class CheckpointExperts:
         return list(named.values())
 
     def close(self) -> None:
-        """Ends the reading threads."""
         self._source.close()
 
 
@@ -103,7 +101,6 @@ class TensorFinder:
         return entries[place - 1]
 
     def of_experts(self, experts: ExpertMap) -> set[str]:
-        """The names of the tensors that hold experts."""
         ranges = (tensor for layout in experts.layouts.values() for tensor in layout.tensors)
         return {self.entry_of(found).name for found in ranges}
 
@@ -167,11 +164,7 @@ def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
 
 
 def _refuse_values(
-    name: str,
-    numbers: Tensor,
-    remedy: str = _AGAIN,
-    matrix: str = "",
-    key: ExpertKey | None = None,
+    name: str, numbers: Tensor, remedy: str = _AGAIN, matrix: str = "", key: ExpertKey | None = None
 ) -> None:
     whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
     count = int(numbers.isfinite().logical_not().sum())

@@ -66,7 +66,6 @@ class _Output:
     num_bytes: int = 0
 
     def lay_out(self, tensors: Iterable[TensorEntry]) -> None:
-        """Puts tensors one behind the other, widest elements first, so that all are aligned."""
         offsets, self.header, size = widest_first(tensors)
         self.offsets = {name: len(self.header) + offset for name, offset in offsets.items()}
         self.num_bytes = len(self.header) + size
@@ -224,7 +223,6 @@ class LikeCheckpoint:
     def _write_rest(
         self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None
     ) -> None:
-        """Configuration, tokenizer, index: what is no tensor."""
         source = self._checkpoint.folder
         for path in sorted(source.iterdir()):
             name = path.name.lower()

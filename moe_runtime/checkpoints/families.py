@@ -19,8 +19,6 @@ from moe_runtime.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.transformers_private import WeightRenaming
-
 
 def give_experts_interface(model: PreTrainedModel) -> None:
     """Turns the blocks that are in the table, for a model on the meta device."""
@@ -30,7 +28,7 @@ def give_experts_interface(model: PreTrainedModel) -> None:
             block.__class__ = _with_forward(type(block), found.forward)
 
 
-def checkpoint_renamings(model: PreTrainedModel) -> list[WeightRenaming]:
+def checkpoint_renamings(model: PreTrainedModel) -> list[private.WeightRenaming]:
     """Renamings from the names in checkpoints to those that a turned model has for its weights."""
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     return [

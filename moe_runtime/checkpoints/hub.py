@@ -62,14 +62,12 @@ class Transfer:
         self._is_over = threading.Event()
 
     def count(self, num_bytes: int) -> None:
-        """Notes bytes that arrived."""
         if self._is_over.is_set():
             raise InterruptedError("the download was ended")
         with self._changing:
             self._done_bytes += num_bytes
 
     def run(self, what: str, names: Sequence[str], work: Callable[[str], None]) -> None:
-        """Calls ``work`` with each name, and waits."""
         waiting, failures = deque(names), list[MoERuntimeError | MemoryError]()
 
         def call() -> None:
@@ -352,7 +350,6 @@ class _Repository:
         return small
 
     def shards(self) -> list[str]:
-        """The safetensors files that hold the weights."""
         if SINGLE_FILE_NAME in self.files:
             return [SINGLE_FILE_NAME]
         for index in _INDICES:

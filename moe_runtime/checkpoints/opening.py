@@ -52,9 +52,6 @@ from moe_runtime.memory.source import FileStamp
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import PackedWeight
-    from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
-
 _MAX_BYTES = 64 << 20
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = (
@@ -172,7 +169,6 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str,
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a checkpoint."""
     if not folder.is_file():
         read_config(folder)  # what is wrong with it is not the tokenizer's fault
     tokenizer = read_tokenizer(folder)
@@ -259,8 +255,7 @@ def open_checkpoint(
     is_packed = quantization is not None and quantization.get("quant_method") == QUANT_METHOD
     entries = read_checkpoint_index(folder, PACKED_INDEX_NAME if is_packed else INDEX_FILE_NAME)
     check_layers(config, entries, folder / "config.json")
-    runs: PackedExpertIndex | None = None
-    packed: dict[str, PackedWeight] = {}
+    runs, packed = None, dict[str, Any]()
     # most checkpoints are neither packed nor quantised
     if is_packed:
         from moe_runtime.checkpoints.packed_experts import PackedExpertIndex

@@ -84,7 +84,6 @@ class PackedLayer:
     rooms: list[tuple[int, ...]]  # for each expert the bytes of escapes of each coded matrix
 
     def parts(self, expert: int, code: Code) -> tuple[list[Part], int]:
-        """The parts of an expert, and the bytes of its run."""
         return lay_out_parts(self.matrices, self.rooms[expert], code)
 
 
@@ -97,7 +96,6 @@ class Manifest:
     files: list[str]
 
     def to_json(self) -> str:
-        """The file's text."""
         layers = [
             {
                 "module": layer.module,
@@ -144,7 +142,6 @@ def lay_out_parts(
 
 
 def aligned(num_bytes: int, multiple: int) -> int:
-    """The next multiple."""
     return -(-num_bytes // multiple) * multiple
 
 
@@ -205,11 +202,9 @@ class PlanesPacking:
 
     @property
     def described(self) -> str:
-        """The type, for messages and tables."""
         return "bf16 in the lossless code"
 
     def matrix(self, parts: Mapping[str, torch.Tensor]) -> PlanesMatrix:
-        """The matrix whose parts these are."""
         return PlanesMatrix(
             self.num_cols, parts["coded"], parts["starts"], parts["escapes"], parts["book"]
         )
@@ -219,14 +214,12 @@ class PackedExpertIndex:
     """The experts of a packed checkpoint, each of which lies in one run of bytes."""
 
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
-        """Takes the folder of the checkpoint and all its tensors."""
         self.manifest: Manifest = read_manifest(folder)
         self._folder = folder
         self._entries = entries
 
     @property
     def names(self) -> set[str]:
-        """The tensors that hold experts."""
         layers = enumerate(self.manifest.layers)
         return {
             tensor_name(at, expert) for at, found in layers for expert in range(len(found.rooms))

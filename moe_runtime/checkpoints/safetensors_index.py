@@ -18,11 +18,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_runtime.checkpoints.strict_json import (
-    clipped,
-    one_line,
-    parse_object,
-)
+from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import open_regular, read_bounded
 
@@ -116,7 +112,6 @@ def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes,
 
 
 def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Writes which file has which tensor."""
     index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

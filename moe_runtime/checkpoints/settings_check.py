@@ -194,7 +194,6 @@ def check_generation_settings(values: dict[str, Any], file: Path) -> None:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
@@ -211,7 +210,6 @@ def _counts(part: dict[str, Any], names: Iterable[str]) -> Iterator[int]:
 
 
 def _each(value: Any) -> list[Any]:
-    """A value, or the values of a list: one for each layer."""
     return value if isinstance(value, list) else [value]
 
 

@@ -132,7 +132,6 @@ ATTENTION_SETTING = "_attn_implementation"
 
 
 def attention_name(model: PreTrainedModel) -> str | None:
-    """The attention that a model was built with."""
     return getattr(model.config, ATTENTION_SETTING)
 
 
@@ -145,7 +144,6 @@ out, and so compute something else under a name that they do not know; 5.17 to 5
 
 
 def decides_by_attention_name(model: torch.nn.Module) -> bool:
-    """Whether some part of a model belongs to such a family."""
     names = {type(part).__module__ for part in model.modules()}
     families = {parts[2] for name in names if len(parts := name.split(".")) == 4}
     return not DECIDE_BY_ATTENTION_NAME.isdisjoint(families)
@@ -157,7 +155,6 @@ def is_output_recorder(hook: Callable[..., object]) -> bool:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether adapters were added by transformers' own means; 5.17."""
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
@@ -172,7 +169,6 @@ def cache_of(named: Mapping[str, Any]) -> Any:
 
 
 def cache_name(forward: Callable[..., object]) -> str:
-    """What a model's or layer's ``forward`` calls its cache."""
     new, old = CACHE_NAMES
     return new if new in inspect.signature(forward).parameters else old
 

@@ -53,7 +53,7 @@ class Session:
 
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", MoERuntimeWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: say_line(f"warning: {message}")
 
     def fail(self, error: Exception, message: str) -> None:
         sys.stdout.flush()
@@ -66,10 +66,6 @@ class Session:
         print(f"moe-runtime: error: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"error": message})
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    say_line(f"warning: {message}")
 
 
 def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:

@@ -91,12 +91,7 @@ def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
     # Errors in the words themselves come before any command has read its options.
     session = Session(as_json="--json" in words)
     try:
-        code = _command()(
-            args=words,
-            prog_name=_NAME,
-            standalone_mode=False,
-            obj=session,
-        )
+        code = _command()(args=words, prog_name=_NAME, standalone_mode=False, obj=session)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED

@@ -102,11 +102,15 @@ class Speaker:
             # The store is gone with the process that kept it.
             is_ours = True
         if is_ours:
-            where = f"rank {self._rank}: " if self._rank and not _names_ranks(error) else ""
+            where = (
+                f"rank {self._rank}: "
+                if self._rank and not isinstance(error, RankFailureError)
+                else ""
+            )
             print(f"moe-runtime: error: {where}{line}", file=self._terminal, flush=True)
 
     def _may_speak(self, error: Exception, line: str) -> bool:
-        if _names_ranks(error):
+        if isinstance(error, RankFailureError):
             return self._store.add(_ERRORS, 1) == 1
         key = f"{_ERRORS}/{zlib.crc32(line.encode())}"
         if self._rank > 0:
@@ -115,10 +119,6 @@ class Speaker:
                 self._store.wait([key], _FIRST_SPEAKS)
         self._store.add(_ERRORS, 1)
         return self._store.add(key, 1) == 1
-
-
-def _names_ranks(error: Exception) -> bool:
-    return isinstance(error, RankFailureError)
 
 
 class _Terminated(BaseException):
@@ -136,7 +136,18 @@ def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
     # An ending process ends by itself: `torchrun` shall not cut off its last line.
     after = signal.SIG_IGN
     try:
-        yield from _watched(watch)
+        try:
+            yield
+        except typer.Exit:
+            raise
+        except (RuntimeError, OSError) as error:
+            # Exchanges of torch's own (FSDP2, checkpoints, gates) do not name the missing rank.
+            deadline = time.monotonic() + _SEEN_S
+            while not (ended := watch.ended_ranks()):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_S)
+            raise ended_error(ended, watch.size) from error
         after = before
     except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -146,21 +157,6 @@ def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
         raise ended_error(ended, watch.size) from None
     finally:
         signal.signal(signal.SIGTERM, after)
-
-
-def _watched(watch: "CollectiveMonitor") -> Iterator[None]:
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except (RuntimeError, OSError) as error:
-        # Exchanges of torch's own (FSDP2, checkpoints, loads of gates) do not say who is missing.
-        deadline = time.monotonic() + _SEEN_S
-        while not (ended := watch.ended_ranks()):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL_S)
-        raise ended_error(ended, watch.size) from error
 
 
 def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:

@@ -65,7 +65,6 @@ class Programme:
         self.between(-np.inf, terms, value)
 
     def solve(self, *, time_limit_s: float, gap: float = 1e-6) -> Solution | None:
-        """Runs HiGHS."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 

@@ -1,10 +1,7 @@
 """Which experts live in memory while a model is trained, and when they exchange tiers.
 
-A step asks for a set of experts. Tiers in memory are spread evenly at first; after a number of
-steps, experts on the disk that were used more often than some in memory take their places. The
-rule is one object: training acts on it, and a report replays it on recorded steps.
-
-Source: Hecate (2025): what is used most is kept at hand, chosen again as loads drift.
+Tiers in memory are spread evenly at first; after a number of steps, experts on the disk that were
+used more often take places in memory. Source: Hecate (2025).
 """
 
 from __future__ import annotations

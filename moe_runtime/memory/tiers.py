@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.device.device import Copy, Device, Event
+from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, Event
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.reads import Fetcher, Monitor, OnDone, Priority, Read, ReadQueue
 from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError, is_resident
@@ -36,9 +36,9 @@ class CopySpeed:
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
-        self._last: Copy | None = None
+        self._last: CudaCopy | None = None
 
-    def ended(self, num_bytes: int, copy: Copy) -> None:
+    def ended(self, num_bytes: int, copy: CudaCopy) -> None:
         found = copy.seconds_after(self._last) / max(1, num_bytes)
         before = self.seconds_per_byte or found
         self._last, self.seconds_per_byte = copy, before + (found - before) * (1 - FORGET)
@@ -73,7 +73,7 @@ class TierFetcher:
     def __init__(
         self,
         lower: ExpertStore[torch.Tensor],
-        device: Device | None = None,
+        device: CudaDevice | None = None,
         moves: Callable[[ExpertKey], Sequence[CopyPart]] | None = None,
     ) -> None:
         """Takes over the tier below.
@@ -217,7 +217,7 @@ class TierFetcher:
             self._ends.wake()
 
     def _finish(
-        self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int
+        self, lease: Lease[torch.Tensor], read: Read, copied: CudaCopy, num_bytes: int, count: int
     ) -> int:
         """Waits for a queued copy; returns an expert's part of its bytes."""
         try:
@@ -265,7 +265,7 @@ class TierFetcher:
         self._wait(read, copied, num_bytes)
         return num_bytes
 
-    def _wait(self, read: Read, copied: Copy | None, num_bytes: int) -> None:
+    def _wait(self, read: Read, copied: CudaCopy | None, num_bytes: int) -> None:
         """Waits for a copy, or without one until none writes any more."""
         assert self._device is not None
         has_ended = False
@@ -367,7 +367,7 @@ class ReturningSource:
     """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
     events behind which no kernel of the device reads the host's slots."""
 
-    def __init__(self, source: Fetcher, device: Device) -> None:
+    def __init__(self, source: Fetcher, device: CudaDevice) -> None:
         self.changed = source.changed
         self.device = device
         self._source = source

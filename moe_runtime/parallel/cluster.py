@@ -92,9 +92,6 @@ def fit_link(
     Args:
         message_bytes: `[N]` sizes, at least two different ones.
         seconds: `[N]` time of one message of each size.
-
-    Raises:
-        ValueError: too few sizes, negative ones, or times that are not positive.
     """
     sizes = np.asarray(message_bytes, dtype=np.float64)
     times = np.asarray(seconds, dtype=np.float64)

@@ -65,7 +65,9 @@ class AsyncAllToAll:
             self._route,
             reverse=self._is_return != is_gradient,
             # What is written in another way has to be decoded into its place.
-            out=self._out_RD if not is_gradient and self._writes_directly else None,
+            out=self._out_RD
+            if not is_gradient and isinstance(self._wires[False], ExactWire)
+            else None,
         )
 
     def land(self, *, is_gradient: bool) -> Tensor:
@@ -78,10 +80,6 @@ class AsyncAllToAll:
         if arrived_RD.data_ptr() != out_RD.data_ptr():
             out_RD.copy_(arrived_RD)
         return alias(out_RD)
-
-    @property
-    def _writes_directly(self) -> bool:
-        return isinstance(self._wires[False], ExactWire)
 
 
 class _Start(Function):

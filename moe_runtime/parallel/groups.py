@@ -111,10 +111,6 @@ class LayoutGroups:
         return self.group("expert", "etp", "ep")
 
     @property
-    def _expert_rank(self) -> int:
-        return 0 if self.experts is None else dist.get_rank(self.experts)
-
-    @property
     def experts_transport(self) -> FlatTransport | None:
         """How tokens are exchanged between the ranks of `experts`; None where one has them all."""
         group = self.experts
@@ -227,8 +223,12 @@ class LayoutGroups:
                 self.all_reduce(square, self.group("dense", *dimensions), "norms")
                 total += square
         square_experts = _square(experts)
+        rank = 0 if self.experts is None else dist.get_rank(self.experts)
         for parameter, slots in replicated:
-            square_experts += _square_of_one_copy(parameter, slots.shares_of(self._expert_rank))
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach().to(torch.float64)
+                square_S = gradient.square().flatten(1).sum(dim=1)
+                square_experts += square_S.cpu() @ slots.shares_of(rank)
         self.all_reduce(square_experts, self.experts, "norms")
         total += square_experts
         self.all_reduce(total, self.group("dense", "pp"), "norms")
@@ -270,10 +270,3 @@ def _square(parameters: Iterable[Tensor]) -> Tensor:
             local = _local(parameter.grad.detach())
             total += local.to(torch.float64).square().sum().cpu()
     return total
-
-
-def _square_of_one_copy(parameter: Tensor, shares_S: Tensor) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros((), dtype=torch.float64)
-    square_S = parameter.grad.detach().to(torch.float64).square().flatten(1).sum(dim=1)
-    return square_S.cpu() @ shares_S

@@ -82,10 +82,6 @@ class PlacementMap:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file; it appears under its name only when it is complete."""
-        with named_failure(path, "placement map"):
-            write_text(path, self._as_json())
-
-    def _as_json(self) -> str:
         head = {
             "format": MAP_FORMAT,
             "version": MAP_VERSION,
@@ -94,17 +90,14 @@ class PlacementMap:
             "num_nodes": self.devices.num_nodes,
             "gpus_per_node": self.devices.gpus_per_node,
         }
-        rows = [self.experts_of_ranks(layer) for layer in range(self.num_layers)]
+        rows = [self.experts_of_ranks(layer) for layer in range(self.signature.num_layers)]
         head["digest"] = _digest({**head, "layers": rows})
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         # One line a layer, one list a rank: the file is read by people and compared by diff.
         body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        return "\n".join(["{", *lines, '  "layers": [', body, "  ]", "}", ""])
-
-    @property
-    def num_layers(self) -> int:
-        """Number of Mixture-of-Experts layers."""
-        return self.signature.num_layers
+        text = "\n".join(["{", *lines, '  "layers": [', body, "  ]", "}", ""])
+        with named_failure(path, "placement map"):
+            write_text(path, text)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

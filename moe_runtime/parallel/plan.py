@@ -81,9 +81,6 @@ def plan_dispatch(
         num_chunks: Parts into which every run of rows for another rank's slot is cut.
         is_local_first: Puts the rows that stay into a stage of their own, which runs first.
         agreement: Names and values that must be equal on all ranks.
-
-    Raises:
-        RankFailureError: A rank is missing, or disagrees.
     """
     num_tokens, num_choices = slots_TK.shape
     num_ranks, rank = transport.size, transport.rank

@@ -113,9 +113,6 @@ def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = No
 
     Experts move off ranks beyond `num_gpus`; then every rank holds the same number of experts, give
     or take one. Among the ways that move least, loads `[L, E]` (equal by default) even out.
-
-    Raises:
-        ValueError: there would be no rank.
     """
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")

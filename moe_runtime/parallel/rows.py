@@ -101,17 +101,22 @@ class _Expand(Function):
         return sum_places(grad_RD.contiguous(), place_TK), None, None, None, None
 
 
-class _ExpandKept(Function):
+class _Kept(Function):
+    """The second half of a pair: rows that stay, written into `out` where there is one."""
+
     @staticmethod
-    def forward(ctx: Any, token: Tensor, kept: Later) -> Tensor:
+    def forward(ctx: Any, token: Tensor, kept: Later, out: list[Tensor]) -> Tensor:
         ctx.kept = kept
-        return kept.rows.index_select(0, kept.index)
+        if not out:
+            return kept.rows.index_select(0, kept.index)
+        torch.index_select(kept.rows, 0, kept.index, out=out[0])
+        return alias(out[0])
 
     @staticmethod
     @first_derivatives_only(SPREAD)
-    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, None, None]:
         ctx.kept.grad = grad_BD
-        return grad_BD.new_zeros(1), None
+        return grad_BD.new_zeros(1), None, None
 
 
 class _Combine(Function):
@@ -170,7 +175,7 @@ class Expansion:
         )
 
     def last(self) -> Tensor:
-        return _ExpandKept.apply(self._token, self._later)  # pyright: ignore[reportReturnType]
+        return _Kept.apply(self._token, self._later, [])  # pyright: ignore[reportReturnType]
 
 
 def combine_rows(y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, place_TK: Tensor) -> Tensor:
@@ -221,20 +226,6 @@ class _SplitGoing(Function):
         return _interleave(grad_AD, grad_BD, position_A, position_B), None, None, None
 
 
-class _SplitKept(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, kept: Later, out: list[Tensor]) -> Tensor:
-        ctx.kept = kept
-        torch.index_select(kept.rows, 0, kept.index, out=out[0])
-        return alias(out[0])
-
-    @staticmethod
-    @first_derivatives_only(SPREAD)
-    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, None, None]:
-        ctx.kept.grad = grad_BD
-        return grad_BD.new_zeros(1), None, None
-
-
 class _Assemble(Function):
     @staticmethod
     def forward(ctx: Any, buffer: list[Tensor], *parts: Tensor) -> Tensor:
@@ -271,9 +262,7 @@ class Splitting:
 
     def second(self, out_BD: Tensor) -> Tensor:
         """The second part, written into `out_BD`."""
-        return _SplitKept.apply(  # pyright: ignore[reportReturnType]
-            self._token, self._later, [out_BD]
-        )
+        return _Kept.apply(self._token, self._later, [out_BD])  # pyright: ignore[reportReturnType]
 
 
 def assembled_rows(buffer_RD: Tensor, parts: Sequence[Tensor]) -> Tensor:

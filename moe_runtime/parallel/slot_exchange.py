@@ -8,7 +8,7 @@ Shape suffixes: S slots of a rank, W wanted slots, M copies of a slot, N numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,9 +43,10 @@ class SlotExchange:
                     f"of {num_slots} slots"
                 )
         me = transport.rank
-        sent = [[s for r, s in pairs if r == me] if p != me else [] for p, pairs in _each(wanted)]
+        sent = [
+            [s for r, s in pairs if r == me] if p != me else [] for p, pairs in enumerate(wanted)
+        ]
         self._kept = [slot for rank, slot in wanted[me] if rank == me]
-        self.num_wanted = len(wanted[me])
         self.sent_slots = [slot for slots in sent for slot in slots]
         # What arrives is ordered by the rank it comes from, then as this rank wants it.
         by_rank = sorted((rank, place) for place, (rank, _) in enumerate(wanted[me]) if rank != me)
@@ -60,9 +61,9 @@ class SlotExchange:
             torch.tensor([[len(slots) for slots in sent]]), torch.tensor([arriving])
         )
 
-    def start(self, own_SN: Tensor) -> PendingSlots:
-        """Starts copying `[S, ...]`, contiguous."""
-        device = own_SN.device
+    def start(self, own_SN: Tensor) -> Callable[[], Tensor]:
+        """Starts copying `[S, ...]`, contiguous; the result waits for the wanted slots."""
+        device, shape = own_SN.device, own_SN.shape[1:]
         rows = Expansion(
             own_SN.reshape(own_SN.shape[0], -1),
             self._source.to(device),
@@ -74,38 +75,17 @@ class SlotExchange:
             self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
         )
         transfer.start(rows.parts[0])
-        return PendingSlots(transfer, rows.last(), self, own_SN.shape[1:])
+        kept_RN = rows.last()
+
+        def wait() -> Tensor:
+            places = self._arriving.to(device), self._kept_places.to(device)
+            return merge_rows(transfer.wait(), kept_RN, *places).view(-1, *shape)
+
+        return wait
 
     def copy(self, own_SN: Tensor) -> Tensor:
         """`[W, ...]`: the wanted slots of one tensor."""
-        return self.start(own_SN).wait()
-
-    def _merge(self, arrived_RN: Tensor, kept_RN: Tensor) -> Tensor:
-        device = kept_RN.device
-        return merge_rows(
-            arrived_RN, kept_RN, self._arriving.to(device), self._kept_places.to(device)
-        )
-
-
-class PendingSlots:
-    """Copies on their way."""
-
-    def __init__(
-        self, transfer: AsyncAllToAll, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
-    ) -> None:
-        self._transfer = transfer
-        self._kept_RN = kept_RN
-        self._exchange = exchange
-        self._shape = shape
-
-    def wait(self) -> Tensor:
-        """`[W, ...]`: the wanted slots."""
-        merged_WN = self._exchange._merge(self._transfer.wait(), self._kept_RN)
-        return merged_WN.view(-1, *self._shape)
-
-
-def _each(wanted: Wanted) -> list[tuple[int, Sequence[tuple[int, int]]]]:
-    return list(enumerate(wanted))
+        return self.start(own_SN)()
 
 
 def _places(source: list[int], num_slots: int) -> tuple[Tensor, Tensor]:

@@ -77,11 +77,7 @@ class ExpertSlots:
 
     @classmethod
     def from_ranks(
-        cls,
-        experts_of_rank: Sequence[Sequence[int]],
-        num_experts: int,
-        *,
-        ranks_per_node: int = 1,
+        cls, experts_of_rank: Sequence[Sequence[int]], num_experts: int, *, ranks_per_node: int = 1
     ) -> ExpertSlots:
         """Whole experts, with replicas, from the expert in each slot of each rank; -1 for an empty
         one.

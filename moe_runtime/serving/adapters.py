@@ -245,18 +245,14 @@ class AdapterFolder:
         self.settings = AdapterSettings(config)
         self._state = self._state_of_file()
         self._layers = self._read_layers()
-        self._scales = {
-            layer: self.settings.scale(layer, parts["A"][0])
-            for layer, parts in self._layers.items()
-        }
-        shapes = {
-            layer: (parts["A"][1], parts["B"][0], parts["A"][0])
-            for layer, parts in self._layers.items()
-        }
-        self.widths = {layer: (inputs, outputs) for layer, (inputs, outputs, _) in shapes.items()}
-        self.num_bytes = sum(
-            4 * rank * (inputs + outputs) for inputs, outputs, rank in shapes.values()
-        )
+        self._scales: dict[str, float] = {}
+        self.widths: dict[str, tuple[int, int]] = {}
+        self.num_bytes = 0
+        for layer, parts in self._layers.items():
+            (rank, inputs), (outputs, _) = parts["A"], parts["B"]
+            self._scales[layer] = self.settings.scale(layer, rank)
+            self.widths[layer] = inputs, outputs
+            self.num_bytes += 4 * rank * (inputs + outputs)
 
     def workspace_bytes(self, num_rows: int) -> int:
         """Memory of a pass of so many tokens in addition to that of the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from moe_runtime.serving.http.answer_text import (
     AnswerSections,
     AnswerText,
     HarmonySections,
-    Kind,
     Piece,
     is_harmony,
 )
@@ -150,34 +150,45 @@ class Conversation:
     ) -> tuple[str, Turn]:
         decoded = IncrementalText.of(self._tokenizer, self._shown)
         text, reason = AnswerText(decoded, self._stops, self._end_ids), None
-        answer = _Answer(on_text, is_harmony=self._is_harmony)
+        sections = HarmonySections() if self._is_harmony else AnswerSections(None, None)
+        content, was_thought = "", False
+
+        def show(piece: Piece) -> FinishReason | None:
+            nonlocal content, was_thought
+            for part in (*sections.add(piece.text), *(sections.end() if piece.finish else ())):
+                if not isinstance(part, tuple):
+                    continue  # without tools no part is a call
+                kind, said = part
+                is_content = kind == "content"
+                on_text(("\n\n" if is_content and was_thought else "") + said)
+                content, was_thought = content + said * is_content, not is_content
+            return piece.finish
+
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started_s = time.perf_counter()
         times_s: list[float] = []
-        cached_tokens = 0
+        cached_tokens, event = 0, None
         handle = self._engine.submit(request, events.put)
         try:
-            while True:
-                event = _next(events)
+            while reason is None and not isinstance(event, Finished):
+                event = None
+                with contextlib.suppress(queue.Empty):
+                    event = events.get(timeout=_LOOKING_S)
                 if is_stopped():
                     handle.cancel()
                 if isinstance(event, PromptRead):
                     cached_tokens = event.cached_tokens
                 elif isinstance(event, NewToken):
                     times_s.append(time.perf_counter())
-                    reason = answer.show(text.add(event))
-                elif isinstance(event, Finished):
-                    break
-                if reason is not None:
-                    break
+                    reason = show(text.add(event))
         finally:
             handle.cancel()
         if isinstance(event, Finished):
             if event.reason == "error":
                 raise MoERuntimeError(event.problem)
-            reason = answer.show(text.end(event.reason))
+            reason = show(text.end(event.reason))
         assert reason is not None
-        return answer.content, Turn(
+        return content, Turn(
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=cached_tokens,
             new_tokens=len(times_s),
@@ -185,35 +196,3 @@ class Conversation:
             decode_s=times_s[-1] - times_s[0] if times_s else 0.0,
             reason=reason,
         )
-
-
-class _Answer:
-    def __init__(self, on_text: Callable[[str], None], *, is_harmony: bool) -> None:
-        self._on_text = on_text
-        self._sections = HarmonySections() if is_harmony else AnswerSections(None, None)
-        self._was_thought = False
-        self.content = ""
-
-    def show(self, piece: Piece) -> FinishReason | None:
-        """Takes a piece; gives why the answer ends, if it does."""
-        parts = [*self._sections.add(piece.text), *(self._sections.end() if piece.finish else ())]
-        for part in parts:
-            if isinstance(part, tuple):  # without tools no part is a call
-                self._say(*part)
-        return piece.finish
-
-    def _say(self, kind: Kind, text: str) -> None:
-        if kind == "content":
-            gap = "\n\n" if self._was_thought else ""
-            self._was_thought = False
-            self.content += text
-        else:
-            gap, self._was_thought = "", True
-        self._on_text(gap + text)
-
-
-def _next(events: queue.SimpleQueue[Event]) -> Event | None:
-    try:
-        return events.get(timeout=_LOOKING_S)
-    except queue.Empty:
-        return None

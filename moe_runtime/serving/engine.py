@@ -247,11 +247,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    def cancel(self, sequence: Sequence) -> None:
-        with self._changed:
-            sequence.is_cancelled = True
-            self._changed.notify_all()
-
     def _num_waiting(self) -> int:
         return len(self._arrived) + len(self._scheduler.waiting)
 
@@ -460,4 +455,6 @@ class EngineHandle:
 
     def cancel(self) -> None:
         """Ends it between two steps; nothing happens if it has ended. From any thread."""
-        self._engine.cancel(self._sequence)
+        with self._engine._changed:
+            self._sequence.is_cancelled = True
+            self._engine._changed.notify_all()

@@ -108,9 +108,6 @@ class KVAccount(Generic[T]):
         self._use(path)
         return len(path)
 
-    def forget(self) -> None:
-        self._prefixes.clear()
-
     def check(self) -> None:
         """Asserts that the sums agree."""
         assert self._held == sum(self._rooms.values())

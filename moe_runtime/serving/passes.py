@@ -34,7 +34,7 @@ from moe_runtime.inference.cpu.attention import (
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.steps import RequestNumbers, Step
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
-from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
+from moe_runtime.kernels.linear.op import linear_of_few_shapes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.kv_account import PIECE
@@ -323,7 +323,7 @@ class ModelPasses:
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         assert self._graphs is not None
-        return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
+        return RowMemory(self._model.config, self._graphs.store.device, like, num_rows, num_tokens)
 
     def step_of_rows(
         self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]

@@ -24,7 +24,7 @@ from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.device.static_caches import RowCache, RowLayer
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
-from moe_runtime.memory.device.device import Device
+from moe_runtime.memory.device.cuda_device import CudaDevice
 
 _OF_EACH_STATE = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
@@ -442,7 +442,7 @@ class RowMemory:
     """Rows of ``num_tokens`` places for tokens in every layer of a model."""
 
     def __init__(
-        self, config: Any, device: Device, like: DynamicCache, num_rows: int, num_tokens: int
+        self, config: Any, device: CudaDevice, like: DynamicCache, num_rows: int, num_tokens: int
     ) -> None:
         self.num_tokens = num_tokens
         self._config, self._device = config, device

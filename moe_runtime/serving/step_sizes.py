@@ -88,7 +88,8 @@ class StepSizes:
             most_s = seconds * larger / size
             if expected is not None:
                 most_s = min(expected, most_s)
-            if not self._is_short(most_s) and not self._is_inefficient(seconds / size):
+            is_efficient = seconds / size <= MAX_COST_RATIO * self._least_token_s
+            if not self._is_short(most_s) and is_efficient:
                 break
             size = larger
         if size in self._seconds and not self._is_short(self._seconds[size]):
@@ -119,9 +120,6 @@ class StepSizes:
         if self._decode_s is None:
             return math.isinf(self._max_slowdown)
         return seconds <= self._max_slowdown * self._decode_s
-
-    def _is_inefficient(self, token_s: float) -> bool:
-        return token_s > MAX_COST_RATIO * self._least_token_s
 
 
 def _mean(before: float | None, seconds: float) -> float:

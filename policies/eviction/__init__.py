@@ -104,7 +104,6 @@ def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertK
 
 
 def _layer_costs(costs: Mapping[ExpertKey, float], shape: Shape) -> list[float]:
-    """Mean cost of each layer's experts."""
     of_layer: list[list[float]] = [[] for _ in range(shape.num_layers)]
     for key, cost in costs.items():
         of_layer[key.layer].append(cost)

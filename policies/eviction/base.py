@@ -35,7 +35,6 @@ class Setting:
 
     @property
     def cost_of(self) -> Callable[[Any], float] | None:
-        """The cost of an expert's miss; None where all cost the same."""
         return None if self.costs is None else self.costs.__getitem__
 
 

@@ -142,7 +142,6 @@ class SIEVE(Holding[K]):
         self._queue.append(key)
 
     def remove(self, key: K) -> None:
-        """Stops holding a key; a hand that points at it moves on."""
         super().remove(key)
         place = self._queue.index(key)
         del self._queue[place]
@@ -191,7 +190,6 @@ class RandomChoice(Holding[K]):
         self._keys.append(key)
 
     def remove(self, key: K) -> None:
-        """Stops holding a key; the last one takes its place."""
         place = self._held.pop(key)
         last = self._keys.pop()
         if last != key:
@@ -432,7 +430,6 @@ class LeastExpectedCost(Costed[K]):
         self._num_uses[key] += 1
 
     def declines(self, incoming: K, victim: K) -> bool:
-        """Whether the newcomer is not worth more, its present use included."""
         expected_cost = (self._num_uses[incoming] + 1) * self._cost(incoming)
         return expected_cost <= self._held[victim][0]
 
@@ -463,7 +460,6 @@ class StaticPopularity(Ranked[K]):
         self._free_slots: list[int] = []
 
     def touch(self, key: K) -> None:
-        """A use changes nothing."""
         if key not in self._held:
             raise KeyError(key)
 
@@ -505,7 +501,6 @@ class Future:
         return {key: numbers[::-1] for key, numbers in uses.items()}
 
     def observe(self, event: Event) -> None:
-        """Moves the clock to the next layer."""
         self._now += isinstance(event, LayerRouted)
 
     def finish(self, sequence: int) -> None:
@@ -552,7 +547,6 @@ class BeladyBypass(Belady[K]):
     rule = ReplayRule("belady-bypass")
 
     def declines(self, incoming: K, victim: K) -> bool:
-        """Whether the newcomer is used after all that is held."""
         return self.use(incoming) < self._held[victim]
 
 

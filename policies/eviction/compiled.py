@@ -30,7 +30,6 @@ _POINTER = ctypes.c_void_p
 
 
 def is_available() -> bool:
-    """Whether the compiled loop was built and can be loaded."""
     return _library() is not None
 
 

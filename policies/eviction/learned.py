@@ -62,7 +62,6 @@ class ExpertBuffering(LRU[ExpertKey]):
         self.watcher = self._active = active
 
     def touch(self, key: ExpertKey) -> None:
-        """A use changes nothing."""
         if key not in self._held:
             raise KeyError(key)
 
@@ -100,7 +99,6 @@ class Scored(Stamped[ExpertKey]):
         self.may_decline = may_decline
 
     def worths(self, keys: Sequence[ExpertKey]) -> list[float]:
-        """The present scores, looked up once for each layer."""
         scores = {layer: self._scorer.scores(layer) for layer in {layer for layer, _ in keys}}
         return [scores[layer][expert] for layer, expert in keys]
 
@@ -141,7 +139,6 @@ class RecentScores:
         pass
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` the averages of a layer."""
         return self._scores[layer, :-1].tolist()
 
 
@@ -154,7 +151,6 @@ class PredictedUse:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores."""
         if setting.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
         return partial(Scored, cls(setting.shape, setting.predictor), may_decline=True)
@@ -217,11 +213,7 @@ class ActivationMatrices:
         return partial(Scored, matrices)
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        capacity: int = COLLECTED_MATRICES,
-        own_share: float = 0.5,
+        self, shape: Shape, *, capacity: int = COLLECTED_MATRICES, own_share: float = 0.5
     ) -> None:
         layers, experts = shape.num_layers, shape.num_experts
         self._own_share = own_share
@@ -263,7 +255,6 @@ class ActivationMatrices:
         self.collection.restore(state)
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` probability of activation."""
         if layer not in self._scores:
             self._scores[layer] = self._mix(layer)
         return self._scores[layer]

@@ -58,11 +58,9 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         return list(self._shares)
 
     def most_held(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
-        """The share of the event's layer."""
         return self._shares[keys[0].layer]
 
     def share(self, layer: int) -> int:
-        """How many experts the layer may hold."""
         return self._shares[layer]
 
     def room(self, layer: int) -> int:
@@ -100,7 +98,6 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     def victim_within(
         self, layer: int, evictable: Evictable, incoming: ExpertKey
     ) -> ExpertKey | None:
-        """Chooses from one layer only, whatever the shares."""
         return self.layers[layer].victim(evictable, incoming)
 
     def restore(self, keys: Collection[ExpertKey]) -> None:
@@ -173,7 +170,6 @@ class AdaptiveShares(LayerShares):
         self._count_use()
 
     def insert(self, key: ExpertKey) -> None:
-        """Starts to hold a key, which may be one that was evicted too early."""
         super().insert(key)
         if key in self._ghosts[key.layer]:
             del self._ghosts[key.layer][key]
@@ -181,7 +177,6 @@ class AdaptiveShares(LayerShares):
         self._count_use()
 
     def remove(self, key: ExpertKey) -> None:
-        """Stops holding a key, and remembers for a while that it was held."""
         super().remove(key)
         ghosts = self._ghosts[key.layer]
         ghosts[key] = None
@@ -194,7 +189,6 @@ class AdaptiveShares(LayerShares):
         return EvictionPolicy.access(self, keys, self._num_slots)
 
     def restore(self, keys: Collection[ExpertKey]) -> None:
-        """Holds just these keys, none of which was evicted."""
         super().restore(keys)
         for key in keys:
             self._ghosts[key.layer].pop(key, None)

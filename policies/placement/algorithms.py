@@ -32,7 +32,6 @@ class RoundRobin:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places without looking at the profile's counts."""
         each = slots_needed(profile.num_experts, num_replicas, devices.num_gpus)
         slots = np.arange(each * devices.num_gpus) % profile.num_experts
         return _placed(np.tile(slots, (profile.num_layers, 1)), profile, devices)
@@ -162,7 +161,6 @@ def place_experts(
 
 
 def check_algorithm(algorithm: str, algorithms: Algorithms = ALGORITHMS) -> None:
-    """Refuses names of no algorithm."""
     if algorithm not in algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, algorithms)}")
 

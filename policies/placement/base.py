@@ -42,12 +42,10 @@ class RoutingProfile:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.loads_BLE.shape[1]
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return self.loads_BLE.shape[2]
 
     @cached_property
@@ -57,7 +55,6 @@ class RoutingProfile:
 
     @classmethod
     def from_loads(cls, loads_LE: np.ndarray) -> "RoutingProfile":
-        """A profile of running counts ``[L, E]`` alone."""
         loads = np.asarray(loads_LE, dtype=np.float64)
         if loads.ndim != 2:
             raise ValueError(f"loads_LE must be [layers, experts], got shape {loads.shape}")
@@ -99,7 +96,6 @@ class Devices:
 
     @property
     def num_gpus(self) -> int:
-        """Devices over all machines."""
         return self.num_nodes * self.gpus_per_node
 
     def node_of(self, gpus: npt.ArrayLike) -> np.ndarray:
@@ -139,17 +135,14 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.expert_of_slot.shape[0]
 
     @property
     def num_slots(self) -> int:
-        """S, over all devices."""
         return self.expert_of_slot.shape[1]
 
     @property
     def slots_per_gpu(self) -> int:
-        """Slots of each device."""
         return self.num_slots // self.num_gpus
 
     @property
@@ -181,7 +174,6 @@ class Placement:
         return table
 
     def holds(self, layer: int, gpu: int) -> set[int]:
-        """The experts on one device in one layer."""
         first = gpu * self.slots_per_gpu
         content = self.expert_of_slot[layer, first : first + self.slots_per_gpu]
         return set(content[content != EMPTY].tolist())
@@ -210,7 +202,6 @@ def count_by_layer(ids: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def slots_needed(num_experts: int, num_replicas: int, num_gpus: int) -> int:
-    """Slots of each device for these experts and replicas."""
     if num_replicas < 0:
         raise ValueError(f"num_replicas must not be negative, got {num_replicas}")
     most = num_experts * (num_gpus - 1)

@@ -109,7 +109,6 @@ def random_score(
 def random_placements(
     num_layers: int, num_experts: int, devices: Devices, *, num_draws: int = 5, seed: int = 0
 ) -> Iterator[Placement]:
-    """Random placements without replicas; see `random_score`."""
     random = np.random.default_rng(seed)
     width = -(-num_experts // devices.num_gpus) * devices.num_gpus
     for _ in range(num_draws):
@@ -122,7 +121,6 @@ def random_placements(
 
 
 def mean_score(scores: Sequence[PlacementScore]) -> PlacementScore:
-    """The mean of each number, over at least one score."""
     names = PlacementScore.__dataclass_fields__
     return PlacementScore(
         **{name: float(np.mean([getattr(score, name) for score in scores])) for name in names}
@@ -141,7 +139,6 @@ def gpus_of_tokens(placement: Placement, ids_TLK: np.ndarray) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Their quotient; 1 where nothing was routed."""
     return np.divide(part, whole, out=np.ones(np.shape(part)), where=whole > 0)
 
 

@@ -31,11 +31,8 @@ class Shape:
 
 
 def shape_of(signature: ModelSignature) -> Shape:
-    """The sizes that predictors of a model are made for."""
     return Shape(
-        num_layers=signature.num_layers,
-        num_experts=signature.num_experts,
-        top_k=signature.top_k,
+        num_layers=signature.num_layers, num_experts=signature.num_experts, top_k=signature.top_k
     )
 
 
@@ -130,7 +127,6 @@ class Routes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
         return len(self.token_ids)
 
     @property
@@ -138,7 +134,6 @@ class Routes:
         return len(self.offsets) - 1
 
     def tokens_of(self, sequence: int) -> slice:
-        """The rows of one sequence."""
         return slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
 
     def counts(self, tokens: slice = slice(None)) -> np.ndarray:
@@ -148,7 +143,6 @@ class Routes:
         return np.stack([np.bincount(ids.ravel(), minlength=width)[:-1] for ids in layers])
 
     def select(self, sequences: Sequence[int]) -> "Routes":
-        """The same columns for some sequences, in the given order."""
         parts = [self.tokens_of(sequence) for sequence in sequences]
         rows = np.concatenate([np.arange(0), *(np.arange(p.start, p.stop) for p in parts)])
         rows = rows.astype(np.int64)
@@ -178,7 +172,6 @@ def most_remembered_bytes(shape: Shape) -> int:
 
 
 def keys_of(shape: Shape) -> list[list[ExpertKey]]:
-    """The keys of all experts, layer by layer."""
     return [
         [ExpertKey(layer, expert) for expert in range(shape.num_experts)]
         for layer in range(shape.num_layers)

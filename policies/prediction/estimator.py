@@ -112,10 +112,7 @@ def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
 
 
 def stack_states(
-    states: list[SequenceState],
-    token_ids: np.ndarray,
-    path: np.ndarray,
-    path_weights: np.ndarray,
+    states: list[SequenceState], token_ids: np.ndarray, path: np.ndarray, path_weights: np.ndarray
 ) -> Contexts:
     """One row of contexts for each of several running sequences."""
     rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
@@ -127,7 +124,6 @@ def stack_states(
 
 
 def _empty(shape: Shape, num_rows: int) -> Contexts:
-    """Arrays to be filled with rows."""
     experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
     return Contexts(
         shape=shape,
@@ -188,7 +184,6 @@ class Estimator(ABC):
 
     @classmethod
     def from_state(cls, shape: Shape, state: State) -> Self:
-        """The estimator whose ``state`` this is."""
         estimator = cls(shape)
         estimator.restore(state)
         return estimator
@@ -218,12 +213,10 @@ class Popularity(Estimator):
         self.share_LE = popularity_of(routes)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """The same for every row."""
         return np.broadcast_to(self.share_LE[layer], (len(contexts), self.shape.num_experts))
 
 
 def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]) -> np.ndarray:
-    """One array of a state, verified."""
     array = state.get(name)
     if array is None:
         raise ValueError(f"array {name!r} is missing")

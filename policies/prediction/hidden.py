@@ -202,7 +202,6 @@ class RankRecord:
         return [(own + scale * every) / total for own, every in right]
 
     def judge(self, layer: int, hits: list[bool]) -> None:
-        """Takes note of which experts of a list were visited, rank by rank."""
         own, every = self._right[layer], self._all
         for rank, hit in enumerate(hits):
             own[rank] = own[rank] * REMEMBERED + hit
@@ -248,7 +247,6 @@ class LookaheadPredictor:
             self._judge(event)
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
-        """See ``Predictor.predict``; silent beyond the last layer."""
         hidden = self._hidden
         if hidden is None or now < 0:
             return []
@@ -291,7 +289,6 @@ class LookaheadPredictor:
 
 
 def make_predictor(estimator: Estimator) -> Predictor:
-    """The predictor that puts an estimator to work."""
     if isinstance(estimator, NextGate):
         return LookaheadPredictor(estimator)
     return TrackedPredictor(estimator)

@@ -61,7 +61,6 @@ class MatrixCollection:
         self.norms[place] = norm
 
     def fit(self, routes: Routes) -> None:
-        """Collects the matrices of recorded requests in order."""
         for sequence in range(routes.num_sequences):
             self.add(_counts_of(routes, sequence))
 
@@ -70,7 +69,6 @@ class MatrixCollection:
         return np.tensordot(self.matrices, counts_LE, axes=2) / self.norms[: self._size]
 
     def restore(self, state: State) -> None:
-        """Takes over ``matrices``, float32 ``[C, L, E]``."""
         capacity, *sizes = self._matrices.shape
         found = take_array(state, "matrices", "<f4", (None, *sizes))
         if len(found) > capacity or np.any(found < 0) or not found.any(axis=(1, 2)).all():
@@ -136,7 +134,6 @@ class EamCollection(Popularity):
         return nearest, cosines[np.arange(len(cosines)), nearest]
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """The matched matrix's row, normalised to K."""
         if not len(self.collection):
             return super().estimate(contexts, now, layer)
         nearest, cosine = self.match(contexts, now)
@@ -157,11 +154,9 @@ class EamCollection(Popularity):
         return covered / routes.num_sequences
 
     def learned(self) -> State:
-        """Popularity and the matrices, once there is one."""
         return self.state() if len(self.collection) else {}
 
     def state(self) -> State:
-        """``share`` of popularity and ``matrices``: ``[C, L, E]``."""
         return {**super().state(), "matrices": self.collection.matrices.copy()}
 
     def restore(self, state: State) -> None:

@@ -32,7 +32,6 @@ class RunningCounts(Popularity):
     name = "running-counts"
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Counts of each row's sequence, smoothed."""
         return smoothed_counts(contexts, self.share_LE, slice(layer, layer + 1))[:, 0]
 
 
@@ -86,7 +85,6 @@ class TokenMarkov(Popularity):
             self.table_LEE[layer, -1] = share_E
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Mean of the rows of the previous token's experts."""
         return self.table_LEE[layer][contexts.previous[:, layer]].mean(axis=1)
 
 
@@ -158,7 +156,6 @@ class NaiveBayes(Popularity):
             self.evidence_DLEE[distance - 1, layer, :-1] = ratio_EE
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Posterior of every expert, scaled so that a row sums to K."""
         distance = layer - now
         if now < 0 or distance >= len(self.evidence_DLEE):
             return super().estimate(contexts, now, layer)

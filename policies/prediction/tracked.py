@@ -45,7 +45,6 @@ class TrackedPredictor:
         self._keys = keys_of(self.shape)
 
     def observe(self, event: Event) -> None:
-        """Takes note of a step's tokens or of a layer's routing."""
         if isinstance(event, StepBegins):
             self._begin(event)
         else:

@@ -47,11 +47,9 @@ class TokenIdentity(Popularity):
         self.table = TokenTable.count(routes, routes.token_ids)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Smoothed shares; popularity for tokens that were never seen."""
         return self.table.share(contexts.token_ids, self.share_LE, slice(layer, layer + 1))[:, 0]
 
     def state(self) -> State:
-        """``share`` of popularity and the table's arrays."""
         return {**super().state(), **self.table.state("token")}
 
     def restore(self, state: State) -> None:
@@ -139,7 +137,6 @@ class TokenTable:
         return table
 
     def state(self, prefix: str) -> State:
-        """Arrays ``PREFIX_known``, ``PREFIX_occurrences`` and ``PREFIX_visits``."""
         return {
             f"{prefix}_known": self.known_V,
             f"{prefix}_occurrences": self.counts_V,
@@ -148,7 +145,6 @@ class TokenTable:
 
     @classmethod
     def restored(cls, shape: Shape, state: State, prefix: str) -> Self:
-        """The table whose ``state`` this is."""
         table = cls(shape)
         known = take_array(state, f"{prefix}_known", "<i8", (None,))
         if np.any(np.diff(known) <= 0):
@@ -174,10 +170,7 @@ class TokenEvidence(Popularity):
         self.after_token = TokenTable.count(routes, previous_ids(routes))
 
     def features(
-        self,
-        contexts: Contexts,
-        layers: slice,
-        shares: tuple[np.ndarray, np.ndarray] | None = None,
+        self, contexts: Contexts, layers: slice, shares: tuple[np.ndarray, np.ndarray] | None = None
     ) -> np.ndarray:
         """What is known of each expert before the token's path: ``[B, F, layers, E]``.
 
@@ -210,7 +203,6 @@ class TokenEvidence(Popularity):
         return len(contexts) * self.shape.num_layers * self.shape.num_experts <= _MEMO_SIZE
 
     def state(self) -> State:
-        """``share`` of popularity and the arrays of both tables."""
         return {
             **super().state(),
             **self.of_token.state("token"),
@@ -333,7 +325,6 @@ class Combination(TokenEvidence):
                 self._fit_layer(samples, target, variant, layer)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Sum of the evidence, as probabilities."""
         logits_BE = self.token_logits(contexts, now, layer)
         if now >= 0:
             logits_BE = logits_BE + self.path_logits(contexts, now, layer)
@@ -463,7 +454,6 @@ class PathNetwork(TokenEvidence):
         return contexts.memo[self.name][:, layer]
 
     def state(self) -> State:
-        """The tables and every matrix of the network by its name."""
         return {**super().state(), **self.parameters}
 
     def restore(self, state: State) -> None:

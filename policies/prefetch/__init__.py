@@ -51,7 +51,6 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """How many experts may be prefetched now."""
         return int(self._credit) if self._allowance > 0 else 0
 
     @property
@@ -61,7 +60,6 @@ class Admission:
         return 1.0 - unused * (1.0 - self.rules.min_probability)
 
     def horizon(self, top_k: int) -> int:
-        """How many layers ahead to look now."""
         fits = 0.0 < top_k * self._transfer_s <= self._layer_s
         return 1 if fits else self.rules.horizon
 

@@ -65,7 +65,7 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
         "model.moe.num_experts=8": ["model.moe.num_experts=8"],
     }
     expected = {
-        name: [trained(tmp_path, 2 * number + seed, *words, f"run.seed={seed}") for seed in (0, 1)]
+        name: trained(tmp_path, number, *words, "run.seed=1")
         for number, (name, words) in enumerate(settings.items())
     }
     path.write_text(CONFIG + SPARSE)
@@ -75,11 +75,11 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--vary", "model.moe.num_experts=8", "--seeds", "2", "--steps", "11"]
     found = measured(capsys, path, *words, "-o", str(output))
     assert list(found) == list(settings)
-    for name, repetitions in expected.items():
-        for own, wanted in zip(found[name]["repetitions"], repetitions, strict=True):
-            assert own.pop("tokens_per_s") > 0
-            assert own == wanted
-    assert expected["sparse"][0]["dropped_share"] != 0
+    for name, wanted in expected.items():
+        _, own = found[name]["repetitions"]
+        assert own.pop("tokens_per_s") > 0
+        assert own == wanted
+    assert expected["sparse"]["dropped_share"] != 0
     assert found[BASE]["quality"] is None
     assert found["sparse"]["quality"] == {"compared": 22, "equal": 0}
     assert sorted(tmp_path.iterdir()) == sorted([*before, output])

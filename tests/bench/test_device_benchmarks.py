@@ -1,4 +1,4 @@
-"""`benchmarks/device_decode.py` and `device_training.py`: what of them needs no GPU."""
+"""`benchmarks/device_decode.py`, `device_training.py` and `kernels.py`: what needs no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.benchmarks import device_decode, device_training
+from moe_runtime.benchmarks import device_decode, device_training, kernels
 from moe_runtime.benchmarks.harness.gpu import Answer, compare, error_of
 from moe_runtime.benchmarks.suite.results import read_results
 
@@ -31,7 +31,7 @@ def rehearsed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("module", [device_decode, device_training])
+@pytest.mark.parametrize("module", [device_decode, device_training, kernels])
 def test_without_a_gpu_it_says_so_in_one_line(
     module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +109,53 @@ def test_what_was_measured_stays_where_a_later_row_fails(
         rehearsed(device_decode, tmp_path / "found.json", [*words, "--seconds", "1e9"], monkeypatch)
     found = read_results(tmp_path / "found.json")["measurements"]
     assert [len(one["repetitions"]) for one in found] == [1, 1]
+
+
+def test_the_rehearsal_of_kernels_measures_every_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = rehearsed(kernels, tmp_path / "found.json", [], monkeypatch)
+    settings = results["settings"]
+    assert settings["dense_tflops"] > 0
+    (shape,) = settings["shapes"].values()
+    # 2 T D + 4 T K F bytes for T, D, F, K = 32, 64, 48, 2.
+    assert shape["closed_form_bytes"] == 2 * 32 * 64 + 4 * 32 * 2 * 48
+    found = {one["system"]: one["repetitions"][0] for one in results["measurements"]}
+    assert [*found][:3] == ["tiny, eager", "tiny, grouped_mm", "tiny, moe_runtime"]
+    rows = [found.pop(name) for name in [*found][:3]]
+    for row in rows:
+        seconds = 6 * 32 * 2 * 64 * 48 / row["forward_tflops"] / 1e12
+        assert seconds == pytest.approx(row["forward_s"])
+        assert row["forward_of_dense"] == pytest.approx(
+            row["forward_tflops"] / settings["dense_tflops"]
+        )
+        # Every expert was chosen by somebody: all weights were read.
+        read = 8 * 3 * 64 * 48 * 2 / row["forward_s"]
+        assert row["read_of_copy"] == pytest.approx(read / settings["copy_bytes_s"])
+        assert row["both_tflops"] * row["both_s"] == pytest.approx(18 * 32 * 2 * 64 * 48 / 1e12)
+        # What takes a GPU is absent.
+        assert not {"graph_forward_s", "graph_read_of_copy", "kept_bytes", "peak_bytes"} & {*row}
+    packed = [product for name, product in found.items() if "T=" in name]
+    assert len(packed) == 8
+    assert all(layer["read_of_copy"] > 0 and layer["written_ratio"] > 0 for layer in packed)
+    assert len(found) == 6 + 8
+    for product in found.values():
+        assert product["ratio"] == pytest.approx(product["peer_seconds"] / product["seconds"])
+    aims = settings["aims"]
+    assert [*aims] == [f"{name}: ratio" for name in found] + [
+        "tiny: forward_s",
+        "tiny: both_of_peer",
+    ]
+    assert aims["tiny: both_of_peer"]["measured"] == rows[1]["both_s"] / rows[2]["both_s"]
+    assert aims["mxfp4, T=4: ratio"]["asked"] == 1.6
+    assert aims["mxfp4, T=40: ratio"]["asked"] == 0.7
+    for name, aim in aims.items():
+        at_most = name.endswith("_s")
+        assert aim["holds"] == (
+            aim["measured"] <= aim["asked"] if at_most else aim["measured"] >= aim["asked"]
+        )
+    # Each is said once more, in words.
+    assert sum(word in ("holds", "MISSED") for word in capsys.readouterr().out.split()) == len(aims)
 
 
 def test_logits_are_compared_as_far_as_texts_agree() -> None:

@@ -115,7 +115,8 @@ def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path:
 
 
 SPINNING = """
-import os, threading
+import os, sys, threading
+sys.setswitchinterval(1e-5)  # else each import here waits for those that spin
 CASES = ("experts",)
 INSTALL = "pip install nothing"
 PACKAGES = ()

@@ -47,8 +47,7 @@ class Peer:
 
 
 def program(folder: Path, variant: str | None = None) -> PeerProgram:
-    (folder / "counting.py").write_text(COUNTING)
-    (folder / "slow_module.py").write_text("import time\ntime.sleep(0.3)\n")
+    (folder / "slow_module.py").touch()
     path = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
     (folder / "counting.py").write_text(path + COUNTING)
     asked = str(folder / "counting.py") + (f":{variant}" if variant else "")
@@ -106,7 +105,9 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
 
 def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
     """The module takes 0.3 s to import, which is asked for within `load`."""
-    with started(program(tmp_path), 60.0) as process:
+    peer = program(tmp_path)
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.3)\n")
+    with started(peer, 60.0) as process:
         process.ask("start", settings={"variant": None})
         found = process.ask("load")
     assert found["import_s"] >= 0.3

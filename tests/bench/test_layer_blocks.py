@@ -15,7 +15,7 @@ from moe_runtime.benchmarks.cases.layer import (
     run_block,
     transformers_block,
 )
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes, sizes_of_shape
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
@@ -77,7 +77,3 @@ def test_the_command_measures_the_layer(tmp_path: Path, capsys: pytest.CaptureFi
     found = printed["settings"]
     sizes = [found[name] for name in ("experts", "top_k", "dim_model", "dim_hidden")]
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
-
-
-def test_a_known_shape_has_its_sizes() -> None:
-    assert sizes_of_shape("mixtral-8x7b") == (8, 2, 4096, 14336)

@@ -122,21 +122,3 @@ def test_a_signal_before_the_first_repetition_leaves_older_results(
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)]) == 130
     assert path.read_text() == "an older run's"
     assert f"nothing was measured, and {path} is left as it was" in capsys.readouterr().err
-
-
-def test_a_product_that_fails_when_it_is_repeated_ends_alone(
-    ran: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, calls = tmp_path / "k.json", [0]
-
-    def seconds(call: Any) -> float:
-        call()
-        calls[0] += 1
-        if calls[0] == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return 1e-3
-
-    monkeypatch.setattr(f"{CASE}.median_seconds", seconds)
-    main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)])
-    failures = [one["failure"] for one in read_results(path)["measurements"]]
-    assert sum(failure is not None for failure in failures) == 1

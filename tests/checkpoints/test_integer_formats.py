@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import quantized_checkpoints
 import torch
-from changed_checkpoints import (
-    EXPERT,
-    Originals,
-    changed,
-    mapped,
-    matrices_of_expert,
-    refusal,
-)
+from changed_checkpoints import EXPERT, Originals, changed, mapped, matrices_of_expert, refusal
 from quantized_checkpoints import EXPERTS, Quantized
 from torch import Tensor
 

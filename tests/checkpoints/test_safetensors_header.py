@@ -115,10 +115,7 @@ STRICTER = {
     "tensor as a list": ('{"a":["U8",[2],[0,2]]}', "to be an object"),
     "dtype as an object": ('{"a":' + tensor_fields({"U8": None}) + "}", "with a dtype"),
     "long number": ('{"a":{"x":0.' + "1" * 1000 + "," + tensor_fields()[1:] + "}", "characters"),
-    "brackets": (
-        '{"a":{"x":[' + "[]," * 2000 + "0]," + tensor_fields()[1:] + "}",
-        "brackets",
-    ),
+    "brackets": ('{"a":{"x":[' + "[]," * 2000 + "0]," + tensor_fields()[1:] + "}", "brackets"),
 }
 
 

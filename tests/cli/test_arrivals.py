@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench_commands import BENCH_CASES, Case
 from command_line import all_commands
+from fixture_types import Capsys, Patch
 from given_values import is_given, parts
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -34,6 +35,18 @@ bytes_per_s = 1e10
 """
 
 
+LOADING = {
+    "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
+    "device_memory": ("--device-memory 3GiB", ("device_memory", "3GiB")),
+    "policy": ("--policy lru", "lru"),
+    "shares": ("--shares adaptive", ("shares", "adaptive")),
+    "cache_code": ("--cache-code planes", ("cache_code", "planes")),
+    "activations": ("--activations int8", ("activations", "int8")),
+    "misses": ("--misses auto", ("misses", "auto")),
+    "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+    "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
+    "dtype": ("--dtype float16", ("dtype", "float16")),
+}
 CASES = {
     "inspect": Case(
         ("moe_runtime.inference.inspection.inspect_checkpoint",),
@@ -59,8 +72,6 @@ CASES = {
             "port": ("--port 237", ("port", 237)),
             "api_keys": ("--api-keys text.txt", "words"),
             "cors": ("--cors http://page", "http://page"),
-            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
-            "device_memory": ("--device-memory 3GiB", ("device_memory", "3GiB")),
             "max_tokens": ("--max-tokens 239", ("max_tokens", 239)),
             "max_running": ("--max-running 3", ("most_running", 3)),
             "max_waiting": ("--max-waiting 5", ("most_waiting", 5)),
@@ -74,15 +85,8 @@ CASES = {
             "max_body": ("--max-body 5MiB", 5 * MIB),
             "max_seconds": ("--max-seconds 7.5", 7.5),
             "drain_seconds": ("--drain-seconds 2.5", 2.5),
-            "policy": ("--policy lru", "lru"),
-            "shares": ("--shares adaptive", ("shares", "adaptive")),
-            "cache_code": ("--cache-code planes", ("cache_code", "planes")),
-            "activations": ("--activations int8", ("activations", "int8")),
-            "misses": ("--misses auto", ("misses", "auto")),
-            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-            "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
+            **LOADING,
             "device": ("--device cuda", ("device", "cuda")),
-            "dtype": ("--dtype float16", ("dtype", "float16")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
         {"dry_run": "tests/serving/test_serve_command.py"},
@@ -101,18 +105,9 @@ CASES = {
             "seed": ("--seed 241", ("seed", 241)),
             "max_running": ("--max-running 3", ("most_running", 3)),
             "exact": ("--exact", ("exact", True)),
-            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
-            "device_memory": ("--device-memory 3GiB", ("device_memory", "3GiB")),
             "max_tokens": ("--max-tokens 239", ("max_tokens", 239)),
-            "policy": ("--policy lru", "lru"),
-            "shares": ("--shares adaptive", ("shares", "adaptive")),
-            "cache_code": ("--cache-code planes", ("cache_code", "planes")),
-            "activations": ("--activations int8", ("activations", "int8")),
-            "misses": ("--misses auto", ("misses", "auto")),
-            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-            "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
+            **LOADING,
             "device": ("--device cpu", ("device", "cpu")),
-            "dtype": ("--dtype float16", ("dtype", "float16")),
         },
         {"verbose": "tests/serving/test_generate_command.py"},
     ),
@@ -310,7 +305,7 @@ def test_no_option_is_left_out() -> None:
 
 
 def given_to_callees(
-    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: Patch
 ) -> list[tuple[str, Any]]:
     """What the functions of a command are called with, whether it comes to the last one or not."""
     case = CASES[name]
@@ -336,13 +331,9 @@ def given_to_callees(
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.callees])
 def test_every_option_arrives(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
-    """The value of the table, which does not arrive where options are left out.
-
-    They are left out together, so no two of a command may become the same value: one could stand
-    for the other.
-    """
+    """The value of the table, which does not arrive where options are left out."""
     arrives = CASES[name].arrives
     put_files(tmp_path)
     words = [word for words, _ in arrives.values() for word in words.split()]

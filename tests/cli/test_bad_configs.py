@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Capsys
 
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
@@ -37,7 +38,7 @@ def set_config(folder: Path, **values: Any) -> Path:
     return file
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(words: list[str], capsys: Capsys) -> str:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -46,9 +47,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_size_that_is_null(
-    pocket: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_size_that_is_null(pocket: Path, command: str, capsys: Capsys) -> None:
     file = set_config(pocket, vocab_size=None)
     expected = f"{file}: expected vocab_size to be a whole number, found null"
     assert refused([*command.split(), str(pocket), *COMMANDS[command]], capsys) == expected
@@ -72,7 +71,7 @@ def test_a_size_that_is_null(
     ],
 )
 def test_a_value_of_a_wrong_kind(
-    pocket: Path, key: str, value: Any, expected: str, capsys: pytest.CaptureFixture[str]
+    pocket: Path, key: str, value: Any, expected: str, capsys: Capsys
 ) -> None:
     file = set_config(pocket, **{key: value})
     message = refused(["inspect", str(pocket)], capsys)

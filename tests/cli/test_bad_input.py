@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import Capsys, Patch
 from warm_python import warm_python
 
 from moe_runtime.cli.main import describe, main
@@ -42,7 +43,7 @@ def test_a_thousand_bad_inputs_end_in_one_line_or_in_success(seed: str) -> None:
     assert "0 of 1000 cases failed" in run_script("--seed", seed, "--cases", "1000")
 
 
-def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(words: Sequence[str], capsys: Capsys) -> str:
     """The one line with which a command refuses."""
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -64,14 +65,12 @@ def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train", "FILE"),
         ("simulate", "--machine", "FILE"),
         ("run", "MODEL", "-p", "The", "--config", "FILE"),
+        ("run", "MODEL", "-p", "The", "-n", "1", "--placement", "FILE"),
+        ("run", "MODEL", "-p", "The", "-n", "1", "--predictor", "./FILE"),
     ],
 )
 def test_files_without_an_end_are_refused_unread(
-    words: Sequence[str],
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     endless = {name: Path(name) for name in ("zero.npz", "zero.json", "zero.jsonl", "zero.toml")}
@@ -79,26 +78,20 @@ def test_files_without_an_end_are_refused_unread(
         path.symlink_to("/dev/zero")
     os.mkfifo("pipe.npz")
     for name in (*endless, "pipe.npz"):
-        given = {"FILE": name, "MODEL": str(checkpoint)}
+        given = {"FILE": name, "./FILE": f"./{name}", "MODEL": str(checkpoint)}
         line = refused([given.get(word, word) for word in words], capsys)
         assert "a pipe, socket or device, expected a regular file" in line
     assert sorted(os.listdir()) == sorted([*endless, "pipe.npz"])
 
 
-def test_a_prompt_without_an_end_is_refused(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_without_an_end_is_refused(checkpoint: Path, capsys: Capsys) -> None:
     line = refused(["run", str(checkpoint), "--prompt-file", "/dev/zero"], capsys)
     assert "/dev/zero: larger than 64 MiB" in line
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "The"]])
 def test_a_mistyped_folder_is_refused_with_the_nearest_one(
-    command: list[str],
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    command: list[str], checkpoint: Path, capsys: Capsys, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     import huggingface_hub
 
@@ -128,11 +121,7 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_one(
     ],
 )
 def test_a_chat_template_that_raises_is_the_checkpoints_fault(
-    template: str,
-    reason: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    template: str, reason: str, checkpoint: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -160,11 +149,7 @@ def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         ('"$@" <&-', 0, ""),
         ('"$@" >&- 2>&- <&-', 2, ""),
         ('"$@" >&- 2>/dev/full', 2, ""),
-        (
-            '"$@" >/dev/full',
-            2,
-            "moe-runtime: error: stdout cannot be written: No space left",
-        ),
+        ('"$@" >/dev/full', 2, "moe-runtime: error: stdout cannot be written: No space left"),
         ('{ "$@"; echo $? >&2; } | true', 0, "2"),
         ('{ PYTHONUNBUFFERED=1 "$@"; echo $? >&2; } | true', 0, "2"),
     ],
@@ -176,9 +161,7 @@ def test_streams_that_are_closed_or_full(command: str, code: int, line: str) -> 
     assert done.stderr.count("\n") == bool(line)
 
 
-def test_only_a_stream_that_cannot_be_written_is_blamed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_stream_that_cannot_be_written_is_blamed(monkeypatch: Patch, capsys: Capsys) -> None:
     """An unnamed file may be full as well, and another pipe's reader may be gone."""
 
     def fail(number: int) -> None:
@@ -245,7 +228,7 @@ def test_an_interrupted_import_is_quiet(tmp_path: Path) -> None:
 
 
 def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: Capsys, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     def reading(path: Path, **options: object) -> None:
         try:
@@ -273,7 +256,7 @@ def test_a_lack_of_memory_is_no_bug_of_ours(error: Exception) -> None:
     assert "memory could not be allocated" in line
 
 
-@pytest.mark.parametrize("kib", [100_000, 150_000, 1_000_000])
+@pytest.mark.parametrize("kib", [100_000, 1_000_000])
 def test_too_little_address_space_is_refused_before_libraries_hang(
     kib: int, checkpoint: Path
 ) -> None:
@@ -290,17 +273,6 @@ def test_a_message_is_one_printable_line_of_bounded_length() -> None:
     assert line.startswith("a b\\x1b[31mxxx")
     assert line.endswith("the end")
     assert len(line) < 1100
-
-
-@pytest.mark.parametrize("option", ["--predictor", "--placement"])
-def test_files_of_run_without_an_end_are_refused_unread(
-    option: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "zero.npz").symlink_to("/dev/zero")
-    line = refused(
-        ["run", str(checkpoint), "-p", "The", "-n", "1", option, str(tmp_path / "zero.npz")], capsys
-    )
-    assert "a pipe, socket or device, expected a regular file" in line
 
 
 @pytest.mark.parametrize(
@@ -320,7 +292,7 @@ def test_files_of_run_without_an_end_are_refused_unread(
     ],
 )
 def test_numbers_beyond_all_bounds(
-    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     given = {"MODEL": str(checkpoint), "TRACE": str(tmp_path / "none.npz")}
     refused([given.get(word, word) for word in words], capsys)
@@ -353,10 +325,7 @@ def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> 
     ],
 )
 def test_a_trace_without_a_recorded_choice(
-    words: Sequence[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: Sequence[str], tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ids = np.full((6, 2, 2), 255, np.uint8)
@@ -380,7 +349,7 @@ def test_a_trace_without_a_recorded_choice(
 
 
 def test_finetuning_looks_at_the_settings_before_it_trains(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     """They are copied at the end; one of 40 GiB took minutes and the disk."""
     model = tmp_path / "model"

@@ -1,8 +1,4 @@
-"""A run keeps within its budget: peak less baseline, whatever reads, chooses, records or computes.
-
-Each run is a process of its own, because a peak is never forgotten. Resident memory is counted by
-the kernel, and what a run takes does not depend on how fast it is.
-"""
+"""A run keeps within its budget: peak less baseline, whatever reads, records or computes."""
 
 import json
 import os
@@ -29,7 +25,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_run_keeps_within_its_budget(native: str, tmp_path: Path):
     records = ["--trace", str(tmp_path / "t.npz"), "--timeline", str(tmp_path / "t.json")]
     options = ["--policy", "reuse", "--prefetch", "enforce", *records]
-    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "64", "--json"]
+    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
     run = subprocess.run(
         [sys.executable, "-P", "-c", _RUN, native, *words, "--host-memory", "24MiB", *options],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Capsys, Patch
 
 from moe_runtime.benchmarks.commands.layers import show_experts, show_formats, show_ops
 
@@ -25,8 +26,8 @@ def test_no_word_is_broken(
     name: str,
     show: Callable[[dict[str, Any]], None],
     width: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capsys,
 ) -> None:
     results = json.loads((RESULTS / f"{name}.json").read_text())
     lines = {}

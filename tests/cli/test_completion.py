@@ -6,17 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixture_types import Capsys
 
 from moe_runtime.cli.main import main
 
 
-def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+def script(shell: str, capsys: Capsys) -> str:
     assert main(["--completion", shell]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_asks_the_program(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shell_asks_the_program(shell: str, capsys: Capsys) -> None:
     assert f"_MOE_RUNTIME_COMPLETE=complete_{shell}" in script(shell, capsys)
 
 
@@ -35,7 +36,7 @@ def test_every_shell_asks_the_program(shell: str, capsys: pytest.CaptureFixture[
     ],
 )
 def test_bash_completes(
-    typed: list[str], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: list[str], expected: set[str], tmp_path: Path, capsys: Capsys
 ) -> None:
     file = tmp_path / "completion.bash"
     file.write_text(script("bash", capsys), encoding="utf-8")
@@ -55,6 +56,6 @@ def test_bash_completes(
     assert set(done.stdout.split()) == expected
 
 
-def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_shell_is_refused(capsys: Capsys) -> None:
     assert main(["--completion", "tcsh"]) == 2
     assert "bash" in capsys.readouterr().err

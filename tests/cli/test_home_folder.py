@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fixture_types import Capsys, Patch
 from synthetic_routes import make_routes
 from traces import trace_of
 from training_runs import CONFIG, write_run
@@ -26,7 +27,7 @@ REPLAY = ["--policy", "lru", "--capacity", "50%", "--json"]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A home folder with a trace; the current folder is another one."""
     folder, here = tmp_path / "home", tmp_path / "here"
     folder.mkdir()
@@ -56,7 +57,7 @@ def test_only_a_beginning_is_the_home_folder(home: Path) -> None:
         at_home("~no-one/x")
 
 
-def test_words_of_the_command_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_of_the_command_line(home: Path, capsys: Capsys) -> None:
     """Arguments, options, lists of either, and files of options: nothing is written here."""
     assert main(["replay", "~/trace.npz", *REPLAY]) == 0
     assert main(["report", "~/trace.npz", "--output=~/page.html", "--predictor", "none"]) == 0
@@ -72,9 +73,7 @@ def test_words_of_the_command_line(home: Path, capsys: pytest.CaptureFixture[str
     assert list(Path().iterdir()) == []
 
 
-def test_an_output_is_no_input_by_another_name(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_is_no_input_by_another_name(home: Path, capsys: Capsys) -> None:
     whole = (home / "trace.npz").read_bytes()
     assert main(["report", "~/trace.npz", "-o", str(home / "trace.npz")]) == 2
     assert main(["report", str(home / "trace.npz"), "-o", "~/trace.npz"]) == 2
@@ -95,7 +94,7 @@ def test_a_dot_makes_it_a_plain_name(home: Path) -> None:
     assert _pattern("./~") == "./~/**/*.txt"
 
 
-def test_names_within_words(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_within_words(home: Path, capsys: Capsys) -> None:
     for name in ("peer.py", "python", "model"):
         (home / name).touch()
     expected = (f"{home}/peer.py", "odd", f"{home}/python", f"{home}/model")
@@ -130,7 +129,7 @@ def test_every_path_of_a_run_s_configuration(home: Path, tmp_path: Path, key: st
         found("~no-one/x")
 
 
-def test_a_run_whose_folders_are_at_home(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_folders_are_at_home(home: Path, capsys: Capsys) -> None:
     (home / "disk").mkdir()
     path = write_run(Path("run"))
     (Path("run") / "texts").rename(home / "texts")
@@ -144,7 +143,7 @@ def test_a_run_whose_folders_are_at_home(home: Path, capsys: pytest.CaptureFixtu
     assert sorted(os.listdir("run")) == ["train.toml"]
 
 
-def test_finetuning_at_home(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finetuning_at_home(home: Path, capsys: Capsys) -> None:
     """A folder on the disk that is not there is named as the one at home."""
     from moe_runtime.models.pocket import pocket_path
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fixture_types import Patch
 from quantized_matrices import random_matrix
 
 from moe_runtime.cli.commands import doctor as machine
@@ -36,9 +37,7 @@ def choice(isa: str, folder: Path) -> ctypes.CDLL:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize("isa", ["amx", "avx512bf16", "avx512", "avx2", "portable"])
-def test_doctor_says_what_the_kernels_choose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
-) -> None:
+def test_doctor_says_what_the_kernels_choose(tmp_path: Path, monkeypatch: Patch, isa: str) -> None:
     chosen = choice(isa, tmp_path)
     least = machine._IN_REGISTERS.get(isa, 0)
     kinds = [WeightFormat("uint4", "f16", group_cols=group) for group in GROUPS]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from command_line import all_commands
+from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.main import main
 
@@ -21,11 +22,7 @@ def test_commands_that_compute_take_a_device() -> None:
 @pytest.mark.parametrize(("count", "here"), [(0, "no GPU"), (2, "GPUs up to cuda:1")])
 @pytest.mark.parametrize("name", TAKING)
 def test_every_command_says_the_same_and_opens_nothing(
-    name: str,
-    count: int,
-    here: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, count: int, here: str, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """Neither the model nor the other words are looked at: none of them is there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -39,9 +36,7 @@ def test_every_command_says_the_same_and_opens_nothing(
 
 
 @pytest.mark.parametrize("device", ["cpu:1", "cuda:", "cuda:01", "cuda:128", "CUDA", ""])
-def test_a_device_is_written_as_the_help_says(
-    device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_is_written_as_the_help_says(device: str, capsys: Capsys) -> None:
     assert main(["run", "not-there", "--prompt", "a", "--device", device]) == 2
     said = f"--device must be auto, cpu, cuda or cuda:N, got {device!r}\n"
     assert capsys.readouterr().err == f"moe-runtime: error: {said}"

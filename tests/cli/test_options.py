@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from command_line import all_commands
+from fixture_types import Capsys, Patch
 from synthetic_routes import make_routes
 from traces import trace_of
 
@@ -51,7 +52,7 @@ def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
 
 
 def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fake_load: Any, tmp_path: Path
+    checkpoint: Path, monkeypatch: Patch, fake_load: Any, tmp_path: Path
 ) -> None:
     """By the signatures: a new option belongs to `load`, to `generate_text`, or is named here."""
     of_the_command = {"model", "prompt", "prompt_file", "prompts", "as_json", "debug", "config"}
@@ -102,9 +103,7 @@ def trace(tmp_path: Path) -> str:
     return str(tmp_path / "t.npz")
 
 
-def test_options_without_effect_are_refused(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_effect_are_refused(trace: str, tmp_path: Path, capsys: Capsys) -> None:
     stats, times = tmp_path / "run.json", tmp_path / "times.toml"
     stats.write_text("{}")
     times.write_text("latency = 0.5\n")
@@ -141,9 +140,7 @@ def test_options_without_effect_are_refused(
         assert complaint in capsys.readouterr().err
 
 
-def test_an_algorithm_s_options_are_refused_beside_another_one(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_algorithm_s_options_are_refused_beside_another_one(trace: str, capsys: Capsys) -> None:
     """By the algorithms themselves: what none of their parts can tell apart has no effect."""
     values: dict[str, Any] = {
         "--groups": ("num_groups", 2),
@@ -170,32 +167,9 @@ def vars_of(policy: object) -> dict[str, object]:
     return {name: value for name, value in held.items() if not callable(value)}
 
 
-def test_a_rate_of_zero_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_of_zero_is_not_the_default(capsys: Capsys) -> None:
     assert main(["finetune", "m", "d", "--rate", "0"]) == 2
     assert "peak_rate" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("max-new-tokens = 3.7", "--max-new-tokens"),
-        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
-        ("policy = true", "policy must be a single value, got True"),
-        ("chat = 1", "chat must be true or false, got 1"),
-    ],
-)
-def test_a_configuration_file_takes_no_other_values_than_the_command_line(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    message: str,
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert main(["run", str(checkpoint), "--prompt", "x", "--config", str(file)]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,9 +183,7 @@ def test_a_configuration_file_takes_no_other_values_than_the_command_line(
         ["rnu", "--json"],
     ],
 )
-def test_a_wrong_option_beside_json_gets_an_object(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_option_beside_json_gets_an_object(words: list[str], capsys: Capsys) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
@@ -226,9 +198,9 @@ def _texts(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if _texts(name)])
 def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: Capsys
 ) -> None:
-    """As `-p $'\\xff\\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
+    r"""As `-p $'\xff\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
     params = COMMANDS[name].params
     needed = ["none" for p in params if p.param_type_name == "argument"]
     for option in _texts(name):
@@ -257,11 +229,7 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
     ],
 )
 def test_names_that_nothing_has_are_refused_before_a_library_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    option: str,
-    complaint: str,
+    monkeypatch: Patch, capsys: Capsys, command: str, option: str, complaint: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
     needed = ["-p", "a"] if command == "run" else []

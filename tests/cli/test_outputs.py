@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from bench_commands import BENCH_INPUTS
 from command_line import all_commands
+from fixture_types import Capsys, Patch
 from synthetic_routes import make_routes
 from traces import trace_of
 
@@ -44,7 +45,7 @@ def assert_old(folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["timeline.json", "trace.npz"]
 
 
-def failing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_reads(monkeypatch: Patch) -> None:
     """A disk that gives out when the second layer's experts are read."""
     real: Callable[..., Any] = ExpertSource.fetch
 
@@ -76,7 +77,7 @@ def test_a_refused_run_leaves_old_outputs(
 
 
 def test_an_option_that_sampling_alone_knows_is_refused_without_it(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capsys: Capsys
 ) -> None:
     for option, value in (("--top-p", "0.5"), ("--seed", "3")):
         assert run(checkpoint, option, value) == 2
@@ -86,7 +87,7 @@ def test_an_option_that_sampling_alone_knows_is_refused_without_it(
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     outputs = write_old(tmp_path)
     failing_reads(monkeypatch)
@@ -102,7 +103,7 @@ def test_a_run_replaces_both(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
 
 
-def test_devices_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_refused(checkpoint: Path, capsys: Capsys) -> None:
     for option in ("--trace", "--timeline"):
         assert run(checkpoint, option, "/dev/null") == 2
         assert capsys.readouterr().err.endswith(
@@ -121,7 +122,7 @@ def test_outputs_go_through_links(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_kept_and_named(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     outputs = write_old(tmp_path)
     (tmp_path / "trace.npz.part").write_bytes(b"MOETRACE and more")
@@ -138,7 +139,7 @@ def test_what_a_killed_run_left_is_kept_and_named(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_another_run_is_writing_is_refused(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+    checkpoint: Path, tmp_path: Path, capsys: Capsys, number: int
 ) -> None:
     outputs = write_old(tmp_path)
     other = OutputFile(outputs[1 + 2 * number], is_draft=True)
@@ -168,11 +169,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
-    trace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, name: str
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
@@ -245,12 +242,7 @@ def test_every_option_that_names_a_path_is_an_output_or_an_input() -> None:
 
 @pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate"])
 def test_a_name_of_no_file_is_no_output(
-    checkpoint: Path,
-    trace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    checkpoint: Path, trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words, option = COMMANDS.get(command, (["run", str(checkpoint), "-p", "x"], "--trace"))
@@ -270,10 +262,7 @@ def test_a_name_of_no_file_is_no_output(
 
 @pytest.mark.parametrize("name", ["-", ""])
 def test_a_name_of_no_folder_is_no_output(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tmp_path: Path, capsys: Capsys, monkeypatch: Patch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["finetune", "m", "d", "--output"], ["report", "t.npz", "--png"]):
@@ -290,12 +279,7 @@ def test_the_table_has_every_command_with_outputs() -> None:
 
 @pytest.mark.parametrize(("words", "output"), [case for cases in INPUTS.values() for case in cases])
 def test_an_output_that_is_an_input_is_refused(
-    checkpoint: Path,
-    trace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    output: str,
+    checkpoint: Path, trace: Path, tmp_path: Path, capsys: Capsys, words: list[str], output: str
 ) -> None:
     text = tmp_path / "file.txt"
     text.write_text("The store reads an expert. " * 40)
@@ -324,7 +308,7 @@ def test_a_new_file_beside_the_inputs_is_an_output(checkpoint: Path, trace: Path
 
 
 def test_plots_go_where_nothing_else_lies(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("moe_runtime.lab.traces.readers.read_any_trace", None)  # it is not reached
     (tmp_path / "file").write_bytes(b"")
@@ -361,7 +345,7 @@ def test_a_loaded_model_holds_its_outputs(checkpoint: Path, tmp_path: Path, opti
 
 @pytest.mark.parametrize("option", ["trace", "timeline"])
 def test_what_another_process_begins_while_a_model_is_loaded_is_refused(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch, option: str
 ) -> None:
     outputs: dict[str, Any] = {"trace": tmp_path / "t.npz", "timeline": tmp_path / "t.json"}
     monkeypatch.setattr("moe_runtime.lab.traces.recorder.check_draft_path", lambda *_: None)

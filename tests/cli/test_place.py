@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import TraceRecorder
@@ -17,11 +18,7 @@ LAYERS, EXPERTS, TOP_K = 4, 16, 2
 def record(path: Path, *, model_type: str = "olmoe", tokens: int = 400, seed: int = 0) -> Path:
     """Tokens that keep to one of four groups of experts."""
     signature = ModelSignature(
-        model_type=model_type,
-        num_layers=LAYERS,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        vocab_size=10,
+        model_type=model_type, num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, vocab_size=10
     )
     random = np.random.default_rng(seed)
     with TraceRecorder(path, signature) as recorder:
@@ -40,14 +37,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("place") / "trace.npz")
 
 
-def run_json(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+def run_json(words: list[str], capsys: Capsys) -> dict:
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("algorithm", ["exflow", "moetuner"])
 def test_groups_are_kept_together(
-    trace: Path, algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, algorithm: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "--algorithm", algorithm, "-o", str(output)]
@@ -59,9 +56,7 @@ def test_groups_are_kept_together(
     assert load_placement_map(output).algorithm == algorithm
 
 
-def test_replicas_nodes_and_the_map_in_use(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_nodes_and_the_map_in_use(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
     first, second = tmp_path / "one.json", tmp_path / "two.json"
     words = ["place", str(trace), "--gpus", "4", "--nodes", "2", "--groups", "2"]
     run_json([*words, "--replicas", "4", "-o", str(first)], capsys)
@@ -79,7 +74,7 @@ def test_replicas_nodes_and_the_map_in_use(
 
 
 def test_devices_are_renamed_to_save_hops_unless_told_otherwise(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, capsys: Capsys
 ) -> None:
     words = ["place", str(trace), "--gpus", "4", "--algorithm", "greedy"]
     aligned, plain = (run_json([*words, *more], capsys) for more in ([], ["--no-align"]))
@@ -88,7 +83,7 @@ def test_devices_are_renamed_to_save_hops_unless_told_otherwise(
     assert scores[0]["balancedness"] == scores[1]["balancedness"]
 
 
-def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables(trace: Path, capsys: Capsys) -> None:
     assert main(["place", str(trace), "--gpus", "4", "--algorithm", "greedy"]) == 0
     out = capsys.readouterr().out
     assert "round-robin" in out
@@ -111,7 +106,7 @@ def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_words_get_one_line(
-    trace: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    trace: Path, words: list[str], message: str, capsys: Capsys
 ) -> None:
     assert main(["place", str(trace), *words]) == 2
     out, err = capsys.readouterr()
@@ -120,9 +115,7 @@ def test_bad_words_get_one_line(
     assert message in err
 
 
-def test_map_of_another_model_is_refused(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_map_of_another_model_is_refused(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
     other = record(tmp_path / "other.npz", model_type="mixtral")
     output = tmp_path / "map.json"
     assert main(["place", str(other), "--gpus", "4", "-o", str(output)]) == 0
@@ -135,7 +128,7 @@ def test_map_of_another_model_is_refused(
 
 
 def test_an_interrupt_leaves_the_map_in_use_alone(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "-o", str(output)]
@@ -151,6 +144,6 @@ def test_an_interrupt_leaves_the_map_in_use_alone(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_missing_trace_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_is_one_line(capsys: Capsys) -> None:
     assert main(["place", "nowhere.npz", "--gpus", "4"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixture_types import Capsys
 from synthetic_routes import make_routes
 
 from moe_runtime.cli.main import main
@@ -175,7 +176,7 @@ def test_traces_and_a_model_are_not_mixed(trace: Path, tmp_path: Path, capsys) -
 
 
 def test_one_prompt_does_not_suffice_and_the_error_says_what_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     path = str(tmp_path / "one.npz")
     assert main(["run", str(pocket_path()), "-p", "Lists are", "-n", "9", "--trace", path]) == 0

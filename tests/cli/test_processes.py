@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Capsys, Patch
 from launched import Launch
 from torch.distributed import TCPStore
 from training_runs import train, training_records, write_run
@@ -60,7 +61,7 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: P
     ids=lambda words: words[0],
 )
 def test_what_works_in_one_process_is_refused_by_the_first_of_several(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], monkeypatch: Patch, capsys: Capsys
 ) -> None:
     name = words[1] if words[0] == "bench" else words[0]
     if words[0] == "generate":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Capsys, Patch
 
 import moe_runtime
 from moe_runtime.cli.main import main
@@ -19,7 +20,7 @@ from moe_runtime.models.pocket import pocket_path
 PROMPTS = ["The store reads", "An expert computes", "A third text that is longer than the others"]
 
 
-def texts_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def texts_alone(checkpoint: Path, capsys: Capsys, *words: str) -> list[str]:
     found = []
     for prompt in PROMPTS:
         assert main(["run", str(checkpoint), "-p", prompt, "-n", "6", *words]) == 0
@@ -29,11 +30,7 @@ def texts_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str], *words: st
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "3", "--seed", "5")])
 def test_each_prompt_is_answered_as_if_it_were_alone(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    sampling: tuple[str, ...],
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, sampling: tuple[str, ...]
 ) -> None:
     alone = texts_alone(checkpoint, capsys, *sampling)
     file = tmp_path / "prompts.txt"
@@ -47,7 +44,7 @@ def test_each_prompt_is_answered_as_if_it_were_alone(
 
 
 def test_json_has_a_result_for_every_prompt(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
 ) -> None:
     alone = texts_alone(checkpoint, capsys)
     file = tmp_path / "prompts.jsonl"
@@ -75,7 +72,7 @@ def test_room_is_what_the_longest_prompt_needs(checkpoint: Path, fake_load: Any)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_first_is_answered(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     assert main(["run", str(checkpoint), "-p", "short", "-p", "long " * 600]) == 2
     out, err = capsys.readouterr()
@@ -84,7 +81,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_is_answered(
 
 
 def test_ctrl_c_keeps_the_texts_so_far(
-    checkpoint: Path, fake_load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Any
 ) -> None:
     steps = iter(range(100))
 
@@ -131,7 +128,7 @@ def test_line_ends_and_a_mark_at_the_begin_are_no_text(tmp_path: Path, end: str)
     )
 
 
-def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys: Capsys) -> None:
     """Reading the first byte of a process's memory is an error without a file's name."""
     assert main(["run", str(pocket_path()), "--prompt-file", "/proc/self/mem"]) == 2
     assert "/proc/self/mem: Input/output error" in capsys.readouterr().err
@@ -208,7 +205,7 @@ def screen(written: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def stderr_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def stderr_terminal(monkeypatch: Patch) -> Terminal:
     """Called within a test: between its phases pytest puts its own stderr in place."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal.file)
@@ -218,7 +215,7 @@ def stderr_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def watched_layers(
-    fake_load: Any, monkeypatch: pytest.MonkeyPatch, within_a_layer: Callable[[], None]
+    fake_load: Any, monkeypatch: Patch, within_a_layer: Callable[[], None]
 ) -> list[int]:
     """Calls back within the second layer; returns how many hooks each step finds on the first."""
     hooks: list[int] = []
@@ -237,11 +234,7 @@ def watched_layers(
 
 @pytest.mark.parametrize("output", [["--json"], []], ids=["json", "text"])
 def test_a_terminal_sees_how_far_a_prompt_has_come_and_keeps_no_trace_of_it(
-    checkpoint: Path,
-    fake_load: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    output: list[str],
+    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Capsys, output: list[str]
 ) -> None:
     terminal = stderr_terminal(monkeypatch)
     hooks = watched_layers(fake_load, monkeypatch, lambda: terminal.wait_for(b"1/3"))
@@ -273,10 +266,7 @@ def prompt_tokens(checkpoint: Path, prompt: str) -> int:
 
 
 def test_ctrl_c_within_a_prompt_leaves_the_terminal_as_it_was(
-    checkpoint: Path,
-    fake_load: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     terminal = stderr_terminal(monkeypatch)
     watched_layers(fake_load, monkeypatch, interrupt)
@@ -290,9 +280,7 @@ def test_ctrl_c_within_a_prompt_leaves_the_terminal_as_it_was(
 
 
 def test_the_prompt_is_shown_when_the_bar_is_gone(
-    checkpoint: Path,
-    fake_load: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, fake_load: Any, monkeypatch: Patch
 ) -> None:
     """Both on one terminal: the bar would be drawn over the line that the prompt ends in."""
     terminal = stderr_terminal(monkeypatch)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.commands.run import outcome_rows
 from moe_runtime.cli.main import main
@@ -34,7 +35,7 @@ def run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> i
 
 
 def test_text_goes_to_stdout_and_the_table_to_stderr(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     assert run(checkpoint, "-n", "12") == 0
     out, err = capsys.readouterr()
@@ -94,7 +95,7 @@ def test_the_table_gives_reasons_when_asked(
 
 
 def test_verbose_and_json_exclude_each_other(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     assert run(checkpoint, "--json", "--verbose") == 2
     out, err = capsys.readouterr()
@@ -103,10 +104,7 @@ def test_verbose_and_json_exclude_each_other(
 
 
 def test_a_terminal_sees_the_prompt_dimmed_and_no_escape_sequences(
-    checkpoint: Path,
-    fake_load: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, fake_load: Any, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert run(checkpoint, "-n", "1", prompt="one\n\033[31mtwo") == 0
@@ -114,7 +112,7 @@ def test_a_terminal_sees_the_prompt_dimmed_and_no_escape_sequences(
 
 
 def test_json_is_one_object_with_the_promised_keys(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     assert run(checkpoint, "-n", "5", "--json") == 0
     out, err = capsys.readouterr()
@@ -140,7 +138,7 @@ def test_json_is_one_object_with_the_promised_keys(
 
 
 def test_sampling_options_reach_the_sampler(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     def sample(seed: str) -> str:
         assert run(checkpoint, "-n", "12", "--temperature", "3", "--seed", seed) == 0
@@ -154,7 +152,7 @@ def test_sampling_options_reach_the_sampler(
 
 
 def test_tokens_are_chosen_as_the_checkpoint_says(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
 ) -> None:
     """Of what an option does not say; the reference draws from transformers' own `generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,11 +181,7 @@ def test_tokens_are_chosen_as_the_checkpoint_says(
 
 
 def test_the_prompt_can_come_from_a_file_or_standard_input(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
@@ -216,15 +210,13 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
         ("policy = ['lru']", "policy must be a single value"),
         ("max-new-tokens = 'many'", "max-new-tokens"),
         ("policy = ", "not a TOML file"),
+        ("max-new-tokens = 3.7", "--max-new-tokens"),
+        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
+        ("chat = 1", "chat must be true or false, got 1"),
     ],
 )
 def test_a_wrong_config_file_gets_one_line(
-    checkpoint: Path,
-    fake_load: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    message: str,
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, content: str, message: str
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
@@ -232,7 +224,7 @@ def test_a_wrong_config_file_gets_one_line(
     assert_one_line(capsys, message)
 
 
-def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
+def assert_one_line(capsys: Capsys, message: str) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("moe-runtime: error: ")
@@ -258,18 +250,14 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
     ],
 )
 def test_wrong_options_get_one_line(
-    checkpoint: Path,
-    fake_load: Any,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    checkpoint: Path, fake_load: Any, capsys: Capsys, options: list[str], message: str
 ) -> None:
     assert run(checkpoint, *options) == 2
     assert_one_line(capsys, message)
 
 
 def test_a_wrong_prompt_gets_one_line(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
 ) -> None:
     assert run(checkpoint, prompt=None) == 2
     assert_one_line(capsys, "expected one of --prompt TEXT, --prompt-file FILE")
@@ -283,7 +271,7 @@ def test_a_wrong_prompt_gets_one_line(
 
 
 def test_a_wrong_folder_gets_one_line(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
 ) -> None:
     (tmp_path / "file").write_text("x")
     for name in ("bare", "odd"):
@@ -310,7 +298,7 @@ def test_a_wrong_folder_gets_one_line(
 
 
 def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(
-    fake_load: Any, capsys: pytest.CaptureFixture[str]
+    fake_load: Any, capsys: Capsys
 ) -> None:
     """The suite sets HF_HUB_OFFLINE, so the hub's own errors come up."""
     assert run("nobody/never-was") == 2
@@ -330,7 +318,7 @@ def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(
     ],
 )
 def test_what_the_runtime_refuses_gets_one_line(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str], error: Exception
+    checkpoint: Path, fake_load: Any, capsys: Capsys, error: Exception
 ) -> None:
     fake_load.error = error
     assert run(checkpoint) == 2
@@ -342,7 +330,7 @@ def test_what_the_runtime_refuses_gets_one_line(
 
 
 def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     fake_load.error = KeyError("surprise")
     assert run(checkpoint) == 1
@@ -362,7 +350,7 @@ def fail_at_step(model: Any, error: BaseException, step: int) -> None:
 
 
 @pytest.fixture
-def load_then_fail(fake_load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def load_then_fail(fake_load: Any, monkeypatch: Patch) -> Any:
     """A model whose fourth forward pass raises the error that is put into ``failure``."""
     import moe_runtime
 
@@ -378,10 +366,7 @@ def load_then_fail(fake_load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_read_that_fails_while_generating_ends_cleanly(
-    checkpoint: Path,
-    fake_load: Any,
-    load_then_fail: list[BaseException],
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, fake_load: Any, load_then_fail: list[BaseException], capsys: Capsys
 ) -> None:
     load_then_fail.append(CheckpointError("layer 1 expert 3: short read"))
     assert run(checkpoint) == 2
@@ -391,10 +376,7 @@ def test_a_read_that_fails_while_generating_ends_cleanly(
 
 
 def test_ctrl_c_keeps_what_was_generated(
-    checkpoint: Path,
-    fake_load: Any,
-    load_then_fail: list[BaseException],
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, fake_load: Any, load_then_fail: list[BaseException], capsys: Capsys
 ) -> None:
     load_then_fail.append(KeyboardInterrupt())
     assert run(checkpoint) == 130
@@ -406,7 +388,7 @@ def test_ctrl_c_keeps_what_was_generated(
 
 
 def test_ctrl_c_while_loading_ends_quietly(
-    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, capsys: Capsys
 ) -> None:
     fake_load.error = KeyboardInterrupt()
     assert run(checkpoint) == 130

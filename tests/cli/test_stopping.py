@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Capsys, Patch
 
 from moe_runtime.checkpoints.packing import staging_of, writer
 from moe_runtime.cli.main import main
@@ -52,9 +53,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_each_message_is_one_signal_more_that_interrupts_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_message_is_one_signal_more_that_interrupts_nothing(capsys: Capsys) -> None:
     with terminable(), stop_on_signals("finishing", "cutting off") as stop:
         signal.raise_signal(signal.SIGTERM)
         assert (stop.num_signals, stop.exit_code) == (1, 143)
@@ -65,7 +64,7 @@ def test_each_message_is_one_signal_more_that_interrupts_nothing(
     assert capsys.readouterr().err == "finishing\ncutting off\n"
 
 
-def test_no_signal_interrupts_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_signal_interrupts_what_is_held(capsys: Capsys) -> None:
     is_held = True
     with terminable(), stop_on_signals("finishing", "cutting", is_held=lambda: is_held) as stop:
         for _ in range(4):
@@ -78,7 +77,7 @@ def test_no_signal_interrupts_what_is_held(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     with terminable() as request, stop_on_signals("stopping") as stop:
         signal.raise_signal(signal.SIGHUP)
@@ -101,7 +100,7 @@ def test_a_third_termination_does_not_cut_the_clean_up_off() -> None:
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
-    first: signal.Signals, capsys: pytest.CaptureFixture[str]
+    first: signal.Signals, capsys: Capsys
 ) -> None:
     done: list[str] = []
     with terminable():
@@ -139,9 +138,7 @@ def strike_in_a_callback_of_a_weak_reference(strike: Callable[[], None]) -> None
     "drop_one", [strike_in_a_finalizer, strike_in_a_callback_of_a_weak_reference]
 )
 def test_a_signal_within_a_callback_is_raised_after_it(
-    drop_one: Callable[[Callable[[], None]], None],
-    number: signal.Signals,
-    capsys: pytest.CaptureFixture[str],
+    drop_one: Callable[[Callable[[], None]], None], number: signal.Signals, capsys: Capsys
 ) -> None:
     """Python prints and drops whatever is raised there; the test is that the wait is cut off."""
     if number == signal.SIGTERM:  # as in the background of a script
@@ -159,7 +156,7 @@ def test_a_signal_within_a_callback_is_raised_after_it(
     assert sys.unraisablehook is hook
 
 
-def test_what_else_a_callback_raises_is_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_a_callback_raises_is_told_as_before(monkeypatch: Patch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
     with terminable() as request:
@@ -191,7 +188,7 @@ def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path: Path) -> N
 
 
 def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 18)
     whole, out = writer.CheckpointWriter._write_file, tmp_path / "packed"
@@ -214,7 +211,7 @@ def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
 
 
 def test_a_signal_within_a_write_to_stderr_is_told_and_asks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: Patch, tmp_path: Path
 ) -> None:
     class Struck(io.FileIO):
         """A file during whose first write a signal comes, while Python holds its buffer's lock."""

@@ -1,9 +1,4 @@
-"""The command lines of the pages run, each page's in their order, on a tiny model.
-
-Files that the pages name are there (`conftest.py`). `SMALLER` says what stands for placeholders and
-for sizes, `BRIEFLY` what ends a command soon, `NOT_RUN` which lines are only held against the
-program's parser, and why.
-"""
+"""The command lines of the pages run, each page's in their order, on a tiny model."""
 
 import io
 import shlex
@@ -16,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import COMMANDS
+from fixture_types import Capsys, Patch
 from page_blocks import PAGES, command_lines_of
 
 from moe_runtime.cli.main import main
@@ -126,9 +122,7 @@ TO_RUN = lines_to_run()
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.stem)
-def test_the_command_lines_of_a_page_run(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_lines_of_a_page_run(page: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     for line in TO_RUN[page]:
         if line.startswith("printf "):
             subprocess.run(["sh", "-c", line], check=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import Capsys
 
 import moe_runtime
 from moe_runtime.benchmarks.peers.transformers import Peer
@@ -52,7 +53,7 @@ def test_every_example_is_tested_and_listed() -> None:
     assert set(re.findall(r"\]\((\w+)\.py\)", page)) == TESTED
 
 
-def test_a_big_model_reads_experts_and_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_big_model_reads_experts_and_says_the_same(capsys: Capsys) -> None:
     run = example("run_a_big_model").main
     run(str(pocket_path()), "20MiB")
     small = capsys.readouterr().out.splitlines()
@@ -63,15 +64,13 @@ def test_a_big_model_reads_experts_and_says_the_same(capsys: pytest.CaptureFixtu
     assert small_misses > large_misses
 
 
-def test_a_layer_in_a_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_in_a_model_learns(capsys: Capsys) -> None:
     example("layer_in_your_model").main()
     first, last = map(float, re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
     assert last < first / 2
 
 
-def test_an_adapter_is_trained_and_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_trained_and_served(tmp_path: Path, capsys: Capsys) -> None:
     module = example("train_and_serve_an_adapter")
     module.train(tmp_path)
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
@@ -82,7 +81,7 @@ def test_an_adapter_is_trained_and_served(
     assert "salty" not in plain
 
 
-def test_policies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_are_compared(tmp_path: Path, capsys: Capsys) -> None:
     example("compare_policies").main(str(pocket_path()), tmp_path)
     rows = {
         (name, share): float(hits)
@@ -97,9 +96,7 @@ def test_policies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows["lru", "50"] > rows["lru", "25"]
 
 
-def test_a_policy_of_ones_own_does_what_it_says(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_of_ones_own_does_what_it_says(trace: Path, capsys: Capsys) -> None:
     example("add_a_policy").compare(trace)
     shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
     workload = workload_of(read_trace(trace))
@@ -117,9 +114,7 @@ def test_a_policy_of_ones_own_does_what_it_says(
     assert shown["FirstIn"] == f"{hits / sum(map(len, workload.keys)):.3f}"
 
 
-def test_a_format_is_found_and_multiplied(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_is_found_and_multiplied(tmp_path: Path, capsys: Capsys) -> None:
     module = example("add_a_format")
     module.main(tmp_path)
     said = capsys.readouterr().out

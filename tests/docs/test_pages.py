@@ -1,7 +1,4 @@
-"""Links of the pages lead somewhere, their command lines are ones, and the reference is whole.
-
-The site itself is built by `make docs`; here is what it is made from, without MkDocs.
-"""
+"""Links of the pages lead somewhere, their command lines are ones, and the reference is whole."""
 
 import importlib
 import inspect

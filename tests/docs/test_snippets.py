@@ -1,8 +1,4 @@
-"""The Python of the pages runs, each page's in one namespace, on a tiny model.
-
-Paths that the pages name are there (`conftest.py`). What else stands for something larger, or is
-taken for granted by a page, has a row in a table here.
-"""
+"""The Python of the pages runs, each page's in one namespace, on a tiny model."""
 
 import ast
 from collections.abc import Callable
@@ -14,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_types import Capsys
 from http_server import model_of, served
 from page_blocks import PAGES, blocks_of
 
@@ -40,9 +37,7 @@ SMALLER = {
     "tp_size=2, ep_size=2": "tp_size=1, ep_size=1",
     "MoELayer(2048, 1024, 64, 8,": "MoELayer(32, 16, 4, 2,",
 }
-NOT_RUN = {
-    ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
-}
+NOT_RUN = {("elasticity.md", 0): "starts three processes; tests/research/elastic do the same"}
 """Snippets of which only the imports are run, and why."""
 WRITTEN = {("training.md", 0): "out/model/config.json"}
 """What a snippet leaves."""
@@ -119,7 +114,7 @@ def imports_of(text: str) -> str:
 
 @pytest.mark.usefixtures("workplace", "group")
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SNIPPETS))
-def test_the_snippets_of_a_page_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippets_of_a_page_run(name: str, capsys: Capsys) -> None:
     names: dict[str, Any] = {}
     for place in (one for one in SNIPPETS if one[0] == name and one != SERVED):
         text = made_small(snippet_of(*place))

@@ -35,11 +35,7 @@ def name_of(path: str) -> Any:
 
 
 def require_key(path: str) -> None:
-    """Refuses a key that a training configuration has not.
-
-    Raises:
-        AssertionError: there is none of this name.
-    """
+    """Refuses a key that a training configuration has not."""
     kind: Any = TrainConfig
     for word in path.split("."):
         assert is_dataclass(kind), path

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from fixture_types import Patch
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import files
@@ -88,7 +89,7 @@ def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fdopen", "fsync", "replace"])
 def test_a_failed_write_leaves_no_partial_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: Patch, call: str
 ) -> None:
     monkeypatch.setattr(os, call, lambda *_, **__: fail(call))
     with pytest.raises(OSError, match="No space left"):
@@ -172,7 +173,7 @@ def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_can_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     real, synced = os.open, []
 
@@ -196,9 +197,7 @@ def test_a_folder_that_cannot_be_listed_can_be_written_to(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_in_its_place_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_in_its_place_is_no_failure(tmp_path: Path, monkeypatch: Patch, number: int) -> None:
     """Some filesystems cannot bring a folder to the disk; on others that may fail."""
     real = os.fsync
 
@@ -273,7 +272,7 @@ def test_several_may_look_whether_a_draft_is_in_progress(tmp_path: Path) -> None
 
 
 def test_what_others_only_look_at_is_kept_once_they_have_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     draft = tmp_path / "t.npz.part"
     draft.write_bytes(b"half")
@@ -297,7 +296,7 @@ def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be_written_are_known_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
@@ -335,7 +334,7 @@ def test_a_folder_s_name_is_no_file_s(tmp_path: Path, name: str) -> None:
 
 
 def test_what_nothing_can_take_the_place_of_is_known_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")

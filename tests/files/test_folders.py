@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Patch
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import folders
@@ -30,7 +31,7 @@ WAYS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.fixture(params=WAYS)
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def exchange(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     monkeypatch.setattr(folders, *WAYS[request.param])
 
 
@@ -152,9 +153,7 @@ def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
     assert len(found) > 15
 
 
-def test_what_cannot_be_deleted_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, monkeypatch: Patch) -> None:
     old = tmp_path / "model"
     fill(old, "old")
     real = os.unlink
@@ -225,7 +224,7 @@ def test_a_folder_with_a_long_name_is_put_back(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(
-    old: Path, monkeypatch: pytest.MonkeyPatch
+    old: Path, monkeypatch: Patch
 ) -> None:
     real, made = Path.mkdir, []
 
@@ -244,7 +243,7 @@ def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(
 
 
 def test_without_locks_a_name_of_the_caller_s_own_is_used_again(
-    old: Path, monkeypatch: pytest.MonkeyPatch
+    old: Path, monkeypatch: Patch
 ) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -270,9 +269,7 @@ def test_a_name_of_the_caller_s_own_is_not_taken_from_a_living_process(old: Path
     assert content(old) == {"first"}
 
 
-def test_the_working_directory_is_replaced_and_entered_again(
-    old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_directory_is_replaced_and_entered_again(old: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(old)
     replace(Path("."))
     assert Path("a").read_text() == "new"

@@ -175,7 +175,7 @@ def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> N
             for first in (0, 1, 2, 0, 4, 3, 0, 1):
                 ids = torch.tensor([[first, first + 1]])
                 layer(torch.zeros(1, 32), ids, torch.ones(1, 2))
-            stats, order = model.moe.stats(), [*store._policy.layers[0]._order]  # type: ignore
+            stats, order = model.moe.stats(), [*store._policy.layers[0]._held]  # type: ignore
         counted.append((stats.misses, stats.hits + stats.late_hits, order))
     assert counted[0] == counted[1]
     assert counted[0][0] + counted[0][1] == 16

@@ -17,6 +17,8 @@ from launched_kernels import launched_kernels
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "kernels" / "aot_report.py"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
+TURNS = [("sm_80", "sm_86", "sm_89"), ("sm_90",), ("sm_100", "sm_120")]
+"""What one process compiles for."""
 # Instructions, and the rows below which they have nothing to work on: on Hopper a full warp group.
 MATRIX_UNITS = {"sm_90": ("wgmma", 64), "sm_100": ("tcgen05", 128)}
 LOADING_AHEAD = ("sm_90", "sm_80")
@@ -43,16 +45,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def report(target: str, tiles: str) -> list[dict[str, Any]]:
-    """Every compiled kernel. Triton keeps the binaries, so that only the first run is slow."""
+def report(*words: str) -> list[str]:
+    """The lines of `aot_report`. Triton keeps the binaries, so that only the first run is slow."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(SCRIPT.parent), environment.get("PYTHONPATH", "")]
     )
-    command = [sys.executable, str(SCRIPT), target, tiles]
+    command = [sys.executable, str(SCRIPT), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 def test_every_kernel_that_is_launched_is_compiled() -> None:
@@ -60,20 +62,31 @@ def test_every_kernel_that_is_launched_is_compiled() -> None:
     assert {name for name, _ in launched_kernels()} == EXPECTED | {"grouped_gemm_persistent"}
 
 
+def test_every_kernel_is_compiled_for_two_gpus() -> None:
+    turns = [line.split() for line in report("turns")]
+    assert {target for target, *_ in turns} == {target for targets in TURNS for target in targets}
+    counts = {name: sum(name in names for _, *names in turns) for name in EXPECTED}
+    assert min(counts.values()) >= 2, counts
+
+
 # The widest tiles stand for the others, which need fewer registers and less shared memory; and one
 # call for others of its kind: each GPU compiles another format, type and width.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", ["sm_80", *MATRIX_UNITS])
-def test_kernels_fit_and_use_what_the_gpu_has(target: str) -> None:
-    assert_all(target, report(target, "in-turn"))
+@pytest.mark.parametrize("targets", TURNS, ids=" ".join)
+def test_kernels_fit_and_use_what_the_gpu_has(targets: tuple[str, ...]) -> None:
+    found = [json.loads(line) for line in report("in-turn", *targets)]
+    for target in targets:
+        assert_all(target, [kernel for kernel in found if kernel["target"] == target])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", SHARED_BYTES)
 def test_every_tile_fits_and_uses_what_the_gpu_has(target: str) -> None:
-    assert_all(target, report(target, "all"))
+    found = [json.loads(line) for line in report("all", target)]
+    assert {kernel["name"] for kernel in found} >= EXPECTED
+    assert_all(target, found)
 
 
 def assert_all(target: str, found: list[dict[str, Any]]) -> None:
@@ -86,12 +99,10 @@ def assert_all(target: str, found: list[dict[str, Any]]) -> None:
 
 def assert_fits(target: str, found: list[dict[str, Any]]) -> None:
     """Without spilling."""
-    assert len(found) >= 30
-    names = {kernel["name"] for kernel in found}
-    assert names >= EXPECTED
+    assert len(found) >= 12
     for kernel in found:
         assert kernel["spilled_bytes"] == 0, kernel
-        assert kernel["shared_bytes"] <= SHARED_BYTES[target], kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES.get(target, 99 * 1024), kernel
         assert 0 < kernel["registers"] <= (512 if target == "gfx942" else 255), kernel
 
 
@@ -100,7 +111,7 @@ def assert_products_use_the_matrix_units(
 ) -> None:
     products = [kernel for kernel in found if kernel["name"].startswith(PRODUCTS)]
     assert [kernel["name"] for kernel in products].count("grouped_gemm_persistent") >= 2
-    assert len(products) > 12
+    assert len(products) >= 7
     for kernel in products:
         rows = re.search(r"block_m=(\d+)|(\d+) rows", kernel["what"])
         assert rows is not None
@@ -116,15 +127,16 @@ def assert_experts_in_slots_are_loaded_ahead_and_16_bytes_at_once(
         ("decode_up", "decode_down", "decode_combine"),
         ("tile_map", *["grouped_gemm_fwd"] * 2),
     )
-    assert [kernel["name"] for kernel in found] == [*few, *many, *few, *many]
+    expected = [*few, *many]
+    assert [kernel["name"] for kernel in found] == expected * (len(found) // len(expected))
+    assert found
     for kernel in found:
         is_product = kernel["name"] not in ("decode_combine", "tile_map")
         assert (kernel["copies"] > 0) == is_product, kernel
         assert kernel["copies_of_16_bytes"] == kernel["copies"], kernel
-    (train,) = {kernel["what"] for kernel in kernels if kernel["what"].startswith("trains ")}
-    found = [kernel for kernel in kernels if kernel["what"] == train]
-    assert [k["name"] for k in found].count("grouped_gemm_fwd") == 4  # two of them of adapters
-    for kernel in found:
+    for kernel in kernels:
+        if not kernel["what"].startswith("trains "):
+            continue
         is_product = kernel["name"] in ("grouped_gemm_fwd", "grouped_gemm_down_act")
         assert (kernel["copies"] > 0) == (is_product or kernel["name"] == "grouped_gemm_dw"), kernel
         # gradients read the numbers of their rows ahead, too

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear.op import ROWS_PER_CALL
-from moe_runtime.kernels.linear.outer import outer_into
+from moe_runtime.kernels.linear.op import ROWS_PER_CALL, outer_into
 from moe_runtime.kernels.native import NativeLibrary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -64,11 +64,6 @@ def test_unrecorded_layers_have_no_recall() -> None:
     assert control.at(1).mean_at_k == 1.0
 
 
-def test_a_sample_is_a_sample() -> None:
-    routes = make_routes(SHAPE)
-    assert evaluate([], routes, max_tokens=50)[0].num_tokens == 50
-
-
 @pytest.mark.parametrize("with_token_ids", [True, False])
 def test_repeated_sequences_are_left_out(with_token_ids: bool) -> None:
     routes = make_routes(SHAPE, num_sequences=4, vocabulary=1000)

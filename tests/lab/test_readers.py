@@ -105,9 +105,3 @@ def test_lines_that_are_no_records(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_any_trace(path)
-
-
-def test_missing_files(tmp_path):
-    for name in ("none.npz", "none.jsonl"):
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            read_any_trace(tmp_path / name)

@@ -96,11 +96,6 @@ def test_a_step_of_many_tokens_asks_for_each_expert_once():
     assert replayed(trace, "lru", 8, shared_pool=False).hit_rate > 0.5
 
 
-def test_sequences_start_where_the_request_changes():
-    workload = workload_of(trace_of(ROUTES))
-    assert workload.sequence_starts == [0, 45, 90, 135]
-
-
 def test_layers_that_recorded_nothing_are_left_out():
     ids = ROUTES.expert_ids.copy()
     ids[3, 1] = 255

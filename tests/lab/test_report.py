@@ -149,13 +149,6 @@ def test_words_and_drawings_stand_out_on_light_and_on_dark(page):
         assert min(contrast(colour, colours["surface"]) for colour in SERIES) >= 3
 
 
-def test_what_scrolls_is_reached_with_the_keyboard(page):
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<table>") == text.count('<div class="scroll" tabindex="0" role="region"') > 0
-    assert text.count("<svg") == text.count('<div role="img" tabindex="0"')
-    assert "<details open>\n  <summary>7 sections</summary>" in text
-
-
 def test_experts_have_the_size_that_the_trace_says(page):
     assert "experts of 16 MiB (assumed: the trace does not say) over" in page.read_text()
     written = read_trace(page.parent / "trace.npz")

@@ -170,10 +170,3 @@ def test_no_more_is_loaded_in_vain_than_the_rules_allow(waste):
 
 def test_unlikely_guesses_are_not_read():
     assert prefetched(lambda ids: Told(ids, probability=0.1)).total.prefetches == 0
-
-
-@pytest.mark.parametrize("field", ["bytes_per_s", "expert_bytes"])
-def test_a_machine_without_bandwidth_is_refused(field):
-    values = {"bytes_per_s": 1.0, "latency_s": 0.0, "expert_bytes": 1, "layer_s": 0, "expert_s": 0}
-    with pytest.raises(ValueError, match="positive"):
-        Machine(**{**values, field: 0})

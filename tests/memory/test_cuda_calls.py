@@ -8,8 +8,7 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice
 
-from moe_runtime.memory.device.cuda_device import CudaDevice, is_mapped, queue_copies
-from moe_runtime.memory.device.device import NOT_TOLD
+from moe_runtime.memory.device.cuda_device import NOT_TOLD, CudaDevice, is_mapped, queue_copies
 
 
 class RefusingRuntime:

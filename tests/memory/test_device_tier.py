@@ -22,7 +22,6 @@ from injection import KINDS, struck
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory import reads
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
-from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
@@ -324,7 +323,7 @@ def test_memory_that_may_not_be_locked_is_said_in_a_line_and_none_stays_locked()
 
 @pytest.mark.gpu
 def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() -> None:
-    device: Device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     source = aligned_bytes(1 << 24)
     source.fill_(7)
     device.pin(source, 1 << 24)

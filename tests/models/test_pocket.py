@@ -104,9 +104,7 @@ def test_held_out_loss_is_clearly_below_any_unigram_model(
 
 
 @pytest.mark.long  # as the one before
-def test_no_expert_is_collapsed_on_held_out_text(
-    held_out_run: tuple[float, torch.Tensor],
-) -> None:
+def test_no_expert_is_collapsed_on_held_out_text(held_out_run: tuple[float, torch.Tensor]) -> None:
     _, usage = held_out_run
     shares = usage / usage.sum(dim=1, keepdim=True)
     # The least used expert was measured at 0.42 of even use; half of that leaves room for the

@@ -8,11 +8,10 @@ from accelerator import PLACES, place_of
 from offloaded_models import (
     EXPERTS,
     LAYERS,
-    assert_same_parameters,
+    assert_trains_as_in_memory,
     batches,
     offloaded,
     stack,
-    train_in_memory,
     train_offloaded,
 )
 
@@ -44,12 +43,9 @@ def test_the_stride_changes_no_bit(
     """In the backward pass, and after it where a norm is known first; every record comes back."""
     settings = moe_runtime.AdamW(weight_decay=0.1, clip_norm=clip_norm)
     inputs = [[x] for x in batches(3, 60)]
-    expected, model = stack(), stack()
-    train_in_memory(expected, inputs, settings)
-    training = offloaded(model, settings, tmp_path, experts_in_memory=share, update_stride=stride)
-    train_offloaded(training, model.loss, inputs)
-    assert_same_parameters(training, expected)
-    training.close()
+    assert_trains_as_in_memory(
+        tmp_path, settings, inputs, experts_in_memory=share, update_stride=stride
+    )
 
 
 def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from offloaded_models import (
     EXPERTS,
     LAYERS,
     assert_same_parameters,
+    assert_trains_as_in_memory,
     batches,
     here,
     offloaded,
@@ -32,13 +33,7 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
 
 
 def test_tiers_in_memory_need_no_folder() -> None:
-    inputs = windows(4, 2)
-    expected, model = stack(), stack()
-    train_in_memory(expected, inputs, DECAYING)
-    training = offloaded(model, DECAYING, None, experts_in_memory=1)
-    train_offloaded(training, model.loss, inputs)
-    assert_same_parameters(training, expected)
-    training.close()
+    assert_trains_as_in_memory(None, DECAYING, windows(4, 2), experts_in_memory=1)
 
 
 def test_plain_backward_and_step(tmp_path: Path) -> None:

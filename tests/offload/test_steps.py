@@ -8,6 +8,7 @@ from offloaded_models import (
     EXPERTS,
     LAYERS,
     assert_same_parameters,
+    assert_trains_as_in_memory,
     batches,
     freeze,
     here,
@@ -20,6 +21,7 @@ from offloaded_models import (
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.lab.record_tiers import TIER_CHANGE_STEPS
+from moe_runtime.training.offload import OffloadedTraining
 from moe_runtime.types import ExpertKey
 
 PLAIN = moe_runtime.AdamW()
@@ -185,15 +187,8 @@ def test_micro_batches_must_take_the_same_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1024.0, "dynamic"])
 def test_loss_scale_of_a_power_of_two_changes_no_bit(tmp_path: Path, scale: float) -> None:
-    inputs = every_expert(2)
-    expected, model = stack(), stack()
-    train_in_memory(expected, inputs, PLAIN)
-    training = offloaded(
-        model, moe_runtime.AdamW(loss_scale=scale), tmp_path, experts_in_memory=0.5
-    )
-    train_offloaded(training, model.loss, inputs)
-    assert_same_parameters(training, expected)
-    training.close()
+    settings = moe_runtime.AdamW(loss_scale=scale)
+    assert_trains_as_in_memory(tmp_path, settings, every_expert(2), experts_in_memory=0.5)
 
 
 def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path: Path) -> None:
@@ -219,14 +214,11 @@ def test_tiers_follow_the_load(tmp_path: Path) -> None:
                 layer.gate.weight.requires_grad_(False)
     inputs = [[x] for x in batches(TIER_CHANGE_STEPS + 2, tokens=4)]
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.4)
-    before = [
-        key for key, e in training.optimizer.states.experts.items() if e.resident_slot is not None
-    ]
+    experts = training.optimizer.states.experts
+    before = [key for key, e in experts.items() if e.resident_slot is not None]
     train_in_memory(expected, inputs, PLAIN)
     train_offloaded(training, model.loss, inputs)
-    after = [
-        key for key, e in training.optimizer.states.experts.items() if e.resident_slot is not None
-    ]
+    after = [key for key, e in experts.items() if e.resident_slot is not None]
     assert before == [ExpertKey(layer, EXPERTS - 1) for layer in range(LAYERS)]
     assert all(key.expert < EXPERTS - 1 for key in after)
     assert len(before) == len(after)
@@ -235,23 +227,22 @@ def test_tiers_follow_the_load(tmp_path: Path) -> None:
 
 
 def test_budget_too_small_names_the_smallest(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match="smallest that works") as failure:
-        moe_runtime.offload_training(
-            stack(), host_memory=50_000, activation_memory=1000, storage_dir=tmp_path
+    def offload(host_memory: int, folder: Path | None) -> OffloadedTraining:
+        return moe_runtime.offload_training(
+            stack(), host_memory=host_memory, activation_memory=1000, storage_dir=folder
         )
+
+    with pytest.raises(CapacityError, match="smallest that works") as failure:
+        offload(50_000, tmp_path)
     smallest = failure.value.smallest_bytes
     assert smallest is not None
-    training = moe_runtime.offload_training(
-        stack(), host_memory=smallest, activation_memory=1000, storage_dir=tmp_path
-    )
+    training = offload(smallest, tmp_path)
     assert training.memory.ring_slots == 3
     training.close()
     with pytest.raises(CapacityError):
-        moe_runtime.offload_training(
-            stack(), host_memory=smallest - 1, activation_memory=1000, storage_dir=tmp_path
-        )
+        offload(smallest - 1, tmp_path)
     with pytest.raises(CapacityError, match="storage_dir"):
-        moe_runtime.offload_training(stack(), host_memory=smallest, activation_memory=1000)
+        offload(smallest, None)
 
 
 def test_folder_must_exist(tmp_path: Path) -> None:

@@ -102,10 +102,7 @@ def test_hierarchical_equals_flat(grid: tuple[int, int], ranks: Callable[[int], 
 def test_bytes_on_the_wire_are_those_of_the_closed_form(
     wire: str, there: int, back: int, ranks: Callable[[int], RankPool]
 ) -> None:
-    """Own rows for other ranks there and other ranks' rows back, and gradients the other way.
-
-    Six columns of fp64; e4m3 adds a scale of four bytes, and gradients travel as bf16 with it.
-    """
+    """Own rows for other ranks there and other ranks' rows back, and gradients the other way."""
     problem = make_problem([9, 0, 5, 14], num_experts=6, num_choices=3, seed=6, skew="zipf")
     slots = ExpertSlots.contiguous(6, 4)
     owner_of = torch.tensor([0, 0, 1, 1, 2, 2, -1])
@@ -141,11 +138,7 @@ def test_experts_without_weights_send_nothing(
 
 
 def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -> None:
-    """Results are summed on the token's rank in the order of its choices, wherever they come from.
-
-    One row at a time goes through an expert here, so that matrix products of other shapes, which
-    may round differently, stay out of it.
-    """
+    """Results are summed on the token's rank in the order of its choices."""
     problem = make_problem([1, 1], num_experts=6, num_choices=4, seed=5, dropped=0.0)
     placements = [[[0, 1, 2], [3, 4, 5]], [[5, 0, 3], [4, 2, 1]], [[0, 1, 2, 3, 4, 5], []]]
     results = [

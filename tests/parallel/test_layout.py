@@ -70,8 +70,8 @@ class TestBadInput:
 
 
 def one_of_each_programme(layouts: Iterable[ParallelLayout]) -> list[ParallelLayout]:
-    """Layouts that have the same groups for everything and average the loss over as many parts
-    run the same programme: TP, CP and DP enter it only through these."""
+    """Layouts that have the same groups for everything and average the loss over as many parts run
+    the same programme: TP, CP and DP enter it only through these."""
     found: dict[str, ParallelLayout] = {}
     for layout in layouts:
         groups = [
@@ -116,9 +116,7 @@ def test_ten_steps_under_every_layout_of_four_ranks(ranks: Callable[[int], RankP
     assert ranks(4).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 4
 
 
-def test_layouts_of_eight_ranks_with_every_pair_of_sizes(
-    ranks: Callable[[int], RankPool],
-) -> None:
+def test_layouts_of_eight_ranks_with_every_pair_of_sizes(ranks: Callable[[int], RankPool]) -> None:
     """One step under each; ten under some that use every dimension."""
     layouts = one_of_each_programme(legal_layouts(8))
     assert len(layouts) == 65

@@ -96,10 +96,7 @@ def damaged(**changes: object) -> dict:
         (damaged(layers=[[[0, 1], [2, 3], [4, 5], "67"]] * 3), "not a list of expert ids"),
         (damaged(layers=[[[0, 1], [2, 3], [4, 5], [6, 1 << 70]]] * 3), "damaged"),
         (damaged(signature={"model_type": "olmoe"}), "signature must have exactly"),
-        (
-            damaged(signature={**dataclasses.asdict(SIGNATURE), "top_k": -1}),
-            "top_k = -1",
-        ),
+        (damaged(signature={**dataclasses.asdict(SIGNATURE), "top_k": -1}), "top_k = -1"),
         ([1, 2], "not a placement map"),
     ],
 )

@@ -99,14 +99,7 @@ def test_stages_train_what_one_process_does(
     size: int, split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """Ten steps of short and of long sequences; uneven stages, one of them with the tied embedding
-    and one with its copy.
-
-    A gradient is a sum of fewer than 2^13 products (256 tokens, at most 32 terms each), of norm
-    below 2^3, so that another order moves it by at most 2^(13 - 53 + 3). AdamW divides by no less
-    than eps = 1e-8: a step of rate 1e-2 moves a weight by at most 1e6 times as much, 3e-5 in the
-    worst case, that of an element whose gradients are all rounding. The others, far above eps,
-    follow to the last digits; the losses of the steps say so.
-    """
+    and one with its copy."""
     path = write_run(tmp_path, config=ROUTED)
     ranks(size).run(train, str(path), split, 10)
     assert_same_records(training_records(tmp_path / "out"), training_records(alone))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixture_types import Patch
 from moe_families import FAMILIES, Family
 from parallel_transformers import outputs
 from rank_pool import RankPool
@@ -75,7 +76,7 @@ def test_every_family_over_two_ranks(
     compare(family, tmp_path, ranks(2))
 
 
-def test_older_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_transformers_is_an_error(monkeypatch: Patch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)

@@ -126,12 +126,7 @@ def test_threads_that_wait_keep_notes_of_their_own() -> None:
 
 
 class Arrives(dist.Work):
-    """A collective whose rows arrive in the given slice of the wait, or never.
-
-    Args:
-        slices: what is waited for in vain before they arrive.
-        just_after: they arrive between a slice's end and the next question.
-    """
+    """A collective whose rows arrive in the given slice of the wait, or never."""
 
     def __init__(self, slices: int, *, just_after: bool = False) -> None:
         super().__init__()

@@ -64,11 +64,3 @@ def test_random_graphs_keep_every_rule(seed: int) -> None:
             assert start >= end
             # Never idle while something is ready.
             assert start == max(end, since) or start == since
-
-
-def test_bad_input() -> None:
-    graph = TaskGraph()
-    with pytest.raises(ValueError, match="at least 0 seconds"):
-        graph.add(-1.0)
-    with pytest.raises(ValueError, match="which is not there"):
-        graph.add(1.0, after=[3])

@@ -269,23 +269,3 @@ class TestLinks:
         # the least that bytes take, rounding is far below that.
         assert predicted[0] <= 1.01 * max(times)
         assert predicted[-1] >= min(times) / 1.01
-
-    def test_bad_input(self) -> None:
-        with pytest.raises(ValueError, match="must not be negative, got -1"):
-            fit_link([-1, 6], [1.0, 2.0])
-        with pytest.raises(ValueError, match="two different sizes"):
-            fit_link([5, 5], [1.0, 2.0])
-        with pytest.raises(ValueError, match="must be positive"):
-            fit_link([5, 6], [0.0, 2.0])
-        with pytest.raises(ValueError, match="bytes_per_s must be positive"):
-            Link(alpha_s=0.0, bytes_per_s=0.0)
-        with pytest.raises(ValueError, match="do not divide into nodes of 8"):
-            Cluster(num_ranks=12, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1.0)
-        with pytest.raises(ValueError, match="rows_PP must have shape"):
-            predict_layer(
-                two_ranks(),
-                LayerWorkload(rows_PP=np.ones((3, 3)), row_bytes=1.0, flops_per_row=1.0),
-                LayerSchedule(),
-            )
-        with pytest.raises(ValueError, match="degree"):
-            LayerSchedule(degree=0)

@@ -14,11 +14,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.prediction import (
-    Shape,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import Shape, TrackedPredictor, make_estimator
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=2, num_experts=20, top_k=2)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_types import Patch
 from rank_pool import start_server
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, tiny_text_model
 from thread_transport import ThreadGroup
@@ -175,7 +176,7 @@ class TestPages:
 
 @pytest.mark.parametrize("has_plain_cache", [True, False])
 def test_a_request_that_moves_goes_on_with_the_same_bits(
-    checkpoint: Path, has_plain_cache: bool, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, has_plain_cache: bool, monkeypatch: Patch
 ) -> None:
     """Sampled, so that a changed bit or random state shows; caches are sent or built again."""
     monkeypatch.setattr(
@@ -235,10 +236,7 @@ def make_requests() -> list[ElasticRequest]:
     sampled = {"temperature": 1.2, "top_p": 0.9}
     return [
         ElasticRequest(
-            prompt=prompt,
-            max_new_tokens=NEW_TOKENS,
-            seed=index,
-            **(sampled if index > 2 else {}),
+            prompt=prompt, max_new_tokens=NEW_TOKENS, seed=index, **(sampled if index > 2 else {})
         )
         for index, prompt in enumerate(PROMPTS)
     ]

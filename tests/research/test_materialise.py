@@ -141,12 +141,6 @@ def test_calibration_is_the_best_of_its_plans(seed: int) -> None:
         )
         plans.append([[e for e in plan[d] if e not in copies[d]] for d in range(num_devices)])
     found = calibrate(
-        loads,
-        owners,
-        copies,
-        devices_per_node=2,
-        slots_per_device=3,
-        token_s=1.0,
-        expert_s=2.0,
+        loads, owners, copies, devices_per_node=2, slots_per_device=3, token_s=1.0, expert_s=2.0
     )
     assert seconds(found) == pytest.approx(min(map(seconds, plans)))

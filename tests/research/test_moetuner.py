@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import scipy.optimize
+from fixture_types import Patch
 
 from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, RoutingProfile
@@ -150,7 +151,7 @@ def test_programme_without_a_solution() -> None:
     assert programme.solve(time_limit_s=1.0) is None
 
 
-def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: Patch) -> None:
     """The solver here ends only after the interrupt has come through."""
     came_through = threading.Event()
     main_thread = threading.main_thread().ident
@@ -168,7 +169,7 @@ def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: pytest.MonkeyPat
     came_through.set()
 
 
-def test_a_failing_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_solver_says_so(monkeypatch: Patch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no such option")
 

@@ -34,11 +34,7 @@ def slices(model: Stack) -> dict[str, torch.Tensor]:
 def mezo(
     model: Stack, windows: list[list[torch.Tensor]], settings: ZerothOrder
 ) -> tuple[list[float], int]:
-    """MeZO as its authors write it: all parameters to one side, to the other, back, and down.
-
-    Returns:
-        Losses, and how many experts were not routed to in a step, over all steps.
-    """
+    """MeZO as its authors write it: all parameters to one side, to the other, back, and down."""
     losses, unrouted = [], 0
     for step, window in enumerate(windows):
         tensors = slices(model)

@@ -28,7 +28,6 @@ def pocket() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[tuple[int, ...]]:
-    """Of different lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 23, 1, 12, 40)
     return [
@@ -38,7 +37,6 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The model's, with a template for conversations."""
     found = load_tokenizer(pocket_path())
     found.chat_template = TEMPLATE
     return found
@@ -46,7 +44,6 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def site(pocket: Any, tokenizer: Any) -> Iterator[Served]:
-    """The model behind a server over loopback."""
     with Engine(pocket) as engine, served([model_of("pocket", engine, tokenizer, 4096)]) as found:
         yield found
 

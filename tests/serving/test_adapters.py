@@ -99,7 +99,6 @@ def adapters(model: Any, folders: dict[str, Path]) -> Adapters:
 
 @pytest.fixture(scope="module")
 def expected(base: Path, folders: dict[str, Path]) -> dict[Any, list[int]]:
-    """What transformers generates with PEFT's adapters, by adapter and prompt."""
     found = {}
     for name in NAMES:
         stock: Any = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -208,7 +207,6 @@ def test_an_adapter_whose_file_is_another_now_is_not_served(
 
 
 def test_an_adapter_of_what_expands_latents_goes_alone(tmp_path: Path) -> None:
-    """That layer takes all tokens of a sequence: as many as sequences, with the second token."""
     (family,) = [f for f in moe_families.FAMILIES if str(f) == "DeepseekV3ForCausalLM"]
     tiny = tiny_model(family)
     found, expected = {}, {}
@@ -325,7 +323,6 @@ def test_the_first_screen_has_the_memory_of_adapters(
 
 
 def changed(folder: Path, place: Path, **settings: Any) -> Path:
-    """A copy of an adapter with other settings."""
     place.mkdir()
     save_file(load_file(folder / "adapter_model.safetensors"), place / "adapter_model.safetensors")
     given = json.loads((folder / "adapter_config.json").read_text())
@@ -428,7 +425,6 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def require_like_peft(base: Path, model: Any, folder: Path) -> None:
-    """That the adapter gives PEFT's log-probabilities, and others than the model has alone."""
     adapters = Adapters(model, {"one": AdapterFolder(folder)})
     adapters.reserve(0, "one")
     adapters.read("one")

@@ -37,7 +37,6 @@ def test_answers_come_in_any_order_and_end_in_that_of_the_requests(tmp_path: Pat
 
 
 def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
-    """Wherever a kill cut it."""
     path = tmp_path / "out.jsonl"
     whole = json.dumps(record(0)) + "\n"
     torn = json.dumps(record(1))
@@ -51,7 +50,6 @@ def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
 def test_nothing_is_left_behind_the_last_whole_line_while_more_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill may come at any time: a shorter line must not leave an end of a longer one."""
     path = tmp_path / "out.jsonl"
     whole = json.dumps(record(0)) + "\n"
     path.write_text(whole + json.dumps(record(1, text="x" * 500))[:400])

@@ -48,6 +48,12 @@ def talking(pocket: Any, tokenizer: Any) -> Any:
         )
 
 
+def scripted(tokenizer: Any, events: list[Any], *end_ids: int) -> Conversation:
+    engine: Any = ScriptedEngine(lambda request: events)
+    ends, sampling = frozenset(end_ids), SamplingOptions()
+    return Conversation(engine, tokenizer, end_ids=ends, sampling=sampling, max_new_tokens=9)
+
+
 def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
@@ -55,11 +61,7 @@ def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     text += "<|channel|>final<|message|>Ho."
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    events = [*(NewToken(one, None, ()) for one in ids), Finished("stop")]
-    engine: Any = ScriptedEngine(lambda request: events)
-    talking = Conversation(
-        engine, tokenizer, end_ids=frozenset(), sampling=SamplingOptions(), max_new_tokens=9
-    )
+    talking = scripted(tokenizer, [*(NewToken(one, None, ()) for one in ids), Finished("stop")])
     pieces: list[str] = []
     talking.ask("Hi", pieces.append, never)
     assert "".join(pieces) == "Hm.\n\nHo."
@@ -69,25 +71,14 @@ def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None
 def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer: Any) -> None:
     ids = tokenizer("Yes.")["input_ids"]
     assert tokenizer.decode(ids[-1:]) == "."
-    engine: Any = ScriptedEngine(lambda request: [*map(NewToken, ids), Finished("stop")])
-    talking = Conversation(
-        engine,
-        tokenizer,
-        end_ids=frozenset(ids[-1:]),
-        sampling=SamplingOptions(),
-        max_new_tokens=9,
-    )
+    talking = scripted(tokenizer, [*map(NewToken, ids), Finished("stop")], ids[-1])
     pieces: list[str] = []
     talking.ask("Well?", pieces.append, never)
     assert "".join(pieces) == talking.messages[-1]["content"] == "Yes"
 
 
 def test_an_answer_that_fails_says_what_the_error_came_from(tokenizer: Any) -> None:
-    engine: Any = ScriptedEngine(lambda request: [Finished("error", "no more", cause="a disk")])
-    sampling = SamplingOptions()
-    talking = Conversation(
-        engine, tokenizer, end_ids=frozenset(), sampling=sampling, max_new_tokens=9
-    )
+    talking = scripted(tokenizer, [Finished("error", "no more", cause="a disk")])
     with pytest.raises(MoERuntimeError, match=r"^no more \(a disk\)$"):
         talking.ask("Well?", lambda piece: None, never)
 
@@ -153,7 +144,6 @@ def test_the_advice_for_a_full_conversation_can_be_followed(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The bundled model with a template for conversations."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in pocket_path().glob("*.*"):
@@ -165,8 +155,6 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command with lines from a pipe."""
-
     def run(model: Any, lines: list[str], *words: str) -> int:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         return main(["chat", str(model), *OPTIONS, *words])
@@ -196,7 +184,6 @@ def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
 def test_a_conversation_without_a_message_is_not_written(
     model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`generate` would refuse it."""
     assert say(model, [f"/save {tmp_path / 'empty.jsonl'}"]) == 2
     assert "there is no message to write yet" in capsys.readouterr().err
     assert not (tmp_path / "empty.jsonl").exists()

@@ -93,7 +93,6 @@ def stock(checkpoint: Path) -> Any:
 
 
 def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
-    """What transformers generates for each prompt alone."""
     model, found = stock(checkpoint), []
     for prompt, num_new in asked:
         out = model.generate(
@@ -123,8 +122,6 @@ def test_one_sequence_after_another_replays_the_steps_of_a_row(
 
 
 class Timed(Answer):
-    """Asks for others when it has so many tokens: who comes when is the same in every run."""
-
     def __init__(self, engine: Engine, others: dict[int, Any]) -> None:
         super().__init__()
         self._engine, self._others = engine, others
@@ -219,7 +216,6 @@ def test_one_that_outgrows_its_row_goes_on_and_its_tokens_are_found_again(
 
 @emulated
 def test_rows_make_way_for_one_that_needs_their_memory(checkpoint: Path) -> None:
-    """Whoever is in a row is computed again, and rows are there again afterwards."""
     asked = [(PROMPTS[0], 8), (prompt_of(90), 3), (PROMPTS[1], 4)]
     with loaded(checkpoint, is_fused=False, tokens=160) as model, Engine(model) as engine:
         assert engine._rows.room == 80
@@ -240,7 +236,6 @@ def test_rows_make_way_for_one_that_needs_their_memory(checkpoint: Path) -> None
 def test_the_longest_prompt_of_which_nothing_but_numbers_is_asked_has_room(
     checkpoint: Path,
 ) -> None:
-    """With exact bits no rows make way for it."""
     options = EngineOptions(decode_rows=1, most_running=1, exact=True)
     with (
         loaded(checkpoint, is_fused=False, tokens=192) as model,

@@ -64,7 +64,6 @@ def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
 
 
 def _ask_behind_the_first(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Answer]:
-    """All but the first arrive with its first token."""
     first, _ = hold(engine, request_of(prompts[0], NEW))
     others = [ask(engine, request_of(prompt, NEW))[0] for prompt in prompts[1:]]
     first.release()
@@ -72,7 +71,6 @@ def _ask_behind_the_first(engine: Engine, prompts: list[tuple[int, ...]]) -> lis
 
 
 def _steps(family: str) -> int:
-    """Forward passes for three prompts and answers."""
     if family in ALONE:
         return 3 * NEW
     if family in DECODE_TOGETHER:  # prompts in passes of their own, the third beside two answers

@@ -1,17 +1,21 @@
 """What goes wrong for one request changes nothing for the others, and nobody waits for ever."""
 
+import gc
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from engine_events import ask, ask_all, greedy, hold, request_of
+from engine_events import Answer, ask, ask_all, greedy, hold, request_of
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
+from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineOptions,
@@ -55,7 +59,6 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(
 
 
 def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
-    """The second turn of a conversation reads what is new of it."""
     first = prompts[4]
     with Engine(pocket) as engine:
         answer = ask(engine, request_of(first, NEW))[0].wait()
@@ -79,8 +82,6 @@ def test_a_prefix_that_cannot_be_kept_fails_nobody(
     texts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its copy takes memory of its own, which may be lacking; the engine goes on."""
-
     def copy(self: BlockCopies, cache: Any, index: int) -> Any:
         raise MemoryError("no memory for a block")
 
@@ -248,7 +249,6 @@ def test_constraint_that_fails_fails_its_own_request(
 def test_failed_read_fails_the_requests_that_need_it_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An expert that cannot be read: together, just those fail that fail alone."""
     lost = ExpertKey(2, 5)
     real = ExpertSource.fetch
 
@@ -293,3 +293,64 @@ def test_model_that_reads_a_text_to_write_another_is_refused() -> None:
     model = SwitchTransformersForConditionalGeneration(config)
     with pytest.raises(UnsupportedModelError, match="causal language model"):
         Engine(model, max_tokens=64)
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
+    """Every cache that an engine makes, while nothing looks for cycles."""
+    made: list[weakref.ref[Any]] = []
+    real = ModelPasses.new_cache
+
+    def new_cache(self: ModelPasses) -> Any:
+        cache = real(self)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(ModelPasses, "new_cache", new_cache)
+    gc.collect()
+    gc.disable()
+    try:
+        yield made
+    finally:
+        gc.enable()
+
+
+class AnswerWithHandle(Answer):
+    handle: EngineHandle
+
+
+def test_an_answered_request_is_let_go_of(
+    pocket: Any, prompts: list[tuple[int, ...]], caches: list[weakref.ref[Any]]
+) -> None:
+    with Engine(pocket) as engine:
+        for prompt in prompts:
+            answer = AnswerWithHandle()
+            answer.handle = engine.submit(request_of(prompt, 4), answer)
+            answer.wait()
+        asked = weakref.ref(answer)
+        assert engine.drain(10.0)
+        del answer
+        assert asked() is None
+        assert len(caches) >= len(prompts)
+        assert not any(cache() for cache in caches)
+
+
+def test_a_failed_pass_keeps_no_cache(
+    monkeypatch: pytest.MonkeyPatch, caches: list[weakref.ref[Any]]
+) -> None:
+    real = ExpertSource.fetch
+
+    def fetch(self: ExpertSource, key: ExpertKey, *others: Any) -> None:
+        if key == ExpertKey(2, 5):
+            raise CheckpointError("expert 5 of layer 2 cannot be read")
+        real(self, key, *others)
+
+    monkeypatch.setattr(ExpertSource, "fetch", fetch)
+    model: Any = moe_runtime.load(
+        pocket_path(), device="cpu", dtype="float32", host_memory="256MiB", max_tokens=256
+    )
+    with model.moe, Engine(model) as engine:
+        answers = ask_all(engine, [request_of((3 + 5 * i, 4 + i), 3) for i in range(8)])
+        assert engine.drain(10.0)
+        assert {answer.finished.reason for answer in answers} == {"error", "length"}
+        assert not any(cache() for cache in caches)

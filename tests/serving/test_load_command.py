@@ -156,7 +156,6 @@ def test_a_real_server_is_measured(
 def test_a_server_is_started_measured_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says where it is once it is ready; nobody may be there before."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -241,7 +240,6 @@ def test_no_answer_at_all_is_a_failure(
 def test_what_was_measured_is_shown_where_its_file_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk that fills up meanwhile; and a server whose names and messages a terminal obeys."""
     answers = [
         TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2),
         TimedAnswer(0.0, error="HTTP 500", message="\x1b[2Jgone"),

@@ -94,7 +94,6 @@ def test_an_answer_that_the_caller_finds_over_ends_there(
 
 @pytest.fixture
 def has_ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once a request has ended in the engine."""
     event = threading.Event()
     real = Sequence.finish
 
@@ -109,7 +108,6 @@ def has_ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_answers_that_were_done_before_an_interrupt_are_told(
     pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
 ) -> None:
-    """The short one has ended in the engine while the first token of the long one is looked at."""
     found: dict[int, Answer] = {}
 
     def interrupt(number: int, token: NewToken) -> bool:
@@ -129,7 +127,6 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
 def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
     pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
 ) -> None:
-    """Its end is known when Ctrl-C comes while a token of it is looked at."""
     found: dict[int, Answer] = {}
     seen: list[NewToken] = []
 

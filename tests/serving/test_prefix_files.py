@@ -41,7 +41,6 @@ def keep(files: PrefixFiles, tokens: list[int]) -> None:
 
 
 def found(files: PrefixFiles, tokens: list[int], first: int = 0) -> int:
-    """Blocks that are known; each has its bytes."""
     blocks = list(files.find(tokens, first))
     for index, block in enumerate(blocks, start=first):
         assert torch.equal(block, block_of(tokens, index))
@@ -171,7 +170,6 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
 
 
 def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
-    """As a mixed-up restore leaves it: its sum is right, and its keys are another text's."""
     files = files_in(tmp_path)
     texts = [[first] * BLOCK for first in range(2)]
     for text in texts:
@@ -324,7 +322,6 @@ def test_another_engine_goes_on_from_the_disk(
 def test_what_memory_had_no_room_for_is_on_the_disk(
     pocket: Any, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """64 tokens of memory for texts of 40: each takes the room of the one before."""
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
     other = tuple(reversed(prompts[4]))
     with Engine(pocket, max_tokens=64, prefix_disk=disk) as engine:

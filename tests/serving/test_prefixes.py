@@ -54,7 +54,6 @@ class Memory:
 def test_a_conversation_is_found_again_as_long_as_it_fits(
     pocket: Any, prompts: list[tuple[int, ...]], exact: bool
 ) -> None:
-    """Its next turn may need more than half of the memory, where its beginning lies already."""
     options = EngineOptions(exact=exact, prompt_tokens=16 if exact else 256)
     conversation: tuple[int, ...] = ()
     asked, told = conversation, list[int]()
@@ -96,7 +95,6 @@ def test_keys_and_values_are_never_there_twice(
 def test_what_is_computed_of_an_answer_that_is_given_up_is_found_again(
     pocket: Any, prompts: list[tuple[int, ...]]
 ) -> None:
-    """A client that goes away often asks the same again; a stop string ends answers like this."""
     with Engine(pocket) as engine:
         held, handle = hold(engine, request_of(prompts[4], 40))
         handle.cancel()
@@ -111,7 +109,6 @@ def test_what_is_computed_of_an_answer_that_is_given_up_is_found_again(
 def test_prompts_that_arrive_together_compute_what_they_share_once(
     pocket: Any, prompts: list[tuple[int, ...]], exact: bool
 ) -> None:
-    """The first one reads it, and the others wait for that."""
     shared = (prompts[4] * 2)[:66]
     options = EngineOptions(exact=exact, prompt_tokens=16)
     with Engine(pocket, options) as engine:
@@ -133,7 +130,6 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
 def test_who_waits_for_a_beginning_goes_on_when_it_is_given_up(
     pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """The next one computes what is left of it."""
     shared = (prompts[4] * 3)[:100]
     real = ModelPasses.read
 

@@ -130,8 +130,6 @@ def test_states_are_copied_only_where_other_sequences_come_next(model: Any) -> N
 
 
 class Cancels(Answer):
-    """Gives up another request with its own third token."""
-
     def __init__(self, other: EngineHandle) -> None:
         super().__init__()
         self._other = other
@@ -145,7 +143,6 @@ class Cancels(Answer):
 def test_answers_come_and_go_beside_others(
     model: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
 ) -> None:
-    """One is given up in the middle, one goes before the others, one comes and stands first."""
     with Engine(model) as engine:
         gone, handle = hold(engine, request_of(prompts[0], NEW))
         cancels = Cancels(handle)

@@ -10,7 +10,7 @@ from engine_events import ask_all, request_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.requests import EngineOptions, SamplingOptions
+from moe_runtime.serving.requests import EngineOptions, GenerationRequest, SamplingOptions
 from moe_runtime.serving.sampling import Sampler, token_logprobs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
@@ -26,7 +26,6 @@ def sampler_of(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
 
 
 def shares(num: int = 1000, **options: Any) -> list[float]:
-    """How often each token is drawn."""
     sampler = sampler_of(temperature=options.pop("temperature", 1.0), seed=0, **options)
     drawn = Counter(sampler.choose(LOGITS, []).token_id for _ in range(num))
     return [drawn[token] / num for token in range(len(LOGITS))]
@@ -154,3 +153,42 @@ def test_logits_that_are_no_numbers_choose_nothing(number: float, options: Any) 
     advice = "if none is, and it computes in float16, take --dtype bfloat16$"
     with pytest.raises(ValueError, match=f"not finite.*{advice}"):
         token_logprobs(logits[None], [1], 0)  # of a prompt
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 1e-300},  # 0 in fp32, which divides the logits
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": math.inf},
+        {"seed": 2**63},
+        {"logit_bias": {-1: 0.0}},
+        {"logit_bias": {1: math.nan}},
+    ],
+)
+def test_sampling_option_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(options))} must"):
+        SamplingOptions(**options)
+
+
+def test_number_out_of_range_is_refused_by_name() -> None:
+    for name in ("max_new_tokens", "min_new_tokens", "num_logprobs", "num_prompt_logprobs"):
+        asked: dict[str, Any] = {"prompt_ids": (1,), "max_new_tokens": 1, name: -1}
+        with pytest.raises(ValueError, match=rf"^{name} must be at least 0, got -1"):
+            GenerationRequest(**asked)
+
+
+def test_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        GenerationRequest(prompt_ids=(), max_new_tokens=1)

@@ -24,7 +24,6 @@ def sequence_of(number: int, length: int, priority: int = 0, **options: Any) -> 
 
 
 def start_all(scheduler: Scheduler, *is_held: Any) -> list[int]:
-    """Starts those who may run; gives their numbers."""
     started = []
     while (sequence := scheduler.next_to_start(lambda _: None, *is_held)) is not None:
         sequence.start(CACHE, 0, len(sequence.tokens))
@@ -63,7 +62,6 @@ def test_those_behind_one_that_is_held_get_what_it_leaves_them() -> None:
 
 
 def test_clients_take_turns_within_a_priority() -> None:
-    """Who asks once waits for one request of each other client, not for all of them."""
     scheduler = scheduler_of(1024, most_running=1)
     arrivals = ["a"] * 4 + ["b", "a", "c", "b"]
     for number, client in enumerate(arrivals):

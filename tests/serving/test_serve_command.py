@@ -23,7 +23,6 @@ SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--pol
 
 
 def completion(address: str, body: dict[str, Any]) -> Any:
-    """The open response to a request."""
     request = urllib.request.Request(
         f"{address}/v1/completions",
         json.dumps(body).encode(),
@@ -81,7 +80,6 @@ def test_further_signals_cut_answers_off_with_an_error(
     capsys: pytest.CaptureFixture[str],
     num_signals: int,
 ) -> None:
-    """The client hears of it while the engine is still in a step, however many signals come."""
     announce, choose, listen = command.announce, Sampler.choose, command.stop_on_signals
     stops: list[StopRequest] = []
     is_told = threading.Event()
@@ -178,7 +176,6 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
 def test_a_later_server_finds_prefixes_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same model in the same format; another dtype computes them anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     announce = command.announce
     body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -106,7 +106,6 @@ def test_the_most_is_never_passed(most_tokens: int) -> None:
 
 
 def test_a_slow_minute_is_forgotten() -> None:
-    """The first steps touch memory for the first time; sizes grow all the same afterwards."""
     machine = Machine(seconds(read_all_s=0.3, token_s=0.001))
     usual, machine.seconds_of = machine.seconds_of, lambda n, b: 50.0 + usual(n, b)
     sizes = StepSizes(MOST, 3.0, clock=lambda: machine.now_s)

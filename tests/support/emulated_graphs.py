@@ -16,7 +16,7 @@ from accelerator import WAITS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moe_runtime.memory.device.device import NOT_TOLD
+from moe_runtime.memory.device.cuda_device import NOT_TOLD
 
 # whose name in its package is that of a function
 launching = import_module("moe_runtime.kernels.triton_support")

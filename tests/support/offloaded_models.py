@@ -178,3 +178,20 @@ def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None
     for layer in range(len(expected.layers)):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)
+
+
+def assert_trains_as_in_memory(
+    folder: Path | None,
+    settings: moe_runtime.AdamW,
+    windows: list[list[Tensor]],
+    *,
+    experts_in_memory: float,
+    **options: Any,
+) -> None:
+    """The same parameters to the bit after the same windows."""
+    expected, model = stack(), stack()
+    train_in_memory(expected, windows, settings)
+    training = offloaded(model, settings, folder, experts_in_memory=experts_in_memory, **options)
+    train_offloaded(training, model.loss, windows)
+    assert_same_parameters(training, expected)
+    training.close()

@@ -1,11 +1,4 @@
-"""A Python that has imported torch, transformers and this project before it is started.
-
-A program pays five seconds of a processor for those imports. Here one process pays once for all
-programs of a test run, whichever test process starts them, and each is forked from it. To the test
-it is a program like any other: `warm_python()` stands where `sys.executable` does, in the program
-too, so that its children are forked as well. What is about the start of a program, or about its
-memory, needs the real one.
-"""
+"""A Python that has imported torch, transformers and this project before it is started."""
 
 from __future__ import annotations
 
@@ -44,10 +37,7 @@ WHERE = "MOE_SUITE_WARM_PYTHON"
 
 
 def warm_python() -> str:
-    """The path of an interpreter that knows `-m MODULE`, `-c CODE` and `FILE`.
-
-    Of the options before these, those that do not say where to import from have no effect.
-    """
+    """The path of an interpreter that knows `-m MODULE`, `-c CODE` and `FILE`."""
     return os.environ[WHERE]
 
 

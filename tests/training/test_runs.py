@@ -117,23 +117,18 @@ def test_accumulation_takes_the_same_steps(tmp_path: Path) -> None:
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)
 
 
-def test_bfloat16_follows_float32(tmp_path: Path) -> None:
-    float32, bfloat16 = (
-        losses_of(tmp_path / precision, precision) for precision in ("float32", "bfloat16")
-    )
-    assert float32 != bfloat16
-    # bfloat16 products have relative errors of 2^-9; losses lie near 5
-    assert float32 == pytest.approx(bfloat16, abs=0.05)
-
-
-@pytest.mark.parametrize("is_on", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_caller_s_autocast_changes_nothing(precision: str, is_on: bool, tmp_path: Path) -> None:
+def test_a_caller_s_autocast_changes_nothing(precision: str, tmp_path: Path) -> None:
     """Nor does one that an interrupt left entered: it would keep weights from before an update."""
     alone = losses_of(tmp_path / "alone", precision)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
-        inside = losses_of(tmp_path / "inside", precision)
-    assert inside == alone
+    for is_on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            assert losses_of(tmp_path / f"inside {is_on}", precision) == alone
+    if precision == "bfloat16":
+        float32 = losses_of(tmp_path / "float32", "float32")
+        assert float32 != alone
+        # bfloat16 products have relative errors of 2^-9; losses lie near 5
+        assert float32 == pytest.approx(alone, abs=0.05)
 
 
 def losses_of(folder: Path, precision: str) -> list[float]:
@@ -151,15 +146,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_folder_with_a_run_is_not_overwritten(
+def test_a_finished_run_is_not_overwritten_and_has_nothing_left_to_do(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--resume goes on" in error_of(capsys, finished, "--set", "run.steps=1")
-
-
-def test_a_finished_run_has_nothing_left_to_do(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     before = training_records(finished.parent / "out")
     assert train(finished, "--set", "run.steps=1", "--resume", "--json") == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
@@ -197,17 +187,6 @@ def test_a_run_starts_from_exported_weights(
     assert "no config.json" in error_of(capsys, third, "--set", "run.start_from=texts")
     line = error_of(capsys, third, "--set", start, "--set", "model.moe.top_k=1")
     assert "num_experts_per_tok is 2, this model's is 1" in line
-
-
-def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = finished.parent / "out" / "checkpoints" / "step-00000001.pt"
-    content = checkpoint.read_bytes()
-    for damaged in (content[: len(content) // 2], b"", b"\x00" * 100):
-        checkpoint.write_bytes(damaged)
-        line = error_of(capsys, finished, "--resume", "--set", "run.steps=1")
-        assert "step-00000001.pt" in line
-        assert "damaged" in line
-    checkpoint.write_bytes(content)
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,9 @@ class _Module:
 
     @property
     def weight(self) -> str:
-        """Name of the weight that the model has."""
         return f"{self.name}.weight"
 
     def part(self, suffix: str) -> TensorEntry:
-        """The tensor of the weight with this end."""
         what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
         return part_of(self.entries, self.name, [f".weight{suffix}"], what)
 
@@ -58,7 +56,6 @@ class _Module:
         return self.how.choice(name, known)
 
     def groups(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
         strategy = self.refuse_unless(
             "strategy", ("group", "tensor_group", "channel", "tensor", "block")
         )
@@ -70,7 +67,6 @@ class _Module:
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint."""
     if settings.get("sparsity_config"):
         settings.unsupported("a sparsity_config", "dense weights")
     targets = _targets_of(settings)

@@ -35,15 +35,12 @@ class Settings:
     place: str = CONFIG
 
     def get(self, name: str) -> Any:
-        """A value of any kind."""
         return self.values.get(name)
 
     def text(self, name: str) -> str | None:
-        """A text."""
         return self._checked(name, lambda value: isinstance(value, str), "a name")
 
     def size(self, name: str) -> int | None:
-        """A positive whole number."""
         return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
@@ -60,7 +57,6 @@ class Settings:
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of a block."""
         expected = "two positive whole numbers, rows and columns of a block"
         value = self._checked(name, _is_pair, expected)
         return value and (value[0], value[1])
@@ -127,7 +123,6 @@ class Contents(ExitStack):
     """Reads the few tensors whose content decides how a weight is read; files stay open."""
 
     def __init__(self) -> None:
-        """Opens nothing yet."""
         super().__init__()
         self._files: dict[Path, BinaryIO] = {}
 
@@ -225,29 +220,24 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the weight, as the model has it."""
         sides = (self.num_rows, self.num_cols)
         return self.lead + (sides[::-1] if self.is_transposed else sides)
 
     @property
     def dtype(self) -> str:
-        """Element type of the codes, as safetensors names it."""
         return self.codes.dtype
 
     @property
     def packing(self) -> Packing:
-        """What the parts of each matrix mean."""
         return Packing(self.format, self.num_cols)
 
     @property
     def parts(self) -> dict[str, TensorEntry]:
-        """The tensors that hold the weight."""
         names = ("codes", "scales", "zero_points", "global_scale")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of them all."""
         return sum(entry.num_bytes for entry in self.parts.values())
 
     @property
@@ -262,7 +252,6 @@ class PackedWeight:
 
     @property
     def total_rows(self) -> int:
-        """Rows of all matrices."""
         return math.prod(self.lead) * self.num_rows
 
     def as_model_has(self, values: Tensor) -> Tensor:
@@ -345,7 +334,6 @@ class PackedWeight:
                 yield rows, cols, packing, self._cut(first, last)
 
     def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
-        """Where the parts of some rows or columns lie."""
         is_by_rows, kind = self.along == "rows", self.format
         size = self.num_rows if is_by_rows else self.num_cols
         rows = last - first if is_by_rows else self.num_rows
@@ -460,10 +448,7 @@ def other_groups(
 
 
 def codes_shape(
-    entry: TensorEntry,
-    dtypes: Sequence[str],
-    dims: Sequence[int] = (2, 3),
-    place: str = CONFIG,
+    entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3), place: str = CONFIG
 ) -> tuple[int, ...]:
     """The sizes of codes, which must have one of some types and numbers of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:

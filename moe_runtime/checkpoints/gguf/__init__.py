@@ -148,7 +148,6 @@ def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor
 
 
 def load_tokenizer(file: Path) -> Any:
-    """Makes the tokenizer that a file describes."""
     return make_tokenizer(*_vocabulary_of(file), file)
 
 

@@ -27,8 +27,6 @@ from moe_runtime.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
-
 _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -99,23 +97,21 @@ class Architecture:
     parts: Mapping[str, str]  # of a layer: ggml's names, and those in checkpoints of `transformers`
     sizes: Mapping[str, tuple[str, int]]  # settings that are a size of a part: its name, dimension
     constants: Mapping[str, Any] = field(default_factory=dict)  # settings
-    fields: Mapping[str, str] = field(
-        default_factory=lambda: FIELDS
-    )  # settings, ends of their keys
+    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # settings, ends of keys
     rope: Mapping[str, Any] = field(default_factory=dict)  # constants of extended positions
-    conversions: Callable[[], list[WeightTransform]] = list  # weights in the file to the model's
+    conversions: Callable[[], list[private.WeightTransform]] = list
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface  # the model to such weights
     rotated: float | None = None  # share of a head that positions turn; None: the family's own
     changes: Mapping[str, ValueChange] = field(default_factory=dict)  # by parts; the last norm too
 
 
-def _interleaved_experts() -> list[WeightTransform]:
+def _interleaved_experts() -> list[private.WeightTransform]:
     """gpt-oss: rows of gate and up take turns, and weights are transposed."""
     experts = "mlp.experts"
     gate_up = [f"{experts}.*.{part}_proj" for part in ("gate", "up")]
     merged = [private.MergeModulelist(0), private.Concatenate(1), private.Interleave(1, True)]
 
-    def convert(sources: list[str], target: str, *operations: Any) -> WeightTransform:
+    def convert(sources: list[str], target: str, *operations: Any) -> private.WeightTransform:
         return private.WeightConverter(sources, f"{experts}.{target}", [*operations])
 
     return [
@@ -126,7 +122,7 @@ def _interleaved_experts() -> list[WeightTransform]:
     ]
 
 
-def _turned_heads() -> list[WeightTransform]:
+def _turned_heads() -> list[private.WeightTransform]:
     """Llama's: the two values that an angle turns lie one behind the other in files."""
 
     class OfKeys(private.PermuteForRope):
@@ -198,7 +194,6 @@ ARCHITECTURES = {
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The row of a file's architecture."""
     name = header.name
     if isinstance(name, str) and name in _MADE:
         return _MADE[name](header)
@@ -428,7 +423,6 @@ def glm4moe(header: GgufHeader) -> Architecture:
 
 
 def ernie4_5_moe(header: GgufHeader) -> Architecture:
-    """The row of a file of ERNIE 4.5."""
     parts, head_dim = header.parts, _head_dim(header)
     if (rotated := _rotated(header, head_dim)) != 1:
         header.unsupported("positions that turn all values of a head", f"{rotated} of them")
@@ -451,7 +445,6 @@ def ernie4_5_moe(header: GgufHeader) -> Architecture:
 
 
 def minimax_m2(header: GgufHeader) -> Architecture:
-    """The row of a file of MiniMax-M2."""
     head_dim = _head_dim(header)
     _require_sigmoid(header, otherwise=None)
     own = {
@@ -606,7 +599,6 @@ def _head_dim(header: GgufHeader) -> int:
 
 
 def _rotated(header: GgufHeader, head_dim: int) -> float:
-    """The share of a head's values that positions turn."""
     turned = header.value("rope.dimension_count", head_dim)
     if type(turned) is not int or not 0 < turned <= head_dim:
         header.refuse(f"rope.dimension_count of 1 to {head_dim}", clipped(turned))
@@ -621,7 +613,6 @@ def _require_sigmoid(header: GgufHeader, otherwise: int | None) -> None:
 
 
 def _choice_of_groups(header: GgufHeader) -> dict[str, Any]:
-    """Settings of gates that choose groups of experts first."""
     value = header.value
     return {
         "routed_scaling_factor": value("expert_weights_scale", 0.0) or 1.0,
@@ -635,7 +626,7 @@ _HEADS = ("self_attn.k_b_proj", "self_attn.v_b_proj")
 """Parts of `kv_b_proj`: `[heads, rank, width]` of keys, `[heads, width, rank]` of values."""
 
 
-def _joined_heads() -> list[WeightTransform]:
+def _joined_heads() -> list[private.WeightTransform]:
     """Keys and values of each head one below the other, as `kv_b_proj` has them."""
 
     class OfHeads(private.Concatenate):
@@ -764,7 +755,6 @@ class SplitProjection(nn.Module):
     """
 
     def __init__(self, attention: Any) -> None:
-        """Takes the sizes of a layer of linear attention."""
         super().__init__()
         dim = attention.hidden_size
         self.num_keys = attention.num_k_heads

@@ -52,7 +52,6 @@ class GgufHeader:
 
     @property
     def name(self) -> Any:
-        """The name of the architecture."""
         return self.metadata.get("general.architecture")
 
     @property
@@ -78,7 +77,6 @@ class GgufHeader:
 def refuse(
     file: Path, expected: str, found: str, kind: type[MoERuntimeError] = CheckpointError
 ) -> NoReturn:
-    """Raises an error of a kind that names the file, what was expected and what was found."""
     raise kind(f"{one_line(str(file))}: expected {expected}, found {found}")
 
 
@@ -96,7 +94,6 @@ BLOCK_SIZES = {
 def read_header(
     file: Path, beginning: IO[bytes] | None = None, *, with_texts: bool = False
 ) -> GgufHeader:
-    """Reads and checks the header of one file."""
     try:
         with nullcontext(beginning) if beginning else file.open("rb") as stream:
             return _Reader(file, stream, file.stat().st_size, with_texts).header()

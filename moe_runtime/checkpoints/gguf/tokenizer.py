@@ -207,7 +207,6 @@ class TextVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> TextVocabulary:
-    """Reads the tokens of a file."""
     found = metadata.get("tokenizer.ggml.tokens")
     if not found or not isinstance(found, list) or not isinstance(found[0], str):
         refuse(file, "tokenizer.ggml.tokens, the texts of tokens", "none")
@@ -428,9 +427,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
 
 
 def _tied_runs(
-    vocabulary: TextVocabulary,
-    scores: list[float],
-    ways: Mapping[str, list[tuple[str, str]]],
+    vocabulary: TextVocabulary, scores: list[float], ways: Mapping[str, list[tuple[str, str]]]
 ) -> dict[str, int]:
     """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges."""
     ids, runs = vocabulary.ids, dict[str, int]()

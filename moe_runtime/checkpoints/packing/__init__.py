@@ -76,21 +76,17 @@ class PackedWriter(CheckpointWriter):
         self.expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
 
     def units(self) -> Iterable[list[ExpertKey]]:
-        """Each expert alone."""
         return ([key] for key in sorted(self.experts.layouts))
 
     def file_name(self, number: int, num_files: int) -> str:
-        """Experts and dense weights have files of different names."""
         if number == num_files:
             return "dense.safetensors"
         return f"experts-{number + 1:05}-of-{num_files:05}.safetensors"
 
     def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
-        """One for each expert."""
         return [tensor_name(key.layer, key.expert) for key in keys]
 
     def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
-        """What experts take that could not be smaller."""
         size = sum(self.experts.layouts[key].tensor_bytes for key in keys)
         return int(size * _LEAST_RATIO[self._code])
 
@@ -112,11 +108,9 @@ class PackedWriter(CheckpointWriter):
         file.put(header, 0)
 
     def quantization(self) -> Mapping[str, Any]:
-        """What only this runtime reads."""
         return {"quant_method": QUANT_METHOD, "code": self._code}
 
     def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
-        """The manifest."""
         layers = []
         for layer, module in enumerate(self.experts.modules):
             keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
@@ -176,7 +170,6 @@ class PackSummary:
 
     @property
     def ratio(self) -> float:
-        """Bytes now to bytes before."""
         return self.packed_bytes / self.expert_bytes
 
 
@@ -291,11 +284,4 @@ def _model_of(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-__all__ = [
-    "CODES",
-    "SCHEMES",
-    "MatrixError",
-    "PackSummary",
-    "pack_checkpoint",
-    "staging_of",
-]
+__all__ = ["CODES", "SCHEMES", "MatrixError", "PackSummary", "pack_checkpoint", "staging_of"]

@@ -134,26 +134,21 @@ class QuantizedWriter(CheckpointWriter):
             self._require_names()
 
     def units(self) -> Iterable[list[ExpertKey]]:
-        """Each expert alone, or those of a layer, which share tensors."""
         units: dict[object, list[ExpertKey]] = {}
         for key in self._targets:
             units.setdefault(key.layer if self._is_stacked else key, []).append(key)
         return units.values()
 
     def file_name(self, number: int, num_files: int) -> str:
-        """As transformers names them."""
         return f"model-{number + 1:05}-of-{num_files + 1:05}.safetensors"
 
     def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
-        """Codes, scales and so on."""
         return [field.name for field in self._fields(keys)]
 
     def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
-        """Just what they take."""
         return sum(field.num_bytes for field in self._fields(keys))
 
     def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
-        """Writes codes and scales of each expert where the header has them."""
         tensors = [(f.name, f.dtype, f.shape, f.num_bytes) for f in self._fields(keys)]
         offsets, header = header_of(tensors)
         file.put(header, 0)
@@ -175,7 +170,6 @@ class QuantizedWriter(CheckpointWriter):
             file.notes.append(squares)
 
     def quantization(self) -> Mapping[str, Any]:
-        """What compressed-tensors or gpt-oss says there."""
         modules = [
             name.removesuffix(".weight")
             for name, entry in self.checkpoint.entries.items()
@@ -213,7 +207,6 @@ class QuantizedWriter(CheckpointWriter):
         }
 
     def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
-        """The files and the errors, which stay in `errors` too."""
         self.errors = [*self._errors(notes)]
         errors = [asdict(error) for error in self.errors]
         return json.dumps({**self.settings, "errors": errors, "files": files}, indent=2) + "\n"
@@ -235,7 +228,6 @@ class QuantizedWriter(CheckpointWriter):
         return [*shapes.values(), *{field.name: field for run in runs for field in run}.values()]
 
     def _fields_of(self, target: _Target) -> list[_Field]:
-        """The tensors of a weight."""
         kind, name, (rows, cols) = self._kind, target.name, target.shape
         dtype, width = _DTYPES[kind.scales], SCALES[kind.scales].itemsize
         if self._is_stacked:

@@ -113,7 +113,6 @@ class GrowingFile:
         self.pool = pool
 
     def put(self, content: bytes | memoryview, begin: int) -> None:
-        """Writes a piece, and notes what must be read back."""
         write_at(self._descriptor, content, begin)
         self.pieces.append([begin, len(content), zlib.crc32(content)])
 
@@ -223,7 +222,6 @@ class CheckpointWriter(abc.ABC):
                 self._write_done()
 
     def _write_rest(self) -> None:
-        """Writes what is no expert: dense weights, index, configuration and tokenizer."""
         staging = self._staging
         name = self.file_name(len(self._plan), len(self._plan))
         offsets, header, total = widest_first(self._outside)

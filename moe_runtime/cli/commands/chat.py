@@ -88,10 +88,7 @@ def chat(
     encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])
     with loading_bar() as progress:
         loaded: Any = moe_runtime.load(
-            model,
-            **loading.settings(),
-            max_tokens=max_tokens,
-            progress=progress,
+            model, **loading.settings(), max_tokens=max_tokens, progress=progress
         )
     from moe_runtime.serving.conversation import Conversation
     from moe_runtime.serving.engine import Engine
@@ -186,10 +183,7 @@ class _Terminal:
             rate = (last.new_tokens - 1) / last.decode_s if last.decode_s else None
             speed = "" if rate is None else f", {rate:.2f} tokens/s"
             prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
-            rows += [
-                ("conversation", prompt),
-                ("last answer", f"after {last.ttft_s:.2f} s{speed}"),
-            ]
+            rows += [("conversation", prompt), ("last answer", f"after {last.ttft_s:.2f} s{speed}")]
         rows += runtime_rows(self._loaded.moe.stats())
         print_rows("what the runtime did", rows, to_stderr=True)
 

@@ -1,6 +1,6 @@
 """``moe-runtime doctor``: what this machine offers, and what to do where it falls short."""
 
-import dataclasses
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -18,9 +18,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.config import format_bytes
-
-_MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
-Status = Literal["ok", "note", "problem"]
 
 _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
@@ -32,12 +29,11 @@ _SLOW_DISK_BYTES_PER_S = 500e6
 _LITTLE_MEMORY_BYTES = 2 << 30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was looked at; the advice is empty when there is nothing to do."""
+class Finding(NamedTuple):
+    """One thing that was looked at; a note works and could be better, a problem does not work."""
 
     name: str
-    status: Status
+    status: Literal["ok", "note", "problem"]
     value: str
     advice: str = ""
 
@@ -67,14 +63,14 @@ def doctor(
             {
                 "version": moe_runtime.__version__,
                 "healthy": healthy,
-                "findings": [dataclasses.asdict(finding) for finding in findings],
+                "findings": [finding._asdict() for finding in findings],
             }
         )
     else:
         columns = [("", "left"), ("", "left"), ("", "left")]
         rows = [
             (
-                _MARKS[finding.status],
+                "PROBLEM" if finding.status == "problem" else finding.status,
                 finding.name,
                 f"{finding.value}\n→ {finding.advice}" if finding.advice else finding.value,
             )
@@ -87,37 +83,17 @@ def doctor(
 
 def examine(path: Path, read_bytes: int) -> list[Finding]:
     """Looks at everything that decides whether models run here, and how fast."""
-    return [
-        _python(),
-        _packages(),
-        _processor(),
-        _native_kernel(),
-        _quantised_kernels(),
-        *_accelerators(),
-        _memory(),
-        _disk(path, read_bytes),
-    ]
-
-
-def _finding(name: str, value: str, advice: str = "") -> Finding:
-    """What was found; with advice it could be better."""
-    return Finding(name=name, status="note" if advice else "ok", value=value, advice=advice)
-
-
-def _python() -> Finding:
-    value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    is_tested = sys.platform == "linux"
-    return _finding("python", value, "" if is_tested else "only Linux is tested")
-
-
-def _packages() -> Finding:
-    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    python = _finding("python", system, "" if sys.platform == "linux" else "only Linux is tested")
+    names = (*_REQUIRED, *_OPTIONAL)
+    versions = {name: _version(name) for name in names}
     missing = [name for name in _REQUIRED if versions[name] is None]
+    packages = _finding("packages", ", ".join(f"{n} {v}" for n, v in versions.items() if v))
     if missing:
-        value, advice = f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
-        return Finding(name="packages", status="problem", value=value, advice=advice)
-    listed = (f"{name} {version}" for name, version in versions.items() if version)
-    return _finding("packages", ", ".join(listed))
+        advice = f"pip install {' '.join(missing)}"
+        packages = _finding("packages", f"missing: {', '.join(missing)}", advice, is_problem=True)
+    found = [python, packages, _processor(), _native_kernel(), _quantised_kernels()]
+    return [*found, *_accelerators(), _memory(), _disk(path, read_bytes)]
 
 
 def _version(package: str) -> str | None:
@@ -127,30 +103,27 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _finding(name: str, value: str, advice: str = "", *, is_problem: bool = False) -> Finding:
+    """What was found; with advice it could be better."""
+    return Finding(name, "problem" if is_problem else "note" if advice else "ok", value, advice)
+
+
 def _processor() -> Finding:
-    model, flags = _cpu_model_and_flags()
-    vectors = [flag for flag in _VECTOR_FLAGS if flag in flags]
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    unknown = platform.machine() if facts else platform.processor() or "unknown processor"
+    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    vectors = " ".join(flag for flag in _VECTOR_FLAGS if flag in flags)
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = f"{num_usable or os.cpu_count()} of {os.cpu_count()} threads usable"
-    value = f"{model}; {cores}; {' '.join(vectors) or 'no vector extensions known'}"
+    model = facts.get("model name", unknown)
     is_slow = flags and not flags & {"avx2", "asimd"}
     advice = "without AVX2 the portable kernel runs; decoding will be slow" if is_slow else ""
+    value = f"{model}; {cores}; {vectors or 'no vector extensions known'}"
     return _finding("processor", value, advice)
-
-
-def _cpu_model_and_flags() -> tuple[str, frozenset[str]]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor", frozenset()
-    facts = dict(_split_fact(line) for line in reversed(lines) if ":" in line)
-    flags = facts.get("flags") or facts.get("Features") or ""
-    return facts.get("model name", platform.machine()), frozenset(flags.split())
-
-
-def _split_fact(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
 
 
 def _native_kernel() -> Finding:
@@ -191,33 +164,23 @@ def _accelerators() -> list[Finding]:
         return []
     import torch
 
+    triton = _version("triton")
     if not torch.cuda.is_available():
-        return [_no_gpu(torch.version.cuda), _triton(needed=False)]
+        advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
+        if torch.version.cuda is None:
+            advice = "this torch is built without CUDA; install a CUDA build from pytorch.org"
+        gpu = _finding("gpu", "none; everything runs on the processor")
+        if shutil.which("nvidia-smi") is not None:
+            gpu = _finding("gpu", "installed, but not usable", advice)
+        return [gpu, _finding("triton", triton or "absent; only used with a GPU")]
     names = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        names.append(
-            f"{properties.name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"
-        )
-    return [_finding("gpu", "; ".join(names)), _triton(needed=True)]
-
-
-def _no_gpu(cuda_version: str | None) -> Finding:
-    if shutil.which("nvidia-smi") is None:
-        return _finding("gpu", "none; everything runs on the processor")
-    advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
-    if cuda_version is None:
-        advice = "this torch is built without CUDA; install a CUDA build from pytorch.org"
-    return _finding("gpu", "installed, but not usable", advice)
-
-
-def _triton(*, needed: bool) -> Finding:
-    version = _version("triton")
-    if version is not None or not needed:
-        return _finding("triton", version or "absent; only used with a GPU")
+        name = torch.cuda.get_device_properties(index).name
+        free, total = map(format_bytes, torch.cuda.mem_get_info(index))
+        names.append(f"{name}, {free} of {total} free")
     advice = "GPU experts run through torch; pip install triton for faster kernels"
-    return _finding("triton", "absent", advice)
+    found = _finding("triton", triton or "absent", "" if triton else advice)
+    return [_finding("gpu", "; ".join(names)), found]
 
 
 def _memory() -> Finding:
@@ -246,7 +209,7 @@ def _disk(path: Path, read_bytes: int) -> Finding:
         speed = measure_disk(path, read_bytes=read_bytes)
     except (OSError, ValueError) as error:
         advice = "name a readable file, or a folder that a scratch file may be written to"
-        return Finding(name="disk", status="problem", value=str(error), advice=advice)
+        return _finding("disk", str(error), advice, is_problem=True)
     direct, buffered = speed.direct_bytes_per_s, speed.buffered_bytes_per_s
     direct_text = "not possible" if direct is None else f"{direct / 1e9:.2f} GB/s"
     value = (

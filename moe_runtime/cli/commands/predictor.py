@@ -410,8 +410,5 @@ def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Se
                 loaded, windows, progress=lambda n: progress(f"window {n} of {len(windows)}", 0, 0)
             )
     return Sequences(
-        model=loaded,
-        signature=loaded.moe.facts.signature,
-        routes=routes,
-        hidden_TLD=hidden,
+        model=loaded, signature=loaded.moe.facts.signature, routes=routes, hidden_TLD=hidden
     )

@@ -119,7 +119,12 @@ def serve(
         dry_run: Load the models, show how they would be served, and stop.
         as_json: Log in JSON lines; print the server's address as JSON.
     """
-    _require_packages()
+    absent = [package for package in _NEEDED if not importlib.util.find_spec(package)]
+    if absent:
+        raise UnsupportedModelError(
+            f"the server needs {', '.join(absent)}; install them with "
+            "pip install 'moe-runtime[serve]'"
+        )
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
     disk_bytes = None
@@ -204,15 +209,6 @@ def serve(
         raise typer.Exit(stop.exit_code)
 
 
-def _require_packages() -> None:
-    absent = [name for name in _NEEDED if not importlib.util.find_spec(name)]
-    if absent:
-        raise UnsupportedModelError(
-            f"the server needs {', '.join(absent)}; install them with "
-            "pip install 'moe-runtime[serve]'"
-        )
-
-
 def read_keys(file: Path | None) -> tuple[str, ...]:
     """The keys of a file, one in each line; lines that begin with `#` are comments."""
     if file is None:
@@ -250,12 +246,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         ]
         adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
         print_json(
-            {
-                "address": ready.address,
-                **described[0],
-                "models": described,
-                "adapters": adapters,
-            }
+            {"address": ready.address, **described[0], "models": described, "adapters": adapters}
         )
         return
     from moe_runtime.inference.generation import sampling_words

@@ -212,10 +212,7 @@ def _shortcut_schedules(
         travel_s = (layer.layer_s - layer.compute_s) / 2
         found[num_ranks] = best_shortcut_schedule(
             ShortcutCosts(
-                backbone_s=backbone_s,
-                there_s=travel_s,
-                experts_s=layer.compute_s,
-                back_s=travel_s,
+                backbone_s=backbone_s, there_s=travel_s, experts_s=layer.compute_s, back_s=travel_s
             )
         )
     return found

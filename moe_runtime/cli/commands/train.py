@@ -291,12 +291,7 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def timed_plan(
-    plan: dict[str, Any],
-    folder: Path,
-    *,
-    tokens: int,
-    active_parameters: int,
-    begins: bool = False,
+    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int, begins: bool = False
 ) -> dict[str, Any]:
     """The plan of a step with its time, from the measured speed of the disk and of products.
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.cuda import CUDAGraph
 
 from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
@@ -31,7 +32,7 @@ from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Ro
 from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
-from moe_runtime.memory.device.device import Graph, GraphRecorder
+from moe_runtime.memory.device.cuda_device import CudaRecorder
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.host_tables import (
     HostTables,
@@ -477,7 +478,7 @@ class _OneGraph(ABC):
     def end(self) -> None:
         self._ids_LTK = torch.stack(self._ids) if self._ids else None
 
-    def replay(self, last: Graph) -> bool:
+    def replay(self, last: CUDAGraph) -> bool:
         if not all(map(_is_quiet, self._modules)):
             self.is_over = True
             return False
@@ -489,7 +490,7 @@ class _OneGraph(ABC):
         return count is not None
 
     @abstractmethod
-    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+    def _launch(self, last: CUDAGraph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         """Queues the step; None where it cannot be.
 
         Else what ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
@@ -510,14 +511,14 @@ class ResidentExperts(_OneGraph):
         self._residents = residents
 
     def record(
-        self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
+        self, experts: DeviceExperts, routed: Routed, recorder: CudaRecorder
     ) -> torch.Tensor:
         products = experts.products(routed)
         products.add(self._residents[experts.layer].stack)
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+    def _launch(self, last: CUDAGraph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         self.is_over = not self._store.with_same_residents(self._residents, last.replay)
         return None if self.is_over else partial(_used, self._modules)
 
@@ -538,7 +539,7 @@ class FetchedExperts(_OneGraph):
         self._num_refused = 0
 
     def record(
-        self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
+        self, experts: DeviceExperts, routed: Routed, recorder: CudaRecorder
     ) -> torch.Tensor:
         assert self._store.stacks is not None, "the layer has a stack"
         places, products = self._tables.layers[experts.layer], experts.products(routed)
@@ -553,7 +554,7 @@ class FetchedExperts(_OneGraph):
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+    def _launch(self, last: CUDAGraph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         found = self._tables.launch(last.replay)
         self._num_refused = 0 if found is not None else self._num_refused + 1
         self.is_one_graph = found is not None
@@ -587,7 +588,7 @@ class ExpertsInParts:
         self._tables = {m.layer: upload(np.full((2, m.num_experts), -1, np.int32)) for m in modules}
 
     def record(
-        self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
+        self, experts: DeviceExperts, routed: Routed, recorder: CudaRecorder
     ) -> torch.Tensor:
         tables_2E = self._tables[experts.layer]
         self._layers.append(RecordedLayer(experts, routed, recorder, tables_2E))
@@ -597,7 +598,7 @@ class ExpertsInParts:
         for layer, following in itertools.pairwise(self._layers):
             layer.following = following
 
-    def replay(self, last: Graph) -> bool:
+    def replay(self, last: CUDAGraph) -> bool:
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
@@ -652,7 +653,7 @@ class RecordedLayer:
         self,
         experts: DeviceExperts,
         routed: Routed,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         tables_2E: torch.Tensor,
     ) -> None:
         """Records residents and arrivals; ``tables_2E`` has their slots, filled before a replay."""

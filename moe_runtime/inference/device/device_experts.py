@@ -23,7 +23,7 @@ from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights, QuantizedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
-from moe_runtime.memory.device.device import Device, Event, Told
+from moe_runtime.memory.device.cuda_device import CudaDevice, CudaTold, Event
 from moe_runtime.memory.device.device_layout import (
     CopyPart,
     copy_parts,
@@ -121,7 +121,7 @@ class DeviceExperts(OffloadedExperts):
         return SlottedProducts(*routed, self.num_experts, activation)
 
     def found(
-        self, products: Any, routed: Routed, told: Told, used: Callable[[], Sequence[ExpertKey]]
+        self, products: Any, routed: Routed, told: CudaTold, used: Callable[[], Sequence[ExpertKey]]
     ) -> Found:
         """What a recorded step tells of its choices and their inputs."""
         plans = self._plans(products, routed.hidden_TD, routed.weights_TK)
@@ -305,7 +305,7 @@ def open_device_stores(
     new_policy: Callable[[MemoryPlan], LayerShares],
     experts: dict[str, ExpertMap],
     listeners: Sequence[Any],
-    device: Device,
+    device: CudaDevice,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it. Raises
     CapacityError: memory cannot be had, or not be locked."""
@@ -326,7 +326,7 @@ def open_tiers(
     new_policy: Callable[[MemoryPlan], LayerShares],
     experts: dict[str, ExpertMap],
     listeners: Sequence[Any],
-    device: Device,
+    device: CudaDevice,
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
     """A store of experts in slots of a device, and that of the host's memory below it. Raises
@@ -364,7 +364,7 @@ class DeviceStacks:
     """How kernels take the experts of a layer where they lie in slots of a device. Layers without a
     stack are computed by expert."""
 
-    def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
+    def __init__(self, device: CudaDevice, slab: Slab, experts: ExpertMap) -> None:
         self._device = device
         self._stacks: dict[int, StackedExperts | QuantizedExperts] = {}
         self._taken: dict[tuple[int, torch.dtype], bool] = {}

@@ -1,7 +1,6 @@
-"""How good a predictor is: recall, gate mass, calibration and cost on sequences it never saw.
+"""How good a predictor is: recall, gate mass, calibration and cost on held-out sequences.
 
-Every table comes with a control row: the routing itself, sent through the same measurement, must
-be recalled completely. A measurement that does not find what is there finds nothing.
+The control is the routing itself, sent through the same measurement: its recall must be complete.
 """
 
 import time
@@ -50,8 +49,6 @@ class Recall:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result for one predictor."""
-
     name: str
     recalls: tuple[Recall, ...]
     calibration: tuple[tuple[float, float, int], ...]
@@ -60,7 +57,6 @@ class Evaluation:
     num_tokens: int
 
     def at(self, distance: int) -> Recall:
-        """The recall at one distance."""
         for recall in self.recalls:
             if recall.distance == distance:
                 return recall

@@ -83,8 +83,6 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy at one capacity."""
-
     policy: str
     capacity: float
     num_slots: int

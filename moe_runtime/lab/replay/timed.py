@@ -124,8 +124,6 @@ class LayerCounts:
 
 @dataclass(eq=False)
 class TimedReplay:
-    """The outcome of a timed replay."""
-
     layers: list[LayerCounts]
     total: LayerCounts = field(default_factory=LayerCounts)
     seconds: float = 0.0

@@ -18,11 +18,7 @@ MakePolicy = Callable[[Events], EvictionPolicy[ExpertKey]]
 
 @dataclass(frozen=True, eq=False)
 class DemandReplay:
-    """What a cache without prefetching did, event by event.
-
-    Attributes:
-        hits: ``[N]`` int64, experts of each event that were resident before it.
-    """
+    """What a cache without prefetching did; ``hits`` ``[N]`` counts resident experts."""
 
     workload: Workload
     hits: np.ndarray

@@ -1,8 +1,7 @@
 """What a report says about a trace: measured, replayed and predicted, in a bounded time.
 
-In a trace of training a recorded forward pass is one micro-batch; those with the same `step_update`
-are one optimizer step. Offloaded training fetches an expert once for all micro-batches of a step,
-and keeps in memory those that it uses most.
+In a trace of training a forward pass is one micro-batch; those with the same `step_update` are one
+optimizer step.
 
 Legend: T tokens, S steps, L layers, E experts of a layer, K experts that a token visits.
 """
@@ -33,12 +32,7 @@ _SEQUENCE_TOKENS = 8_000
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """What a report on a trace is asked for.
-
-    Attributes:
-        machine: the modelled machine of bytes and timeline.
-        capacity: share of the experts that fit, for bytes and timeline.
-    """
+    """What a report on a trace is asked for; ``capacity`` is the share of the experts that fit."""
 
     policies: Sequence[str]
     predictors: Sequence[str]
@@ -50,11 +44,7 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingReuse:
-    """What the micro-batches and steps of a training run had in common.
-
-    Attributes:
-        use: ``[L, E]`` share of the steps that asked for each expert.
-    """
+    """What micro-batches and steps had in common; ``use`` ``[L, E]`` is a share of the steps."""
 
     num_steps: int
     num_passes: int

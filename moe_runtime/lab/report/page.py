@@ -1,7 +1,6 @@
 """The page: sections in order, one HTML file that asks the network for nothing, and its charts.
 
-Charts are drawn once. As PNG they stand on white; in a page their ink, grid and surface become CSS
-variables, so that the same drawing is readable on light and dark.
+In a page, ink, grid and surface of charts become CSS variables, for light and dark.
 """
 
 import io
@@ -33,16 +32,12 @@ WIDTH = 9.2
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers behind a drawing."""
-
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One subject of the page."""
-
     name: str
     title: str
     lesson: str
@@ -54,8 +49,6 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A report."""
-
     title: str
     subtitle: str
     facts: Sequence[tuple[str, str]]
@@ -93,7 +86,6 @@ def _with_code(text: str) -> "Markup":
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes the page."""
     text = render(page)
     with named_failure(path, "report"):
         write_text(path, text)

@@ -23,12 +23,7 @@ _OPTIONAL = ("ttft_s", "decode_tokens_per_s")
 
 @dataclass(frozen=True, kw_only=True)
 class RunStats:
-    """The statistics of one run.
-
-    Attributes:
-        numbers: counts, bytes and seconds under the names that ``run --json`` gives them; what the
-            run did not know is absent.
-    """
+    """The statistics of one run, under the names of ``run --json``."""
 
     model: str
     policy: str

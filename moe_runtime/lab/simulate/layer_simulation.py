@@ -1,7 +1,6 @@
 """Predicts the time of one expert-parallel layer: all-to-all, experts, all-to-all, in chunks.
 
-Every rank is a processor (or shares one) and two links (within its machine, to others); every chunk
-of rows is a dispatch, an expert computation and a combine, tied together as the runtime does it. A
+Every rank is a processor (or shares one) and two links: within its machine, and to others. A
 collective starts on a rank when all ranks that take part have got there.
 
 Legend: P ranks, N machines, M ranks of a machine (P = N * M).
@@ -21,8 +20,6 @@ FREE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SimulatedTimeline:
-    """When every task ran."""
-
     start_s: np.ndarray
     finish_s: np.ndarray
     resource: np.ndarray
@@ -113,8 +110,6 @@ class LayerWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSchedule:
-    """How communication and computation are interleaved."""
-
     degree: int = 1
     hierarchical: bool = False
     is_local_first: bool = False
@@ -127,8 +122,6 @@ class LayerSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPrediction:
-    """Predicted times of one layer."""
-
     layer_s: float
     compute_s: float
     exposed_s: float
@@ -326,8 +319,6 @@ class ShortcutCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortcutSchedule:
-    """One place of the experts."""
-
     position: int
     block_s: float
     exposed_s: float

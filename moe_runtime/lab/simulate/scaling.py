@@ -1,7 +1,4 @@
-"""Sweeps of the layer simulator: ranks, chunking degrees, hierarchy, placements, stragglers.
-
-A machine, with its measured links and rates, is a TOML file.
-"""
+"""Sweeps of the layer simulator over ranks, degrees and placements; machines in TOML."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +65,6 @@ class Imbalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """One simulated layer."""
-
     num_ranks: int
     hierarchical: bool
     degree: int

@@ -354,10 +354,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
 
 
 class JournalWriter:
-    """Appends blocks to a new file next to a trace, which no other process can write meanwhile.
-
-    What a killed process left of its journal gets another name.
-    """
+    """Appends blocks to a new file next to a trace; no other process can write it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -375,7 +372,6 @@ class JournalWriter:
             return self._output.write_at(at, frame if at else _MAGIC + frame)
 
     def remove(self) -> None:
-        """Closes and deletes the file."""
         self._output.discard()
 
 

@@ -1,7 +1,4 @@
-"""What predictors and policies learned of a model, in files: trained ones, and the user's cache.
-
-A file is one ``.npz`` of plain arrays with a JSON header; nothing is unpickled.
-"""
+"""What predictors and policies learned, as ``.npz`` files of plain arrays with a JSON header."""
 
 import contextlib
 import dataclasses
@@ -30,8 +27,6 @@ _DTYPES = {"|u1", "<u2", "<i8", "<f4", "<f8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """One kind of such files."""
-
     format: str
     version: int
     owner: str

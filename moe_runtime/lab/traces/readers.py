@@ -1,8 +1,4 @@
-"""Reads routing that other programs recorded, as a trace.
-
-Every file is judged before it is used: nothing is unpickled, sizes are limited, and what does not
-fit together is one ``CheckpointError`` with one line.
-"""
+"""Reads routing that other programs recorded; what does not fit together is a one-line error."""
 
 import contextlib
 import json

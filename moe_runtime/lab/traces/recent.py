@@ -1,7 +1,6 @@
 """The latest routing of a model, kept between runs in the user's cache: what `auto` replays.
 
-Only tokens that are decoded are kept: a prompt visits nearly every expert and streams past the
-cache.
+Only decoded tokens are kept: a prompt visits nearly every expert and streams past the cache.
 """
 
 import contextlib

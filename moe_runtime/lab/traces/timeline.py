@@ -1,8 +1,6 @@
-"""A timeline of a run in the Chrome trace format, which Perfetto and chrome://tracing show.
+"""A timeline of a run in the Chrome trace format (a JSON array of "X" events), for Perfetto.
 
-The file is the format's JSON array of complete events ("X"). While a run goes on it lies beside
-its place as ``NAME.part``; viewers also read that after a crash, without its closing bracket. Times
-are microseconds since the start.
+While a run goes on it is ``NAME.part``, which viewers read as well. Times are microseconds.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""CUDA and ROCm devices as tiers use them."""
+"""What a tier needs of a CUDA or ROCm device: memory, and copies into it that overlap with
+computation."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,10 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.memory.device.device import NOT_TOLD, Device
 from moe_runtime.memory.reads import Priority
 
+NOT_TOLD = -(2**31)
+"""In place of a number that a graph has not written yet."""
 _LOOKS = 256
 """Looks at what a graph tells, between two questions whether it has ended."""
 PAGE_BYTES = 4096
@@ -32,8 +34,17 @@ PIN_BYTES = 2**30
 """Host memory is registered in parts of about this size, which fail early and name a limit."""
 
 
+class Event(Protocol):
+    """A place in a stream of a device's work: ``query`` says whether the device has come this far,
+    ``synchronize`` waits until it has, and raises what failed on the way."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 class CudaCopy:
-    """Events of CUDA around a copy."""
+    """Events of CUDA around a copy into a slot."""
 
     def __init__(self, begun: torch.cuda.Event, done: torch.cuda.Event) -> None:
         self.begun, self.done = begun, done
@@ -45,6 +56,8 @@ class CudaCopy:
         self.done.synchronize()
 
     def seconds_after(self, before: CudaCopy | None) -> float:
+        """Seconds for which the copy had the link, less the time of the copy that ended before
+        it."""
         took_ms = self.begun.elapsed_time(self.done)
         if before is not None:
             took_ms = min(took_ms, before.done.elapsed_time(self.done))
@@ -52,7 +65,8 @@ class CudaCopy:
 
 
 class CudaTold:
-    """Locked memory that a graph copies to. The host polls it: cheaper than an event."""
+    """Locked memory that a graph copies to in the middle of each replay: integers ``numbers``, and
+    ``values`` of any type, valid until ``forget``. The host polls it: cheaper than an event."""
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
@@ -72,6 +86,7 @@ class CudaTold:
             raise RuntimeError("a graph has ended and did not tell the host what it had to")
 
     def settle(self) -> None:
+        """Waits until no replay that was queued before will write here."""
         num_looks = 0
         while not self.query():
             num_looks += 1
@@ -80,6 +95,7 @@ class CudaTold:
             select.select((), (), (), 0)  # threads that copy have their turn; a sleep takes longer
 
     def forget(self) -> None:
+        """Clears the numbers before a replay, once it has settled."""
         self._stream = self._device.computing_here()
         self._looked_at.fill(NOT_TOLD)
 
@@ -88,7 +104,8 @@ class CudaTold:
 
 
 class CudaRecorder:
-    """CUDA graphs with memory of their own."""
+    """Records the work that is queued within a ``with`` block, in one or several CUDA graphs, which
+    share memory of their own: they are replayed one after another, in their order."""
 
     def __init__(
         self, device: CudaDevice, stream: torch.cuda.Stream, beside: torch.cuda.Stream
@@ -114,6 +131,8 @@ class CudaRecorder:
             self._within.__exit__(None, None, None)
 
     def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> CudaTold:
+        """Has the graph copy integers above ``NOT_TOLD`` and values to the host, in parallel with
+        what follows."""
         self._sources += (sources := [one.contiguous() for one in (*values, numbers)])
         told = CudaTold(self._device, numbers, *values)
         self._beside.wait_stream(self._stream)
@@ -124,11 +143,13 @@ class CudaRecorder:
         return told
 
     def cut(self) -> torch.cuda.CUDAGraph:
+        """Ends a graph, and begins the next one."""
         done = self.end()
         self._begin()
         return done
 
     def end(self) -> torch.cuda.CUDAGraph:
+        """Ends the last graph; RuntimeError where there was work that cannot be recorded."""
         graph = self._graph
         assert graph is not None
         if self._sources:
@@ -154,8 +175,9 @@ class CudaRecorder:
 
 
 class CudaDevice:
-    """A CUDA or ROCm device. Streams are made once, since cuBLAS keeps memory for each stream it
-    was used on. The host waits for no computation here; copies do, on the device."""
+    """A CUDA or ROCm device, whose methods may be called from several threads. Streams are made
+    once, since cuBLAS keeps memory for each stream it was used on. The host waits for no
+    computation here; copies do, on the device."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
@@ -172,6 +194,7 @@ class CudaDevice:
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, ``uint8``; CapacityError where there is not so much."""
         try:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
         except torch.OutOfMemoryError:
@@ -184,12 +207,15 @@ class CudaDevice:
         return memory
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """Locks host memory of slots until it goes; CapacityError where the system refuses."""
         pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
 
     def reads_host(self, memory: torch.Tensor) -> bool:
+        """Whether kernels can read pinned host memory at its addresses on the host."""
         return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
+        """The caller's current stream computes from slots from now on; returns its number."""
         number: int = torch._C._cuda_getCurrentRawStream(self._index)
         if number not in self._computing:
             stream = torch.cuda.current_stream(self.place)
@@ -202,6 +228,8 @@ class CudaDevice:
     def upload(
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Numbers on the device, in ``into`` or new memory, for work queued on the current stream.
+        New memory may be written to in any inference mode. The source may change afterwards."""
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
@@ -212,6 +240,9 @@ class CudaDevice:
     def download(
         self, numbers: torch.Tensor, *, is_kept: bool = False
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Copies numbers to host memory behind what the current stream has queued, without waiting;
+        they are there behind the event. Nothing writes them again where ``is_kept``: later work
+        need not wait for the copy."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied, here = torch.cuda.Event(), self.computing_here()
         if not is_kept:
@@ -226,13 +257,16 @@ class CudaDevice:
         return found, copied
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the host on the device, for work queued on the current stream."""
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values).to(self.place, non_blocking=True)
 
-    def wait_here(self, event: CudaCopy) -> None:
+    def wait_here(self, event: Any) -> None:
+        """The caller's current stream waits for a ``copy``; the host does not."""
         self.computing_here().wait_event(event.done)
 
     def vacate(self, *slots: torch.Tensor, still: Sequence[Any] = ()) -> list[Any]:
+        """Events of all queued work that may still read these slots, and those in ``still``."""
         return [*(stream.record_event() for stream in tuple(self._computing.values())), *still]
 
     def copy(
@@ -241,6 +275,9 @@ class CudaDevice:
         after: Sequence[Any],
         priority: Priority,
     ) -> CudaCopy:
+        """Queues copies of ``uint8`` pairs from the host into vacated slots, behind the events of
+        ``vacate``. The sources must stay unchanged until the returned event, and nothing may read
+        the targets before it."""
         stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
         begun = torch.cuda.Event(enable_timing=True)
         for event in after:
@@ -251,6 +288,8 @@ class CudaDevice:
         return CudaCopy(begun, done)
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+        """Queues copies from the device to pinned host memory, behind all work queued so far.
+        Neither side may be changed before the returned event."""
         done = torch.cuda.Event(blocking=True)
         self.compute_here()
         for event in self.vacate():
@@ -260,6 +299,7 @@ class CudaDevice:
         return done
 
     def drain(self) -> None:
+        """Waits until no copy writes any more: for where an exception left one under way."""
         for stream in (*self._copies.values(), self._back):
             stream.synchronize()
 
@@ -279,10 +319,11 @@ class CudaDevice:
                 target.copy_(source, non_blocking=True)
 
     def record(self) -> CudaRecorder:
+        """Records what the caller queues, instead of computing it."""
         return CudaRecorder(self, self._recording, self._telling)
 
 
-def open_device(place: torch.device) -> Device:
+def open_device(place: torch.device) -> CudaDevice:
     """The device of a place that is not the CPU; ValueError where it is neither CUDA nor ROCm."""
     if place.type != "cuda":
         raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")

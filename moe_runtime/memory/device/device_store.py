@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.cuda_device import CudaDevice, Event
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.store import Entry, Lease, is_resident
 from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
@@ -164,7 +164,7 @@ class DeviceStore(TierStore[W]):
         host_tables: of experts that steps read in the host's memory.
     """
 
-    def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, device: CudaDevice, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
         self.stacks: Any = None

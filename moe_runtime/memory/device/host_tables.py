@@ -20,7 +20,7 @@ import torch
 
 from moe_runtime.errors import CLOSED, MoERuntimeError
 from moe_runtime.kernels.expert_fetch import FetchTables
-from moe_runtime.memory.device.device import Event
+from moe_runtime.memory.device.cuda_device import Event
 from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.reads import Priority

@@ -14,11 +14,7 @@ from moe_runtime.parallel.communication.watch import check_agreement
 
 
 def require_same(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Compares texts by name between processes; a collective call with the same names everywhere.
-
-    Raises:
-        RankFailureError: A process has another text, or another number of them.
-    """
+    """Compares texts by name between processes; a collective call, with the same names."""
     sums = [(f"{name} (its checksum)", zlib.crc32(text.encode())) for name, text in facts.items()]
     named = [("the facts to compare (their number)", len(facts)), *sums]
     # A fixed number of columns, so that versions with other facts can be compared at all.

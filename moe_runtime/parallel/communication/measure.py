@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -60,19 +61,12 @@ def time_exchanges(
     return measured
 
 
-def measure_link(
-    transport: Transport,
-    *,
-    sizes: Sequence[int] = SIZES,
-    repeats: int = 5,
-    device: torch.device | str = "cpu",
-    clock: Callable[[], float] = time.perf_counter,
-) -> Link:
+def measure_link(transport: Transport, **options: Any) -> Link:
     """Latency and bandwidth of an exchange between all ranks, the same on all of them.
 
     A collective call; arguments as of `time_exchanges`. The slowest rank's time of a size counts.
     """
-    measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device, clock=clock)
+    measured = time_exchanges(transport, **options)
     own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])
     theirs_PN = transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous())
     slowest_N = theirs_PN.amax(dim=0).tolist()

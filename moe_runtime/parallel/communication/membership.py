@@ -34,9 +34,6 @@ def open_group(
     """Makes a gloo group of the processes that call this with the same store and name.
 
     Returns when all of them have come. A name is used once in the life of the store.
-
-    Raises:
-        RankFailureError: A process did not come.
     """
     own = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
         name, store

@@ -7,7 +7,8 @@ Shape suffixes: P ranks, C chunks, N numbers, R rows, D model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -228,20 +229,8 @@ class HierarchicalTransport:
 class _TwoSteps:
     """The first step is under way; `wait` starts the second one."""
 
-    def __init__(self, finish: FinishRows) -> None:
-        self._finish: FinishRows | None = finish
-        self._rows: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._finish is not None:
-            self._rows = self._finish()
-            self._finish = None
-        assert self._rows is not None
-        return self._rows
-
-
-class FinishRows(Protocol):
-    def __call__(self) -> Tensor: ...
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self.wait = functools.cache(finish)
 
 
 def _swap_blocks(rows_RD: Tensor, sizes_AB: Tensor) -> Tensor:

@@ -212,11 +212,7 @@ class CollectiveMonitor:
     """Waits for the collectives of one process group, `timeout_s` at most."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Leaves this process's address in the store.
-
-        Raises:
-            ValueError: The timeout is not positive, or this process is not in the group.
-        """
+        """Leaves this process's address in the store."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         if not isinstance(group, dist.ProcessGroup):
@@ -276,9 +272,6 @@ class CollectiveMonitor:
 
         FSDP2, `DTensor`s and checkpoints wait as long as the backend lets them, which
         `backend_limit` makes shorter than `timeout_s`. All ranks enter the block.
-
-        Raises:
-            RankFailureError: A rank died or stalled.
         """
         self._step += 1
         started = time.monotonic()
@@ -294,10 +287,6 @@ class CollectiveMonitor:
         """Waits for a collective, and watches for ended processes.
 
         An ended process is no error at once: it may have done its part of this collective.
-
-        Raises:
-            RankFailureError: It failed, took longer than `timeout_s`, or a process has ended and
-                what is missing does not come soon.
         """
         if not on_cpu:
             # Puts a dependency on the stream; the backend has a watchdog of its own.
@@ -478,11 +467,7 @@ class PendingRows:
 
 
 def check_agreement(what: Iterable[tuple[str, int]], theirs_PN: Tensor, rank: int) -> None:
-    """Compares this rank's numbers with `[P, N]` int64 those of all ranks, on the CPU.
-
-    Raises:
-        RankFailureError: Some rank has other numbers.
-    """
+    """Compares this rank's numbers with `[P, N]` int64 those of all ranks, on the CPU."""
     names, own = zip(*what, strict=True)
     differs = theirs_PN != torch.tensor(own, dtype=torch.int64)
     if not bool(differs.any()):

@@ -54,7 +54,7 @@ class Fp8Wire:
 
     def encode(self, rows_RD: Tensor) -> Tensor:
         num_rows, width = rows_RD.shape
-        num_groups = _num_groups(width)
+        num_groups = -(-width // GROUP_COLUMNS)
         padded = torch.nn.functional.pad(
             rows_RD.to(torch.float32), (0, num_groups * GROUP_COLUMNS - width)
         ).view(num_rows, num_groups, GROUP_COLUMNS)
@@ -71,10 +71,6 @@ class Fp8Wire:
         # a copy even where the columns are contiguous, as one row's are: they may begin at any byte
         scales = sent[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return (values * scales.repeat_interleave(GROUP_COLUMNS, dim=1)[:, :width]).to(dtype)
-
-
-def _num_groups(width: int) -> int:
-    return -(-width // GROUP_COLUMNS)
 
 
 def wires(name: WireName) -> tuple[Wire, Wire]:

@@ -4,10 +4,4 @@ from moe_runtime.research.elastic.member import ElasticRequest
 from moe_runtime.research.elastic.service import ChangeReport, ElasticService
 from moe_runtime.research.elastic.worker import run_worker, start_local_workers
 
-__all__ = [
-    "ChangeReport",
-    "ElasticRequest",
-    "ElasticService",
-    "run_worker",
-    "start_local_workers",
-]
+__all__ = ["ChangeReport", "ElasticRequest", "ElasticService", "run_worker", "start_local_workers"]

@@ -91,11 +91,7 @@ class Change:
 
 
 def decide(store: Store, change: Change) -> bool:
-    """Whether the ranks may switch now: all are ready; for rank 0 to call now and then.
-
-    Raises:
-        RankFailureError: some rank cannot; all of them give the change up.
-    """
+    """Whether the ranks may switch now: all are ready; for rank 0 to call now and then."""
     prefix = f"epoch/{change.epoch}"
     if store.check([f"{prefix}/failed"]):
         store.set(f"{prefix}/abandoned", "")

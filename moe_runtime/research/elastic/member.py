@@ -194,9 +194,6 @@ class Member:
         did.
 
         `decides` on rank 0 at the start.
-
-        Raises:
-            RankFailureError: this process decides, and some rank cannot be made ready.
         """
         preparation = ChangePreparation(
             change, rank, self._spread.pages, self._store, timeout_s=self._timeout_s
@@ -217,9 +214,6 @@ class Member:
     def serve(self, orders: Orders | None = None) -> None:
         """Generates until this rank has left the group or the service ends; `orders` on rank 0
         only.
-
-        Raises:
-            RankFailureError: another rank died or stalled.
         """
         while self._step(orders):
             pass

@@ -67,12 +67,7 @@ class ExpertPages:
         return aligned_bytes(self._layouts[key].slot_bytes)
 
     def read(self, keys: Collection[ExpertKey]) -> dict[ExpertKey, torch.Tensor]:
-        """Reads experts from the checkpoint into new pages, which `switch_epoch` puts into use.
-
-        Raises:
-            CheckpointError: one cannot be read.
-            CapacityError: the memory cannot be had.
-        """
+        """Reads experts from the checkpoint into new pages, which `switch_epoch` puts into use."""
         if not keys:
             return {}
         source = ExpertSource({key: self._layouts[key] for key in keys})
@@ -86,11 +81,7 @@ class ExpertPages:
     def switch_epoch(
         self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]
     ) -> None:
-        """Makes these experts the ones that are here; the memory of all others is freed.
-
-        Raises:
-            ValueError: one of them is neither here nor among the arrivals; then nothing changes.
-        """
+        """Makes these experts the ones that are here; the memory of all others is freed."""
         wanted = set(keys)
         missing = wanted - self._pages.keys() - arrivals.keys()
         if missing:
@@ -167,9 +158,6 @@ class SpreadExperts:
         """`[T * K, D]` outputs for each choice of this rank's tokens; a collective call.
 
         T may be 0, and differ between ranks; ids of no expert give rows of zeros.
-
-        Raises:
-            RankFailureError: a rank died, stalled, or is at another layer.
         """
         epoch = self.epoch
         transport, num_ranks = epoch.transport, epoch.transport.size
@@ -275,12 +263,7 @@ class SpreadModel:
 
 
 def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "auto") -> SpreadModel:
-    """Loads everything but the routed experts, on the CPU.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged or incomplete.
-        UnsupportedModelError: its model is not one that can be spread.
-    """
+    """Loads everything but the routed experts, on the CPU."""
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
     set_up_libraries(checkpoint.dtype)

@@ -66,7 +66,7 @@ class _Served:
 
 
 @dataclass(eq=False)
-class _PendingResize:
+class _Resize:
     """A change that was asked for.
 
     `num_ranks` None keeps their number; `algorithm` None moves as few experts as possible;
@@ -79,12 +79,7 @@ class _PendingResize:
     num_replicas: int = 0
     asked_s: float = field(default_factory=time.monotonic)
     reports: dict[int, np.ndarray] | None = None
-
-
-@dataclass(eq=False)
-class _Pending:
-    resize_request: _PendingResize
-    change: Change
+    change: Change = field(init=False)
     ready_s: float = 0.0
     num_moved_requests: int = 0
 
@@ -100,12 +95,12 @@ class Coordinator:
         self._members = members
         self._timeout_s = timeout_s
         self._epoch = 0
-        self._commands: queue.SimpleQueue[_Served | _PendingResize | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Served | _Resize | None] = queue.SimpleQueue()
         self._served: dict[int, _Served] = {}
         self._ranks_of_requests: dict[int, int] = {}
         self._waiting: deque[int] = deque()
-        self._resize_requests: deque[_PendingResize] = deque()
-        self._pending: _Pending | None = None
+        self._resizes: deque[_Resize] = deque()
+        self._pending: _Resize | None = None
         self._loads_LE = np.zeros((placement.num_layers, placement.num_experts))
         self._num_requests = 0
         self._is_closing = False
@@ -124,10 +119,10 @@ class Coordinator:
         return served.future
 
     def change(self, **options: Any) -> Future[ChangeReport]:
-        """Queues a change; options as in `_PendingResize`."""
-        resize_request = _PendingResize(_running_future(), **options)
-        self._commands.put(resize_request)
-        return resize_request.future
+        """Queues a change; options as in `_Resize`."""
+        asked = _Resize(_running_future(), **options)
+        self._commands.put(asked)
+        return asked.future
 
     def close(self, *, at_once: bool) -> None:
         """Ends the service, when everything that was asked for is done or with the next step."""
@@ -137,21 +132,18 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """Fails everything that waits: the service is broken."""
         self._take_commands(wait_s=0)
-        resize_requests = [
-            *self._resize_requests,
-            *([self._pending.resize_request] if self._pending else []),
-        ]
-        for future in [one.future for one in (*self._served.values(), *resize_requests)]:
+        resizes = [*self._resizes, *([self._pending] if self._pending else [])]
+        for future in [one.future for one in (*self._served.values(), *resizes)]:
             future.set_exception(error)
         self._served.clear()
-        self._resize_requests.clear()
+        self._resizes.clear()
         self._pending = None
 
     def write(self) -> Mapping[int, dict[str, Any]]:
         """The orders of this step, by rank."""
         if self._pending is not None and self._pending.ready_s:
             self._finish_change()
-        is_idle = not (self._served or self._pending or self._resize_requests or self._is_closing)
+        is_idle = not (self._served or self._pending or self._resizes or self._is_closing)
         self._take_commands(wait_s=POLL_S if is_idle else 0)
         if self._is_closing and self._gives_up:
             self.fail(RankFailureError("the service was ended before this was done"))
@@ -160,7 +152,7 @@ class Coordinator:
         self._assign(orders)
         if self._pending is not None:
             self._watch_change(orders)
-        elif self._resize_requests:
+        elif self._resizes:
             self._begin_change(orders)
         elif self._is_closing and not self._served:
             for rank in range(self.num_ranks):
@@ -179,12 +171,8 @@ class Coordinator:
             served = self._served.pop(number)
             del self._ranks_of_requests[number]
             served.future.set_result(tuple(served.tokens))
-        if (
-            "loads" in report
-            and self._resize_requests
-            and self._resize_requests[0].reports is not None
-        ):
-            self._resize_requests[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
+        if "loads" in report and self._resizes and self._resizes[0].reports is not None:
+            self._resizes[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
 
     def _take_commands(self, *, wait_s: float) -> None:
         try:
@@ -192,8 +180,8 @@ class Coordinator:
             while True:
                 if command is None:
                     self._is_closing = True
-                elif isinstance(command, _PendingResize):
-                    self._resize_requests.append(command)
+                elif isinstance(command, _Resize):
+                    self._resizes.append(command)
                 else:
                     self._served[self._num_requests] = command
                     self._waiting.append(self._num_requests)
@@ -216,33 +204,34 @@ class Coordinator:
             orders[rank].setdefault("requests", []).append((number, asked))
 
     def _begin_change(self, orders: dict[int, dict[str, Any]]) -> None:
-        resize_request = self._resize_requests[0]
-        if resize_request.algorithm is not None and not self._has_loads(resize_request, orders):
+        asked = self._resizes[0]
+        if asked.algorithm is not None and not self._has_loads(asked, orders):
             return
         members = self._members
-        missing = (resize_request.num_ranks or 0) - len(members)
+        missing = (asked.num_ranks or 0) - len(members)
         if missing > 0:
             standing_by = self._standing_by()
             if len(standing_by) < missing:
-                if time.monotonic() - resize_request.asked_s > self._timeout_s:
-                    self._resize_requests.popleft().future.set_exception(
+                if time.monotonic() - asked.asked_s > self._timeout_s:
+                    self._resizes.popleft().future.set_exception(
                         RankFailureError(
                             f"{missing} more processes are needed for "
-                            f"{resize_request.num_ranks} ranks, but "
+                            f"{asked.num_ranks} ranks, but "
                             f"{len(standing_by)} stand by after {self._timeout_s:g} s"
                         )
                     )
                 return
             members += tuple(standing_by[:missing])
-        self._resize_requests.popleft()
+        self._resizes.popleft()
         try:
-            placement = self._place(resize_request)
+            placement = self._place(asked)
         except ValueError as error:
-            resize_request.future.set_exception(error)
+            asked.future.set_exception(error)
             return
         change = Change.between(self._epoch + 1, members, self.placement, placement)
         self._epoch += 1
-        self._pending = _Pending(resize_request, change)
+        asked.change = change
+        self._pending = asked
         text = change.to_json()
         for rank in range(self.num_ranks):
             orders[rank]["prepare"] = text
@@ -250,33 +239,33 @@ class Coordinator:
             num_calls = self._store.add(f"calls/{number}", 1)
             self._store.set(f"call/{number}/{num_calls - 1}", text)
 
-    def _has_loads(self, resize_request: _PendingResize, orders: dict[int, dict[str, Any]]) -> bool:
+    def _has_loads(self, asked: _Resize, orders: dict[int, dict[str, Any]]) -> bool:
         """Asks all ranks for their counts, once, and adds them up when they have come."""
-        if resize_request.reports is None:
-            resize_request.reports = {}
+        if asked.reports is None:
+            asked.reports = {}
             for rank in range(self.num_ranks):
                 orders[rank]["loads"] = True
             return False
-        if len(resize_request.reports) < self.num_ranks:
+        if len(asked.reports) < self.num_ranks:
             return False
-        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(resize_request.reports.values())
+        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(asked.reports.values())
         return True
 
     def _standing_by(self) -> list[int]:
         joined = self._store.add("joined", 0)
         return [number for number in range(1, joined + 1) if number not in self._members]
 
-    def _place(self, resize_request: _PendingResize) -> Placement:
-        num_ranks = self.num_ranks if resize_request.num_ranks is None else resize_request.num_ranks
-        if resize_request.algorithm is None:
+    def _place(self, asked: _Resize) -> Placement:
+        num_ranks = self.num_ranks if asked.num_ranks is None else asked.num_ranks
+        if asked.algorithm is None:
             return resize(self.placement, num_ranks, self._loads_LE)
         devices = Devices(num_nodes=1, gpus_per_node=num_ranks)
-        slots = self.placement.num_experts + resize_request.num_replicas
+        slots = self.placement.num_experts + asked.num_replicas
         wanted = place_experts(
-            resize_request.algorithm,
+            asked.algorithm,
             RoutingProfile.from_loads(self._loads_LE),
             devices,
-            num_replicas=resize_request.num_replicas + -slots % num_ranks,
+            num_replicas=asked.num_replicas + -slots % num_ranks,
         )
         return keep_in_place(self.placement, wanted, devices, rename="devices")
 
@@ -291,7 +280,7 @@ class Coordinator:
             for rank in range(self.num_ranks):
                 orders[rank]["abandon"] = True
             self._pending = None
-            pending.resize_request.future.set_exception(
+            pending.future.set_exception(
                 RankFailureError(f"the change was given up, the service goes on as it was: {error}")
             )
             return
@@ -312,12 +301,12 @@ class Coordinator:
         """The first orders in the new epoch: the switch has taken place."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        pending.resize_request.future.set_result(
+        pending.future.set_result(
             ChangeReport(
                 num_ranks=self.num_ranks,
                 num_transfers=len(pending.change.transfers),
                 num_moved_requests=pending.num_moved_requests,
-                prepare_s=pending.ready_s - pending.resize_request.asked_s,
+                prepare_s=pending.ready_s - pending.asked_s,
                 switch_s=time.monotonic() - pending.ready_s,
             )
         )

@@ -127,19 +127,12 @@ def _device_loads(
 
 
 def reshard(
-    loads_LE: Sequence[Sequence[float]],
-    *,
-    num_devices: int,
-    devices_per_node: int,
-    num_copied: int,
+    loads_LE: Sequence[Sequence[float]], *, num_devices: int, devices_per_node: int, num_copied: int
 ) -> list[list[int]]:
     """`owner[layer][expert]`: the same number of experts for every device (Hecate's algorithm 2).
 
     The hottest `num_copied` experts of a layer are copied anyway, so their owners do not matter;
     the others are balanced within their layer.
-
-    Raises:
-        ValueError: The experts of all layers do not divide by the devices.
     """
     _check_nodes(num_devices, devices_per_node)
     total = sum(len(loads_E) for loads_E in loads_LE)

@@ -23,7 +23,7 @@ from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rows import SPREAD, tie_rows
-from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange
+from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing
 
@@ -128,7 +128,7 @@ class PendingParameters:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._pending: list[list[PendingSlots]] = [[] for _ in parameters]
+        self._pending: list[list[Callable[[], Tensor]]] = [[] for _ in parameters]
         self.num_empty = 0
 
     def add(self, wave: SlotExchange) -> None:
@@ -142,7 +142,7 @@ class PendingParameters:
             torch.cat(
                 [
                     parameter,
-                    *(part.wait() for part in pending),
+                    *(wait() for wait in pending),
                     parameter.new_zeros((self.num_empty, *parameter.shape[1:])),
                 ]
             )
@@ -186,13 +186,13 @@ def sparse_expert_parallel(
     def compute(rows_RD: Tensor, counts_X: Tensor) -> Tensor:
         if again is None:
             return experts(rows_RD, counts_X, materialised)
-        rows_RD = _Forget.apply(rows_RD, again)  # pyright: ignore[reportAssignmentType]
+        rows_RD = _Backwards.apply(rows_RD, again.forget)  # pyright: ignore[reportAssignmentType]
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             y_RD = experts(rows_RD, counts_X, materialised)
         if rows_RD.shape[0] == 0:
             y_RD = tie_rows(y_RD, rows_RD, *materialised)
         again.num_stages += 1
-        return _Fetch.apply(y_RD, again)  # pyright: ignore[reportReturnType]
+        return _Backwards.apply(y_RD, again.fetch)  # pyright: ignore[reportReturnType]
 
     y_TD = expert_parallel(
         x_TD,
@@ -206,7 +206,7 @@ def sparse_expert_parallel(
         wire=wire,
     )
     if again is not None:
-        again.release_forward()
+        again.storages.clear()  # the addresses mean nothing from now on
     return y_TD
 
 
@@ -225,13 +225,13 @@ class _Again:
     ) -> None:
         self._plan = plan
         self._parameters = [parameter.detach() for parameter in parameters]
-        self._storages = {t.untyped_storage().data_ptr(): i for i, t in enumerate(materialised)}
+        self.storages = {t.untyped_storage().data_ptr(): i for i, t in enumerate(materialised)}
         self._fetched: list[Tensor] = []
         self.num_stages = 0
         self._num_left = 0
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...], int]:
-        index = self._storages.get(tensor.untyped_storage().data_ptr())
+        index = self.storages.get(tensor.untyped_storage().data_ptr())
         if index is None:
             return tensor
         return index, tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -241,10 +241,6 @@ class _Again:
             return saved
         index, shape, stride, offset = saved
         return self._fetched[index].as_strided(shape, stride, offset)
-
-    def release_forward(self) -> None:
-        """The addresses mean nothing once the forward pass is over."""
-        self._storages.clear()
 
     def fetch(self) -> None:
         if self._num_left == 0:
@@ -258,31 +254,16 @@ class _Again:
             self._fetched = []
 
 
-class _Fetch(Function):
-    """Nothing in the forward pass; makes the parameters again before a stage's backward pass."""
+class _Backwards(Function):
+    """Nothing in the forward pass; calls a function before the backward pass goes on."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, again: _Again) -> Tensor:
-        ctx.again = again
-        return y_RD.view_as(y_RD)
-
-    @staticmethod
-    @first_derivatives_only(SPREAD)
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        ctx.again.fetch()
-        return grad_RD, None
-
-
-class _Forget(Function):
-    """Nothing in the forward pass; drops the parameters after a stage's backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, again: _Again) -> Tensor:
-        ctx.again = again
+    def forward(ctx: Any, rows_RD: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
     @first_derivatives_only(SPREAD)
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        ctx.again.forget()
+        ctx.action()
         return grad_RD, None

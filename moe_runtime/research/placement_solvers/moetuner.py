@@ -243,10 +243,7 @@ def _partition(programme: Programme, num_experts: int, num_clusters: int) -> np.
 
 
 def _gains(
-    clusters_LE: np.ndarray,
-    layer: int,
-    transitions_LEE: np.ndarray,
-    num_clusters: int,
+    clusters_LE: np.ndarray, layer: int, transitions_LEE: np.ndarray, num_clusters: int
 ) -> np.ndarray:
     """``[E, Q]`` tokens between each expert and each cluster of the layers before and after."""
     member = np.eye(num_clusters)

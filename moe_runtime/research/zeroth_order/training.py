@@ -44,7 +44,6 @@ from moe_runtime.training.offload.handle import (
     trained_around_experts,
 )
 from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
-from moe_runtime.training.offload.offloaded_experts import AbsentExperts, MicroBatchBarrier
 from moe_runtime.training.offload.offloading import (
     find_sites,
     layouts_of,
@@ -53,7 +52,13 @@ from moe_runtime.training.offload.offloading import (
     require_whole_saves,
     stacked_parameters,
 )
-from moe_runtime.training.offload.passes import LayerInput, streamed, visited
+from moe_runtime.training.offload.passes import (
+    AbsentExperts,
+    LayerInput,
+    MicroBatchBarrier,
+    streamed,
+    visited,
+)
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates

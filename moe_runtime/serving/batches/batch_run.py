@@ -8,8 +8,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,
-    FinishReason,
     GenerationRequest,
     NewToken,
     SamplingOptions,
@@ -59,34 +58,26 @@ from moe_runtime.serving.requests import (
 from moe_runtime.types import RuntimeStats
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
-_SAMPLING: dict[str, tuple[type, ...]] = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "presence_penalty": (int, float),
-    "frequency_penalty": (int, float),
-    "seed": (int,),
+_NUMBER, _WHOLE = ("a number", (int, float)), ("a whole number", (int,))
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+_SAMPLING: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys((*_NUMBERS, "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("top_k", "seed"), _WHOLE),
 }
-_OTHERS: dict[str, tuple[type, ...]] = {
-    "max_tokens": (int,),
-    "max_completion_tokens": (int,),
-    "min_tokens": (int,),
-    "stop": (str, list),
-    "stop_token_ids": (list,),
-    "ignore_eos": (bool,),
-    "logit_bias": (dict,),
-    "model": (str,),
-    "user": (str,),
-    "metadata": (dict,),
+_FIELDS = {
+    **_SAMPLING,
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _WHOLE),
+    **dict.fromkeys(("model", "user"), ("text", (str,))),
+    **dict.fromkeys(("logit_bias", "metadata"), ("an object", (dict,))),
+    "stop": ("text or a list", (str, list)),
+    "stop_token_ids": ("a list", (list,)),
+    "ignore_eos": ("true or false", (bool,)),
 }
 _WITHOUT_EFFECT: dict[str, Any] = {
     **{"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False, "store": False},
     "tools": [],
 }
 """Fields that may be given with these values only."""
-_WORDS = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "an object"}
 _LONGEST_SHOWN = 60
 
 
@@ -164,10 +155,16 @@ def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> Promp
     _check_fields(given, asked)
     if "max_tokens" in given and "max_completion_tokens" in given:
         raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
-    limits = [given.get(name) for name in ("max_completion_tokens", "max_tokens")]
-    most_new = _at_least_1(next((n for n in limits if n is not None), max_new_tokens))
-    if (least := given.get("min_tokens", 0)) > most_new:
+    most_new = given.get("max_completion_tokens", given.get("max_tokens", max_new_tokens))
+    least = given.get("min_tokens", 0)
+    if most_new < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {most_new}")
+    if least > most_new:
         raise ValueError(f"min_tokens: expected at most the {most_new} of the answer, got {least}")
+    stop = given.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    is_sound = all(isinstance(one, str) and one for one in stops)
+    _require(is_sound, "stop: expected a text or a list of texts", stop)
     return PromptLine(
         number=number,
         place=place,
@@ -178,7 +175,7 @@ def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> Promp
         sampling=_sampling_of(given),
         max_new_tokens=most_new,
         min_new_tokens=least,
-        stops=_stops_of(given.get("stop", [])),
+        stops=tuple(stops),
         stop_ids=frozenset(_ids_of(given.get("stop_token_ids", []), "stop_token_ids")),
         ignore_eos=given.get("ignore_eos", False),
     )
@@ -190,20 +187,15 @@ def _unwrap(value: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
         raise ValueError(f"{name} is missing, which OpenAI's batch format has")
     for name in value.keys() - known:
         raise ValueError(f"{name} is no field of OpenAI's batch format")
-    custom_id, body = value["custom_id"], value["body"]
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError(f"custom_id: expected text, got {_shown(custom_id)}")
-    if value["method"] != "POST":
-        raise ValueError(f"method: expected POST, got {_shown(value['method'])}")
-    if value["url"] not in (CHAT_URL, TEXT_URL):
-        raise ValueError(f"url: expected {CHAT_URL} or {TEXT_URL}, got {_shown(value['url'])}")
-    if not isinstance(body, dict):
-        raise ValueError(f"body: expected an object, got {_shown(body)}")
-    return custom_id, "messages" if value["url"] == CHAT_URL else "prompt", body
+    custom_id, method, url, body = (value[name] for name in ("custom_id", "method", "url", "body"))
+    _require(isinstance(custom_id, str) and custom_id, "custom_id: expected text", custom_id)
+    _require(method == "POST", "method: expected POST", method)
+    _require(url in (CHAT_URL, TEXT_URL), f"url: expected {CHAT_URL} or {TEXT_URL}", url)
+    _require(isinstance(body, dict), "body: expected an object", body)
+    return custom_id, "messages" if url == CHAT_URL else "prompt", body
 
 
 def _check_fields(given: Mapping[str, Any], asked: str) -> None:
-    known = {**_SAMPLING, **_OTHERS, asked: (object,)}
     if asked not in given:
         raise ValueError(f"{asked} is missing")
     if {"prompt", "messages"} <= given.keys():
@@ -211,15 +203,15 @@ def _check_fields(given: Mapping[str, Any], asked: str) -> None:
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
             # 0 is no false, and true is no 1: log-probabilities may be asked for by a 0.
-            if type(value) is type(_WITHOUT_EFFECT[name]) and value == _WITHOUT_EFFECT[name]:
-                continue
-            only = json.dumps(_WITHOUT_EFFECT[name])
-            raise ValueError(f"{name} may only be {only} here, got {_shown(value)}")
-        if name not in known:
-            raise ValueError(f"{name} is not supported; known are {', '.join(sorted(known))}")
-        if asked != name and type(value) not in known[name]:
-            expected = " or ".join(_WORDS.get(kind, "true or false") for kind in known[name])
-            raise ValueError(f"{name}: expected {expected}, got {_shown(value)}")
+            only = _WITHOUT_EFFECT[name]
+            is_only = type(value) is type(only) and value == only
+            _require(is_only, f"{name} may only be {json.dumps(only)} here", value)
+        elif name in _FIELDS:
+            expected, types = _FIELDS[name]
+            _require(type(value) in types, f"{name}: expected {expected}", value)
+        elif name != asked:
+            known = ", ".join(sorted({*_FIELDS, asked}))
+            raise ValueError(f"{name} is not supported; known are {known}")
     if given.get("min_tokens", 0) < 0:
         raise ValueError(f"min_tokens must be at least 0, got {given['min_tokens']}")
 
@@ -230,8 +222,8 @@ def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
         values["top_k"] = 0
     bias = {}
     for token, number in given.get("logit_bias", {}).items():
-        if not (token.isascii() and token.isdigit()) or type(number) not in (int, float):
-            raise ValueError(f"logit_bias: expected token ids and numbers, got {_shown(token)}")
+        is_sound = token.isascii() and token.isdigit() and type(number) in (int, float)
+        _require(is_sound, "logit_bias: expected token ids and numbers", token)
         bias[int(token)] = float(number)
     if bias:
         values["logit_bias"] = bias
@@ -239,58 +231,44 @@ def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _at_least_1(max_tokens: int) -> int:
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    return max_tokens
-
-
-def _stops_of(stop: str | list[Any]) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop
-    if not all(isinstance(one, str) and one for one in stops):
-        raise ValueError(f"stop: expected a text or a list of texts, got {_shown(stop)}")
-    return tuple(stops)
-
-
 def _ids_of(ids: Sequence[Any], name: str) -> list[int]:
-    if not all(type(one) is int and one >= 0 for one in ids):
-        raise ValueError(f"{name}: expected token ids, got {_shown(ids)}")
+    is_sound = all(type(one) is int and one >= 0 for one in ids)
+    _require(is_sound, f"{name}: expected token ids", ids)
     return list(ids)
 
 
 def _prompt_of(prompt: Any) -> str | list[int]:
-    if isinstance(prompt, str):
-        return prompt
     if isinstance(prompt, list) and prompt:
         return _ids_of(prompt, "prompt")
-    raise ValueError(f"prompt: expected a text or token ids, got {_shown(prompt)}")
+    _require(isinstance(prompt, str), "prompt: expected a text or token ids", prompt)
+    return prompt
 
 
 def _messages_of(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages: expected a list of messages, got {_shown(messages)}")
+    is_list = isinstance(messages, list) and messages
+    _require(is_list, "messages: expected a list of messages", messages)
     return [_message_of(one) for one in messages]
 
 
 def _message_of(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"messages: expected objects with role and content, got {_shown(message)}")
+    is_sound = isinstance(message, dict) and isinstance(message.get("role"), str)
+    _require(is_sound, "messages: expected objects with role and content", message)
     for name in message.keys() - {"role", "content", "name"}:
         raise ValueError(f"messages: {name} is not supported; known are role, content, name")
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(_texts_of(content))
-    if not isinstance(content, str):
-        raise ValueError(f"messages: content must be text, got {_shown(content)}")
+        for part in content:
+            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+            is_text = is_text and part.get("type") == "text"
+            _require(is_text, "messages: parts of content must be text", part)
+        content = "\n".join(part["text"] for part in content)
+    _require(isinstance(content, str), "messages: content must be text", content)
     return {**message, "content": content}
 
 
-def _texts_of(parts: Sequence[Any]) -> Iterator[str]:
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") != "text":
-            raise ValueError(f"messages: parts of content must be text, got {_shown(part)}")
-        yield text
+def _require(is_sound: Any, expected: str, value: Any) -> None:
+    if not is_sound:
+        raise ValueError(f"{expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
@@ -315,17 +293,6 @@ class Job:
     request: GenerationRequest
     id: str
     stops: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _GrowingText:
-    text: AnswerText
-    parts: list[str] = field(default_factory=list)
-    finish: FinishReason | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.parts.append(piece.text)
-        self.finish = piece.finish
 
 
 class Batch:
@@ -354,7 +321,7 @@ class Batch:
         self._chat = chat
         self._sampling = sampling
         self._stops = tuple(stops)
-        self._texts: dict[str, _GrowingText] = {}
+        self._texts: dict[str, tuple[AnswerText, list[Piece]]] = {}
         self.end_ids: frozenset[int] = frozenset()
         self._requests: list[tuple[PromptLine, GenerationRequest]] = []
         for line in lines:
@@ -386,20 +353,21 @@ class Batch:
 
     def is_over(self, job: Job, token: NewToken) -> bool:
         """Takes a token; gives whether a stop string ends the answer here."""
-        grown = self._growing(job)
-        grown.add(grown.text.add(token))
-        return grown.finish is not None
+        text, pieces = self._growing(job)
+        pieces.append(text.add(token))
+        return pieces[-1].finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
         line, record = job.line, {"id": job.id}
-        grown = self._growing(job)
+        growing, pieces = self._growing(job)
         del self._texts[job.id]
         error = None
         if answer.reason == "error":
             error = {"code": "generation_failed", "message": answer.message or "the model failed"}
-        elif grown.finish is None:
-            grown.add(grown.text.end(answer.reason or "stop"))
-        text, reason = "".join(grown.parts), grown.finish or "stop"
+        elif not pieces or pieces[-1].finish is None:
+            pieces.append(growing.end(answer.reason or "stop"))
+        text = "".join(piece.text for piece in pieces)
+        reason = (pieces[-1].finish if pieces else None) or "stop"
         if line.custom_id is not None:
             body = None if error else self._body(job, answer, text, reason)
             answered = {"status_code": 200, "request_id": job.id, "body": body} if body else None
@@ -447,7 +415,7 @@ class Batch:
         check_vocabulary(self._config, encoded["input_ids"])
         return encoded["input_ids"][0].tolist()
 
-    def _growing(self, job: Job) -> _GrowingText:
+    def _growing(self, job: Job) -> tuple[AnswerText, list[Piece]]:
         if job.id not in self._texts:
             decoded = IncrementalText.of(self.tokenizer)
             least = job.request.min_new_tokens
@@ -455,7 +423,7 @@ class Batch:
             given = job.line.prompt
             if isinstance(given, list) or (given is not None and not self._chat):
                 text.follow(job.request.prompt_ids, is_whole=isinstance(given, str))
-            self._texts[job.id] = _GrowingText(text)
+            self._texts[job.id] = text, []
         return self._texts[job.id]
 
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
@@ -514,15 +482,6 @@ class BatchOutcome:
     is_interrupted: bool = False
     engine: EngineStatistics | None = None
     stats: RuntimeStats | None = None
-
-    def count(self, num_prompt_tokens: int, answer: Answer) -> None:
-        if answer.reason == "error":
-            self.failed += 1
-            return
-        self.answered += 1
-        self.prompt_tokens += num_prompt_tokens
-        self.cached_tokens += answer.cached_tokens
-        self.new_tokens += len(answer.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -643,7 +602,13 @@ def _answer(
 
     def take(number: int, answer: Answer) -> None:
         answers.add(batch.record(jobs[number], answer))
-        outcome.count(len(jobs[number].request.prompt_ids), answer)
+        if answer.reason == "error":
+            outcome.failed += 1
+        else:
+            outcome.answered += 1
+            outcome.prompt_tokens += len(jobs[number].request.prompt_ids)
+            outcome.cached_tokens += answer.cached_tokens
+            outcome.new_tokens += len(answer.token_ids)
         on_done(outcome)
 
     started_s = time.perf_counter()

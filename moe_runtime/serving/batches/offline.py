@@ -177,15 +177,13 @@ class _Flow:
             if self._on_token(number, event):
                 assert request.handle is not None
                 request.handle.cancel()
-                self._end(number, answer, "stop", None)
-        elif isinstance(event, Finished) and event.reason == "cancelled":
-            raise EngineClosedError(event.message or "the engine was closed")
+                answer.reason = "stop"
         elif isinstance(event, Finished):
-            message = event.problem if event.reason == "error" else None
-            self._end(number, answer, event.reason, message)
-
-    def _end(self, number: int, answer: Answer, reason: FinishReason, message: str | None) -> None:
-        answer.reason, answer.message = reason, message
-        del self._open[number]
-        self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
-        self._on_answer(number, answer)
+            if event.reason == "cancelled":
+                raise EngineClosedError(event.message or "the engine was closed")
+            answer.reason = event.reason
+            answer.message = event.problem if event.reason == "error" else None
+        if answer.reason is not None:
+            del self._open[number]
+            self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
+            self._on_answer(number, answer)

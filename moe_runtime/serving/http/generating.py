@@ -213,17 +213,13 @@ def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> 
         repetition_penalty=value("repetition_penalty"),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        seed=None if body.seed is None else _wrapped(body.seed + number),
+        # in the range of 64 bits with a sign
+        seed=None if body.seed is None else (body.seed + number + 2**63) % 2**64 - 2**63,
         logit_bias={
             _token(key, model.vocabulary.size): bias
             for key, bias in (body.logit_bias or {}).items()
         },
     )
-
-
-def _wrapped(seed: int) -> int:
-    """A seed in the range of 64 bits with a sign."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _token(text: str, size: int) -> int:

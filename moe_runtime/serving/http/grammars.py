@@ -302,12 +302,9 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
     if not isinstance(value, str) or not value:
         raise FieldError(f"response_format.{kind}", f"expected a text, got {value!r}")
     if kind == "regex":
-        return f"start: TEXT\nTEXT: /{_BARE_SLASH.sub(_with_backslash, value)}/"
+        escaped = _BARE_SLASH.sub(lambda found: found[1] or r"\/", value)
+        return f"start: TEXT\nTEXT: /{escaped}/"
     return value
-
-
-def _with_backslash(found: re.Match[str]) -> str:
-    return found[1] or r"\/"
 
 
 def of_tools(

@@ -17,6 +17,7 @@ _TO_MINUTES = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+_TO_128K = [2**power for power in range(18)]
 _SECONDS = {
     "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
     "inter_token_latency_seconds": "Seconds from one token of an answer to the next.",
@@ -109,22 +110,15 @@ class Metrics:
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
-        self.seconds = {
-            name: Histogram(
-                f"vllm:{name}", text, _LABELS, buckets=_TO_MINUTES, registry=self._registry
-            )
-            for name, text in _SECONDS.items()
-        }
-        self.tokens = {
-            name: Histogram(
-                f"vllm:{name}",
-                text,
-                _LABELS,
-                buckets=[2**power for power in range(18)],
-                registry=self._registry,
-            )
-            for name, text in _TOKENS.items()
-        }
+        self.seconds, self.tokens = (
+            {
+                name: Histogram(
+                    f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self._registry
+                )
+                for name, text in texts.items()
+            }
+            for texts, buckets in ((_SECONDS, _TO_MINUTES), (_TOKENS, _TO_128K))
+        )
         self.success = Counter(
             "vllm:request_success",
             "Answers that were finished, by reason.",

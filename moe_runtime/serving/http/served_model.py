@@ -18,7 +18,7 @@ from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
-from moe_runtime.serving.http.schema import Message, TextPart, Tool
+from moe_runtime.serving.http.schema import Message, Tool
 from moe_runtime.serving.http.tool_formats import tool_format_of
 from moe_runtime.serving.http.vocabulary import Vocabulary
 
@@ -137,17 +137,14 @@ class ChatTemplate:
         if self.is_harmony and message.reasoning_content and not (content and message.tool_calls):
             # gpt-oss's template has this name for it, and takes one of the two beside calls.
             plain["thinking"] = plain.pop("reasoning_content")
-        plain["content"] = content if isinstance(content, str) else _joined(content or ())
+        is_text = isinstance(content, str)
+        plain["content"] = content if is_text else "\n".join(part.text for part in content or ())
         if message.role != "assistant" and content is None:
             raise FieldError(f"messages.{at}.content", "is missing")
         for number, call in enumerate(plain.get("tool_calls", ())):
             where = f"messages.{at}.tool_calls.{number}.function.arguments"
             call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
         return plain
-
-
-def _joined(parts: Sequence[TextPart]) -> str:
-    return "\n".join(part.text for part in parts)
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.lab.record_tiers import UseCounts, spread
-from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.cuda_device import CudaDevice, Event
 from moe_runtime.memory.device.device_layout import ALIGNMENT
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
@@ -76,7 +76,7 @@ class DeviceLink:
         section_bytes: of the largest expert's parameters in the type of its record.
     """
 
-    def __init__(self, device: Device, section_bytes: int, records: Slab) -> None:
+    def __init__(self, device: CudaDevice, section_bytes: int, records: Slab) -> None:
         self.device = device
         device.pin(records.bytes, records.slot_bytes)
         size = buffer_bytes(section_bytes)

@@ -37,11 +37,14 @@ from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
-from moe_runtime.training.offload.offloaded_experts import (
+from moe_runtime.training.offload.passes import (
+    LayerInput,
     OffloadedTrainingExperts,
+    Visits,
     run_window,
+    streamed,
+    visited,
 )
-from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.optimizer import StepOptimizer, StepOutcome

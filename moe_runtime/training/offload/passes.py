@@ -1,26 +1,38 @@
-"""Forward and backward passes of layers whose experts come and go.
+"""Forward and backward passes of layers whose experts come and go, and the modules in their place.
 
 An expert is fetched once for all micro-batches of a window, in either direction (Li et al.,
 "Harmony", 2022). The backward pass needs the experts of the forward pass in the reverse order of
 layers, so its prefetch is exact.
+
+Each micro-batch of a step has a thread; one runs at a time, in turn. At a layer's experts a thread
+waits until all have come; then the experts are computed for all of them. Turns are fixed, so
+gradients of shared parameters are summed in the order of the micro-batches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_runtime.checkpoints.absent import AbsentParameters, TrainedElsewhere
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.kernels.operands import without_autocast
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.activations import ActivationPolicy, Pass
 from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, add_up, crosses
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
@@ -297,3 +309,319 @@ def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[Stre
 def visited(layer: int, calls: Sequence[Any]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]
+
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Unwinds a micro-batch after another one failed; not for users' handlers."""
+
+
+class _Part(Generic[T]):
+    """One micro-batch: its thread and what it waits with."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.turn = threading.Semaphore(0)
+        self.place: Any = None
+        self.entry: Any = None
+        self.together: Callable[[list[Any]], list[Any]] | None = None
+        self.answer: Any = None
+        self.future: Future[T] = Future()
+        self.is_done = False
+        self.aux: list[Any] = []
+
+
+class MicroBatchBarrier(Generic[T]):
+    """Runs micro-batches until all are done.
+
+    Args:
+        model: the `aux` of its `MoELayer`s belongs to the part that runs.
+        parts: one function for each micro-batch: its forward and backward pass.
+        on_turn: called with a part's number whenever it goes on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Callable[[], T]],
+        *,
+        on_turn: Callable[[int], None] | None = None,
+    ) -> None:
+        self._layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+        self._parts = [_Part(work) for work in parts]
+        self._on_turn = on_turn
+        self._running = self._parts[0]
+        self._back = threading.Semaphore(0)
+        self._is_aborted = False
+
+    def run(self) -> list[T]:
+        """The results in the order of the parts.
+
+        Raises:
+            RuntimeError: the parts did not visit the same layers in the same order.
+            Exception: what the first part that failed raised.
+        """
+        with ThreadPoolExecutor(len(self._parts), "micro-batch") as threads:
+            for part in self._parts:
+                context = contextvars.copy_context()
+                part.future = threads.submit(context.run, self._work, part)
+            try:
+                while not all(part.is_done for part in self._parts):
+                    for part in self._parts:
+                        self._give_turn(part)
+                    for part in self._parts:
+                        if part.is_done:
+                            part.future.result()  # raises what the work raised
+                    self._compute_together()
+            finally:
+                self._is_aborted = True
+                for part in self._parts:
+                    part.turn.release()
+        return [part.future.result() for part in self._parts]
+
+    def meet(self, place: Any, entry: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
+        """Called by a part: waits for the others, and returns what `together` made for it.
+
+        Args:
+            place: must be equal for all parts.
+            together: called once with the entries of all.
+        """
+        part = self._running
+        part.place, part.entry, part.together = place, entry, together
+        self._yield_turn(part)
+        return part.answer
+
+    def _work(self, part: _Part[T]) -> T:
+        part.turn.acquire()
+        try:
+            if self._is_aborted:
+                raise _Aborted
+            # nodes of a GPU would otherwise wait for one another in the thread of the device
+            with torch.autograd.set_multithreading_enabled(False):
+                return part.work()
+        finally:
+            part.is_done = True
+            part.place = None
+            self._back.release()
+
+    def _give_turn(self, part: _Part[T]) -> None:
+        if part.is_done:
+            return
+        self._running = part
+        if self._on_turn is not None:
+            self._on_turn(self._parts.index(part))
+        if part.aux:
+            for layer, aux in zip(self._layers, part.aux, strict=True):
+                layer.aux = aux
+        part.turn.release()
+        self._back.acquire()
+
+    def _yield_turn(self, part: _Part[T]) -> None:
+        part.aux = [layer.aux for layer in self._layers]
+        self._back.release()
+        part.turn.acquire()
+        if self._is_aborted:
+            raise _Aborted
+
+    def _compute_together(self) -> None:
+        places = {part.place for part in self._parts}
+        if len(places) > 1:
+            raise RuntimeError(
+                "the micro-batches of a window must visit the same layers in the same order; "
+                f"one is at {self._parts[0].place}, another elsewhere"
+            )
+        together = self._parts[0].together
+        if None in places or together is None:
+            return
+        answers = together([part.entry for part in self._parts])
+        for part, answer in zip(self._parts, answers, strict=True):
+            part.entry, part.answer = None, answer
+
+
+def run_window(
+    model: nn.Module,
+    work: Sequence[Callable[[], T]],
+    modules: Sequence[AbsentExperts],
+) -> list[T]:
+    """Runs micro-batches: one alone as it is, several in a window that the experts know of."""
+    try:
+        if len(work) == 1:
+            return [work[0]()]
+        window = MicroBatchBarrier(model, work)
+        for module in modules:
+            module.window = window
+        return window.run()
+    finally:
+        for module in modules:
+            module.window = None
+
+
+class AbsentExperts(AbsentParameters):
+    """Routed experts that the optimizer has; parameters are listed, and refuse to be read."""
+
+    _misses_absent = False  # the optimizer's `load_state_dict` brings them
+
+    def __init__(
+        self, site: ExpertsModuleSpec, layer: int, has_gradient: Callable[[], bool]
+    ) -> None:
+        super().__init__()
+        self.num_experts = site.num_experts
+        self.layer = layer
+        self.window: MicroBatchBarrier[Any] | None = None
+        self._keeps_dtype = site.keeps_dtype
+        self._site = site
+        for name in site.parameter_names:
+            parameter = site.module.get_parameter(name)
+            self.register_parameter(name, TrainedElsewhere.parameter(parameter, has_gradient))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts of {self._site.name}, not in this module"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with self._without_absent():
+            return nn.Module._apply(self, fn, recurse)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        TrainedElsewhere.refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        TrainedElsewhere.refuse()
+
+
+class LayerPasses(Protocol):
+    """Computes layers whose experts are elsewhere, as `LayerExecutor`.
+
+    What its forward pass returns for the backward pass has `give_up_tensors` and `take_tensors` as
+    `StreamedExperts` has them.
+    """
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], /, *, keeps: bool, is_visit: bool
+    ) -> tuple[list[Any], list[Tensor]]: ...
+
+    def backward(
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor], /
+    ) -> list[tuple[Tensor, Tensor]]: ...
+
+    def stacked(self, layer: int, name: str, /) -> Tensor: ...
+
+
+class OffloadedTrainingExperts(AbsentExperts):
+    """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
+
+    Args:
+        activations: what autograd's saved tensors become; kept when omitted.
+        has_gradient: whether a gradient of any expert waits for the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        site: ExpertsModuleSpec,
+        layer: int,
+        passes: LayerPasses,
+        activations: ActivationPolicy | None = None,
+        has_gradient: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(site, layer, has_gradient)
+        self._activations = activations
+        self._passes = passes
+        # gives every call a node in the graph, also where no input needs a gradient
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None
+    ) -> Tensor:
+        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`.
+
+        Args:
+            hidden_states: `[T, D]`.
+            top_k_index: `[T, K]`; choices with ids of no expert are passed over.
+            top_k_weights: `[T, K]` gate weights; None for rows that are sorted by expert, of one
+                choice each, which all weigh one.
+        """
+        dtype = compute_dtype(hidden_states)
+        # a copy within would hide from autograd where it came from
+        x_TD = hidden_states.to(dtype).contiguous()
+        if torch.is_grad_enabled():
+            saving = contextlib.nullcontext()
+            if self._activations is not None:
+                saving = self._activations.saving(self.layer)
+            with saving:
+                out_TD = cast(
+                    Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
+                )
+        else:
+            entry = LayerInput(x_TD, top_k_index, top_k_weights)
+            with _plainly(x_TD):
+                _, (out_TD,) = self._passes.forward(
+                    self.layer, [entry], keeps=False, is_visit=False
+                )
+        return out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
+
+    def compute(self, entry: LayerInput) -> tuple[Any, Tensor]:
+        """The forward pass, together with the other micro-batches of a window."""
+        # inside a backward pass, activations are only computed again
+        is_visit = torch._C._current_graph_task_id() == -1
+
+        def together(entries: list[LayerInput]) -> list[tuple[Any, Tensor]]:
+            with _plainly(entry.x_TD):
+                calls, outputs = self._passes.forward(
+                    self.layer, entries, keeps=True, is_visit=is_visit
+                )
+            return list(zip(calls, outputs, strict=True))
+
+        return self._meet(("forward", self.layer), entry, together)
+
+    def step_back(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The backward pass, likewise."""
+
+        def together(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+            calls, grads = zip(*entries, strict=True)
+            with _plainly(grad_TD):
+                return self._passes.backward(self.layer, calls, grads)
+
+        return self._meet(("backward", self.layer), (call, grad_TD), together)
+
+    def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
+        if self.window is None:
+            return together([entry])[0]
+        return self.window.meet(place, entry, together)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A copy of a parameter as the module had it, for exporters; no part of the module."""
+        return nn.Parameter(self._passes.stacked(self.layer, target), requires_grad=False)
+
+
+@contextlib.contextmanager
+def _plainly(x: Tensor) -> Iterator[None]:
+    """No graph, and products in the dtype of their inputs, in whichever thread this runs."""
+    with torch.no_grad(), without_autocast(x.device.type):
+        yield
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        ids_TK: Tensor,
+        module: OffloadedTrainingExperts,
+    ) -> Tensor:
+        call, out_TD = module.compute(LayerInput(x_TD, ids_TK, weights_TK))
+        ctx.module, ctx.call, ctx.has_weights = module, call, weights_TK is not None
+        ctx.save_for_backward(*call.give_up_tensors())
+        return out_TD
+
+    @staticmethod
+    @first_derivatives_only(
+        "offloaded experts have no second derivatives: train the model without offloading"
+    )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.take_tensors(*ctx.saved_tensors)
+        grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grad)
+        ctx.call.give_up_tensors()
+        return None, grad_TD, grad_weights_TK if ctx.has_weights else None, None, None

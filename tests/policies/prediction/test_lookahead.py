@@ -83,10 +83,7 @@ def test_prompts_and_missing_hidden_states_are_met_with_silence() -> None:
     predictor = scored()
     hidden = np.zeros((2, SHAPE.num_layers, SHAPE.num_experts))
     routed = LayerRouted(
-        layer=0,
-        expert_ids=np.array([[0, 1], [0, 1]]),
-        gate_weights=np.ones((2, 2)),
-        hidden=hidden,
+        layer=0, expert_ids=np.array([[0, 1], [0, 1]]), gate_weights=np.ones((2, 2)), hidden=hidden
     )
     predictor.observe(StepBegins(sequences=np.array([0, 0]), token_ids=np.array([1, 2])))
     predictor.observe(routed)

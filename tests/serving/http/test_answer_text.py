@@ -31,7 +31,6 @@ def test_characters_come_whole(tokenizer: Any, text: str) -> None:
 
 @given(ids=st.lists(st.integers(2, 4095), max_size=30))
 def test_pieces_together_are_the_text(tokenizer: Any, ids: list[int]) -> None:
-    """Of any tokens, those whose bytes are no text included."""
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
@@ -68,7 +67,6 @@ def test_text_ends_before_the_stop_string_that_is_whole_first(
 
 
 def test_tokens_are_released_with_their_text(tokenizer: Any) -> None:
-    """A token of a stop string that was cut off is none of the answer's; all others are."""
     ids = tokenizer("one two three")["input_ids"]
     answer = AnswerText(IncrementalText(tokenizer.decode), ["thr"], frozenset())
     pieces = [answer.add(NewToken(token, -1.0)) for token in ids]
@@ -96,7 +94,6 @@ def test_a_stop_token_ends_the_text_and_is_reported(tokenizer: Any) -> None:
 def test_a_stop_string_ends_no_answer_before_its_least_tokens(
     min_tokens: int, expected: str
 ) -> None:
-    """It may begin before them, and does not end the answer where it is whole by then."""
     text = IncrementalText(lambda ids: "".join(map(chr, ids)))
     answer = AnswerText(text, ["bc"], frozenset(), min_tokens)
     pieces = []

@@ -42,7 +42,6 @@ PIECES = [
 
 
 def whole(tokenizer: Any, ids: Sequence[int]) -> str:
-    """As transformers decodes."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -22,7 +22,6 @@ CACHE = {"cache_control": {"type": "ephemeral"}}
 
 
 def asked_of_engine(staged: Any, *bodies: dict[str, Any]) -> list[GenerationRequest]:
-    """What becomes of chats; each must be taken."""
     asked: list[GenerationRequest] = []
     engine = ScriptedEngine(lambda one: asked.append(one) or [PromptRead(0), Finished("length")])
     site = staged(engine)
@@ -104,7 +103,6 @@ def test_fields_that_would_change_an_answer_are_refused_by_name(
 
 
 def test_templates_are_given_what_they_know(staged: Any, tokenizer: Any) -> None:
-    """Thinking is switched where the template has a way to, and `verbosity` is given likewise."""
     given = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
     body = parse_body(ChatBody, json.dumps(given).encode())
 
@@ -170,7 +168,6 @@ def test_what_a_client_sent_is_cut_in_messages(staged: Any) -> None:
 
 
 def test_every_response_has_the_name_of_its_request(tokenizer: Any) -> None:
-    """The client's own where it may stand in a log; the log has it too."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
         for given, path in (("mine-1", "/v1/models"), ("a b", "/nowhere"), ("", "/health")):
@@ -248,7 +245,6 @@ def test_a_long_prompt_is_refused_before_it_is_encoded_whole(
 
 
 def test_tokens_are_those_of_vllm(staged: Any, tokenizer: Any) -> None:
-    """Its fields and answers; `token_strs` is null where it is not asked for."""
     messages = [USER, {"role": "assistant", "content": "Well"}]
     site = staged()
     ids = tokenizer("Hi")["input_ids"]

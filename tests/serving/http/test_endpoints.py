@@ -33,7 +33,6 @@ BODY = {"prompt": [5, 6], "max_tokens": 3}
 def scripted(
     tokenizer: Any, events: Sequence[Event], **options: Any
 ) -> Iterator[tuple[Served, ScriptedEngine]]:
-    """A server whose engine answers every request with the same events."""
     engine = ScriptedEngine(lambda request: events)
     with served([model_of("pocket", engine, tokenizer, 4096)], **options) as site:
         yield site, engine
@@ -66,7 +65,6 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
 def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(
     site: Served, grammar: str
 ) -> None:
-    """At once, or where the answer cannot go on."""
     asked = {"prompt": "a", "response_format": {"type": "grammar", "grammar": grammar}}
     status, found = site.ask("/v1/completions", asked)
     assert status == 400
@@ -112,7 +110,6 @@ def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(
 
 
 def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:
-    """The text is theirs, whole and in a stream; the prompt's come once."""
     asked = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
     body = {**asked, "prompt": [5, 6]}
     (choice,) = site.ask("/v1/completions", body)[1]["choices"]
@@ -319,8 +316,6 @@ def test_what_is_wrong_is_named_as_the_client_wrote_it(
 
 
 class HoldingEngine(ScriptedEngine):
-    """Ends its request when it is told to."""
-
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> ScriptedEngine:
         self.finish = lambda: on_event(Finished("length"))
         return super().submit(request, on_event)

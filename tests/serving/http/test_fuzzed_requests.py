@@ -51,7 +51,6 @@ SOUND: dict[str, Any] = {
 
 
 def check(site: Served, path: str, raw: bytes) -> int:
-    """Sends a body; anything but an answer must be an error in OpenAI's form."""
     status, answer = site.ask(path, raw)
     assert status < 500, (path, raw[:500], answer)
     if status >= 400:

@@ -188,7 +188,6 @@ def test_a_grammar_that_is_too_long_is_not_read(grammars: Grammars) -> None:
 
 
 def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) -> None:
-    """A constraint that is asked behind a token that it did not allow says so too."""
     constraint = grammars.constraint(grammars.compile('start: "y" T\nT: /a/ & /b/', "it"))
     mask = constraint.allowed([])
     assert mask is not None
@@ -202,7 +201,6 @@ def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) 
 
 
 def marked(special: bool) -> Vocabulary:
-    """A vocabulary whose marks are added tokens."""
     made = load_tokenizer(pocket_path())
     marks = [mark for one in REASONING_MARKS for mark in (one.opens, one.closes)]
     marks = [*(mark for mark in marks if mark != "<|channel>thought"), "<|channel>"]
@@ -215,7 +213,6 @@ def marked(special: bool) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def marking() -> Grammars:
-    """Marks are special tokens."""
     return Grammars(marked(special=True))
 
 
@@ -231,7 +228,6 @@ def either(request: pytest.FixtureRequest) -> Grammars:
 
 
 def writes(maker: Grammars, grammar: str, text: str) -> bool:
-    """Whether a grammar lets a text through, its marks as tokens, and may end there."""
     vocabulary = maker.vocabulary
     constraint = maker.constraint(maker.compile(grammar, "it"))
     ids = [*vocabulary.encode(text, add_special_tokens=False), 0]
@@ -384,7 +380,6 @@ def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str)
 def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
     grammars: Grammars, schema: dict[str, Any]
 ) -> None:
-    """What is refused is said without the grammar that was made of it."""
     whole = {"type": "object", "properties": {"a": schema}}
     grammars.compile(needed(whole, is_strict=False), "tools")
     asked = {"type": "json_schema", "json_schema": {"schema": whole}}
@@ -418,7 +413,6 @@ def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one
     "name", [how.name for how in TOOL_FORMATS if how.writing.argument is not None]
 )
 def test_a_schema_without_properties_allows_any_arguments(grammars: Grammars, name: str) -> None:
-    """Where arguments are written one by one."""
     function = Function(name="weather", parameters={"type": "object"})
     how, text = FORMATS[name], CALL_TEXTS[name].of([("Rome", "2")])
     free = of_tools([function], how, {}, is_needed=True, may_repeat=False) or ""

@@ -95,18 +95,13 @@ def test_sections(text: str, expected: list[Any], step: int) -> None:
     )
 
 
-def test_a_call_of_no_object_that_is_cut_is_content() -> None:
-    sections = HarmonySections([WEATHER], ROLE)
-    text = "<|channel|>commentary to=functions.weather<|message|>a long text <|en"
-    assert [*sections.add(text), *sections.end(cut_by="")] == [("content", "a long text <|en")]
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
         (f'{CALL}{{"city"', ": ", []),
         (CALL, "{", []),
         (CALL, "a long text", [("content", "")]),
+        (f"{CALL}a long text <|en", "", [("content", "a long text <|en")]),
         (f'{CALL}{{"city": "Rome"}}', "\n", [ParsedCall("weather", '{"city": "Rome"}')]),
     ],
 )
@@ -155,7 +150,6 @@ def harmony_tokenizer() -> Any:
 
 
 def is_let_through(tokenizer: Any, grammar: str, text: str) -> bool:
-    """Whether a grammar allows each token of a text and the end behind it."""
     grammars = Grammars(Vocabulary(tokenizer, 4110, [0]))
     constraint, ids = grammars.constraint(grammars.compile(grammar, "it")), []
     for token_id in [*tokenizer(text, add_special_tokens=False)["input_ids"], 0]:
@@ -185,7 +179,6 @@ def test_grammars_stand_in_the_channels(harmony_tokenizer: Any) -> None:
 
 
 def test_over_http(harmony_tokenizer: Any) -> None:
-    """Scripted answers of a served model; and what its prompts say of earlier reasoning."""
     texts = [
         f"{ANALYSIS}Well.<|end|>{ROLE}{FINAL}Hello",
         f'{ANALYSIS}Well.<|end|>{ROLE}{CALL}{{"city": "Rome"}}',

@@ -18,7 +18,6 @@ FIRST, SECOND = "first key", "second key"
 
 
 def cached(site: Served, key: str, prompt: list[int] = PROMPT) -> int:
-    """Tokens of a prompt that the server says it had already."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     status, found = site.ask("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
     assert status == 200, found
@@ -38,7 +37,6 @@ def site_of(
 def test_a_key_finds_no_prefix_of_another_in_memory_or_on_the_disk(
     pocket: Any, tokenizer: Any, tmp_path: Path, shares: bool
 ) -> None:
-    """Unless they share; what a key left, it finds again, after a restart too."""
     theirs = 64 if shares else 0
     with contextlib.ExitStack() as stack:
         site = site_of(pocket, tokenizer, tmp_path, stack, shares_prefixes=shares)

@@ -32,7 +32,6 @@ INTERSECTION = "start: T\nT: " + " & ".join(f"/.*{'a' * count}.*/" for count in 
 
 
 def chats(site: Served) -> None:
-    """The server answers an ordinary request."""
     body = {"messages": [USER], "response_format": {"type": "regex", "regex": "a"}}
     status, found = site.ask(CHAT, body)
     assert status == 200, found
@@ -85,7 +84,6 @@ def test_a_grammar_that_takes_long_is_ended(staged: Any, monkeypatch: pytest.Mon
 
 
 def test_masks_that_take_long_end_their_answer_alone(tokenizer: Any) -> None:
-    """A little each is free; the thread that computes them is that of all requests."""
     now_s, step_s = 0.0, 0.04
 
     def clock() -> float:

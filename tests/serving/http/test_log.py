@@ -55,7 +55,6 @@ def logged(site: Served) -> Mapping[str, Any]:
 def test_refusals_are_logged_without_what_was_sent(
     own: Served, path: str, body: Any, place: str | None
 ) -> None:
-    """The client alone is told what it sent."""
     status, found = own.ask(path, body)
     fields = logged(own)
     assert status in (400, 404)
@@ -74,7 +73,6 @@ def test_the_name_of_a_user_is_cut(own: Served) -> None:
 def test_a_mistake_of_the_server_is_an_error_and_is_logged(
     own: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """In a stream too, which was cut off without a word; JSON has no NaN."""
     events = [PromptRead(0), NewToken(5, math.nan), Finished("length")]
     monkeypatch.setattr(ENGINE, "script", lambda _: events)
     body = {"prompt": [5], "logprobs": 1}

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from http_server import HEAD, ScriptedEngine, Served, connected, model_of, respo
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from moe_runtime.serving.http import endpoints
+from moe_runtime.serving.http import completions, endpoints
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.endpoints import RequestGate
 from moe_runtime.serving.http.grammars import Grammars
@@ -35,7 +35,6 @@ def at_once() -> ScriptedEngine:
 
 
 def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
-    """A server whose engine answers at once."""
     return served([model_of("pocket", at_once(), tokenizer, 4096)], **options)
 
 
@@ -94,7 +93,6 @@ def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
 
 
 def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
-    """Each is allowed; all of them would take memory that nobody set aside."""
     limits = Limits(body_bytes=1000)
     with serve_scripted(tokenizer, limits=limits) as site, contextlib.ExitStack() as clients:
         waiting = [clients.enter_context(connected(site)) for _ in range(5)]
@@ -115,7 +113,6 @@ def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
 def test_a_body_counts_until_the_engine_has_its_tokens(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many more requests are open than bodies may be read; nothing of their texts is left."""
     bodies: list[weakref.ref[Any]] = []
 
     def parse(kind: Any, raw: bytes) -> Any:
@@ -191,7 +188,6 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
 
 
 def test_names_are_those_of_pages_in_browsers(tokenizer: Any) -> None:
-    """A client without a name is no browser; names have no upper and lower case."""
     heads = {b"1.1\r\nhost: LocalHost:80": 200, b"1.1\r\nhost: evil.example": 403}
     with serve_scripted(tokenizer, access=Access(hosts=["localhost"])) as site:
         for head, status in {b"1.0": 200, b"1.1\r\nhost: [": 403, **heads}.items():
@@ -261,7 +257,6 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
 
 
 def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
-    """Its answer would be held, and an end of the server with it, for as long as it likes."""
     log: list[Mapping[str, Any]] = []
     server = Server(
         {}, Limits(sending_seconds=0.02), Access(), lambda _, fields: log.append(fields)
@@ -284,7 +279,6 @@ def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
 
 
 def test_a_server_whose_engine_has_ended_is_not_ready(staged: Any) -> None:
-    """Whoever watches over it starts another; it would refuse every request until then."""
     engine = ScriptedEngine(lambda _: [])
     site = staged(engine)
     assert site.ask("/health")[0] == 200
@@ -307,3 +301,109 @@ def test_an_address_is_held_while_a_model_loads() -> None:
             client.recv(1)
     with contextlib.closing(listen("127.0.0.1", port)) as again:
         accept_clients(again, 5)
+
+
+ONE_TOKEN = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_client_that_sends_no_more_is_answered(
+    staged: Any, version: bytes, is_late: bool
+) -> None:
+    told: list[Any] = []
+    engine = ScriptedEngine(lambda _: [PromptRead(0)])
+    submit = engine.submit
+    engine.submit = lambda request, hear: (told.append(hear), submit(request, hear))[1]  # type: ignore[method-assign]
+    site = staged(engine)
+    with connected(site) as client:
+        client.sendall(HEAD.replace(b"HTTP/1.1", b"HTTP/" + version) % len(ONE_TOKEN) + ONE_TOKEN)
+        if not is_late:
+            client.shutdown(socket.SHUT_WR)
+        assert engine.asked.wait(30)
+        if is_late:
+            client.shutdown(socket.SHUT_WR)
+        site.ask("/ping")
+        for event in (NewToken(7), Finished("length")):
+            told[0](event)
+        status, found = response(client)
+        assert (status, found["choices"][0]["finish_reason"]) == (200, "length")
+        assert client.recv(1) == b""
+
+
+def ending(tokenizer: Any, engine: ScriptedEngine) -> Any:
+    return served([model_of("pocket", engine, tokenizer, 4096)], drain_s=0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_has_gone_away_cancels_its_request(tokenizer: Any, streams: bool) -> None:
+    engine = ScriptedEngine(lambda _: [PromptRead(0)])  # which never ends
+    with ending(tokenizer, engine) as site:
+        raw = json.dumps({"prompt": [5], "max_tokens": 1, "stream": streams}).encode()
+        with connected(site) as client:
+            client.sendall(HEAD % len(raw) + raw)
+            assert engine.asked.wait(30)
+        assert engine.cancelled.wait(30)
+
+
+def test_a_client_that_ends_within_its_body_has_gone_away(tokenizer: Any) -> None:
+    with ending(tokenizer, ScriptedEngine(lambda _: [])) as site, connected(site) as client:
+        client.sendall(HEAD % 100 + ONE_TOKEN)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1) == b""
+
+
+THREE_TOKENS = {"prompt": [5, 6], "max_tokens": 3}
+
+
+class SlowPreparation:
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self._real = completions.prepare
+
+    def __call__(self, *args: Any) -> Any:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return self._real(*args)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPreparation]:
+    found = SlowPreparation()
+    monkeypatch.setattr(completions, "prepare", found)
+    yield found
+    found.may_end.set()
+
+
+def without_tokens() -> ScriptedEngine:
+    return ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+
+
+def test_the_time_of_a_request_begins_with_its_arrival(
+    tokenizer: Any, slow: SlowPreparation
+) -> None:
+    with served(
+        [model_of("pocket", without_tokens(), tokenizer, 4096)], Limits(seconds=0.05)
+    ) as site:
+        status, found = site.ask("/v1/completions", THREE_TOKENS)
+        assert not slow.may_end.is_set()
+        slow.may_end.set()
+    assert (status, found["error"]["code"]) == (408, "timeout")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_prepared_when_the_server_ends_is_told_so(
+    tokenizer: Any, slow: SlowPreparation, stream: bool
+) -> None:
+    scripted = without_tokens()
+    with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
+        models = [model_of("pocket", scripted, tokenizer, 4096)]
+        site = serving.enter_context(served(models, drain_s=0))
+        asked = threads.submit(site.ask, "/v1/completions", {**THREE_TOKENS, "stream": stream})
+        assert slow.begun.wait(60)
+        ending = threads.submit(serving.close)
+        status, found = asked.result(60)
+        slow.may_end.set()
+        ending.result(60)
+    assert (status, found["error"]["code"]) == (503, "shutting_down")
+    assert not scripted.asked.is_set()

@@ -58,7 +58,6 @@ def test_a_completion_is_the_text_of_generate(
 
 
 def test_prompts_and_answers_have_indices(client: openai.OpenAI, tokenizer: Any) -> None:
-    """``n`` answers to each prompt, in the order of prompts; a seed gives each its own again."""
     both = ["A class", "The list"]
     asked: dict[str, Any] = {"model": "pocket", "max_tokens": 6, "temperature": 1, "seed": 5}
     first = client.completions.create(prompt=both, n=2, **asked)
@@ -126,7 +125,6 @@ def test_a_stop_string_is_no_part_of_any_piece(client: openai.OpenAI) -> None:
 def test_lm_eval_reads_the_likelihood_that_the_model_gives(
     site: Served, pocket: Any, tokenizer: Any
 ) -> None:
-    """Its request for a log-likelihood, against the model asked directly."""
     texts = ["The for statement is used to iterate", "def f(x): return x"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     body = {"model": "pocket", "prompt": prompts, "temperature": 0, "max_tokens": 1}
@@ -210,7 +208,6 @@ def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
-    """Where the prompt opens it, all is reasoning until it is closed."""
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
     answer = client.chat.completions.create(
         model="pocket", messages=USER, max_tokens=5, temperature=0, extra_body=thinks

@@ -26,7 +26,6 @@ ASKED = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models that answer differently."""
     folders = [tmp_path_factory.mktemp("models") / name for name in ("one", "two")]
     for folder in folders:
         save_text_checkpoint(folder)
@@ -38,7 +37,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def texts_alone(folder: Path) -> list[int]:
-    """What the model generates by itself."""
     model: Any = moe_runtime.load(folder, **LOADING)
     with model.moe, Engine(model) as engine:
         return ask(engine, request_of(tuple(PROMPT), 6))[0].wait().ids

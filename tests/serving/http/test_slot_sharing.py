@@ -74,13 +74,11 @@ class Site:
         self.budget_bytes = budget * len(policies)
 
     def text(self, number: int, prompt: tuple[int, ...]) -> list[int]:
-        """What a model answers; its last step has ended then."""
         found = ask(self.engines[number], request_of(prompt, 4))[0].wait().ids
         with self.shared.turn():
             return found
 
     def step(self, number: int, seconds: float) -> None:
-        """A model makes a step that takes so long."""
         with self.turns[number].turn():
             self.now_s += seconds
 

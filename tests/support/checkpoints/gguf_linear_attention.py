@@ -18,9 +18,7 @@ _SIZES = {
 _POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _SECTIONS = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 LINEAR = Family(
-    "qwen3_5_moe",
-    "Qwen3_5MoeForCausalLM",
-    _SIZES | {"rope_parameters": _POSITIONS | _SECTIONS},
+    "qwen3_5_moe", "Qwen3_5MoeForCausalLM", _SIZES | {"rope_parameters": _POSITIONS | _SECTIONS}
 )
 NEXT = Family(
     "qwen3_next",

@@ -170,9 +170,7 @@ TABLE = [
     Family("flint", "FlintForCausalLM", {"mlp_only_layers": [0]}),
     Family("gemma4", "Gemma4ForCausalLM", GEMMA4),
     Family(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        {"text_config": GEMMA4, "audio_config": None},
+        "gemma4", "Gemma4ForConditionalGeneration", {"text_config": GEMMA4, "audio_config": None}
     ),
     Family("glm4_moe", "Glm4MoeForCausalLM"),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", ALL_HEADS),

@@ -103,11 +103,7 @@ INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric"
 INT8_ZEROS = INT8_CHANNEL | {"symmetric": False}
 FP8_CHANNEL = INT8_CHANNEL | {"type": "float"}
 FP8_TENSOR = FP8_CHANNEL | {"strategy": "tensor"}
-MXFP4 = INT4_32 | {
-    "type": "float",
-    "scale_dtype": torch.uint8,
-    "zp_dtype": torch.uint8,
-}
+MXFP4 = INT4_32 | {"type": "float", "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 FP8_BLOCK = FP8_CHANNEL | {"strategy": "block", "block_structure": [48, 64]}
 MXFP8 = MXFP4 | {"num_bits": 8}
 INT4_128 = INT4_32 | {"group_size": 128}
@@ -274,10 +270,7 @@ SAMPLES = [
         "qwen3_moe-fp8-rows",
         Family("qwen3_moe", "Qwen3MoeForCausalLM", ODD),
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        {
-            EXPERTS: fp8_whole("_scale_inv", by_row=True),
-            SHARED: fp8_whole("_scale", by_row=False),
-        },
+        {EXPERTS: fp8_whole("_scale_inv", by_row=True), SHARED: fp8_whole("_scale", by_row=False)},
     ),
     Quantized(
         "deepseek_v4-fp4",

@@ -1,7 +1,8 @@
-"""Compiles every kernel for one target and prints what came out, as JSON.
+"""Compiles kernels for targets and prints what came out, as JSON.
 
-A process of its own: the suite's interpreter replaces the compiler for good. `aot_report.py sm_90
-all`: every shipped tile; `in-turn`: of calls that differ little each target compiles another one.
+A process of its own: the suite's interpreter replaces the compiler for good. `aot_report.py all
+sm_90` compiles every shipped tile; `in-turn sm_90 sm_100` what is these targets' turn. `turns`
+compiles nothing, and prints the kernels that each target would compile in turn.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
-from aot_compile import compile_launches
+from aot_compile import Binary, compile_launches, launched_names
 from aot_slots import added_up, few_from_slab, from_slab, training_from_slab
 from aot_small import between_products, meta, small_kernels
 
@@ -69,6 +70,9 @@ DEVICES = {
     "sm_80": GpuLimits(shared_bytes=163 * 1024, has_wide_accumulators=False),
     "sm_90": GpuLimits(),
     "sm_100": GpuLimits(),
+    "sm_86": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
+    "sm_89": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
+    "sm_120": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
     "gfx942": GpuLimits(shared_bytes=64 * 1024, has_wide_accumulators=False),
 }
 
@@ -209,8 +213,8 @@ Calls = list[tuple[str, Callable[[], None]]]
 """What to compile, with descriptions."""
 
 
-def packed_calls(target: str, *, every_tile: bool) -> Calls:
-    """The products of `packed_products`.
+def packed_calls(target: str, *, every_tile: bool) -> tuple[Calls, Calls]:
+    """The products of `packed_products`, of few rows and of many.
 
     Unless it is every tile, each format is compiled for few rows or for many.
     """
@@ -231,28 +235,27 @@ def packed_calls(target: str, *, every_tile: bool) -> Calls:
         fitted = TILES_PACKED["32-bit rows"][-1][1].fitted(torch.float32.itemsize, device)
         call = partial(packed_products, "mxfp4", fitted, torch.float32, device)
         many.append((f"packed mxfp4 float32 {fitted}", call))
-    return few + many
+    return few, many
 
 
-def block_sparse(block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool) -> None:
+def block_sparse(
+    block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool, gathers: bool
+) -> None:
     """The two products, as a layer and its backward pass launch them."""
     T, K, E, D, F = QWEN3.values()
     block_columns = 64 if dtype == torch.float32 else 128
     width = F if is_even else F - 24
     columns = ExpertColumns.of([width] * E, block_columns=block_columns, device="meta")
     topology = meta_topology(columns, T * K, block_rows)
-    x, weight = meta(T, D, dtype=dtype), meta(width * E, D, dtype=dtype)
+    x, weight = meta(T if gathers else T * K, D, dtype=dtype), meta(width * E, D, dtype=dtype)
     order = meta(T * K, dtype=torch.int64)
-    gather = Gather(SortedTokens(order, order, order, order), K)
+    gather = Gather(SortedTokens(order, order, order, order), K) if gathers else None
     tile = choose_tile(block_rows, block_columns, x, device)
     values = launch_sdd(x, weight.T, topology, tile=tile, gather=gather)
-    launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
-    tile = choose_dsd_tile(block_rows, x, device)
-    out = meta(T * K, D, dtype=dtype)
+    tile, out = choose_dsd_tile(block_rows, x, device), meta(T * K, D, dtype=dtype)
     launch_dsd(values, weight, topology, out=out, is_transposed=False, tile=tile)
     tile = choose_dsd_tile(block_columns, x, device)
     launch_dsd(values, x, topology, out=weight, is_transposed=True, tile=tile, gather=gather)
-    launch_dsd(values, out, topology, out=weight, is_transposed=True, tile=tile)
 
 
 def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> BlockTopology:
@@ -261,18 +264,18 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
 
 
 def block_sparse_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
-    rows = BLOCK_SIZES if every_tile else BLOCK_SIZES[-1:]
-    kinds = [(torch.bfloat16, number, False) for number in rows]
+    widest = BLOCK_SIZES[-1]
+    kinds = [(torch.bfloat16, widest, False, True), (torch.bfloat16, widest, True, False)]
+    if every_tile:
+        kinds += [(torch.bfloat16, rows, False, True) for rows in BLOCK_SIZES[:-1]]
+        kinds += [(torch.bfloat16, rows, False, False) for rows in BLOCK_SIZES]
+        kinds += [(torch.float32, widest, False, gathers) for gathers in (False, True)]
     return [
         (
-            f"block-sparse {dtype} {number} rows, {is_even=}",
-            partial(block_sparse, number, dtype, device, is_even=is_even),
+            f"block-sparse {dtype} {rows} rows, {is_even=}, {gathers=}",
+            partial(block_sparse, rows, dtype, device, is_even=is_even, gathers=gathers),
         )
-        for dtype, number, is_even in [
-            *kinds,
-            (torch.bfloat16, 128, True),
-            (torch.float32, 128, False),
-        ]
+        for dtype, rows, is_even, gathers in kinds
     ]
 
 
@@ -297,76 +300,114 @@ def product_calls(
     return found
 
 
-def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
-    """Everything to compile; those of a group are of one kind."""
+# Targets whose instructions differ, and those that differ from `sm_80` in what a program can hold.
+LARGE, SMALL = ("sm_80", "sm_90", "sm_100"), ("sm_86", "sm_89", "sm_120")
+
+
+def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence[str], Calls]]:
+    """Everything to compile: calls of one kind, and the targets that compile one each, in turn.
+
+    A kernel is compiled for two targets at least, and what fills registers and shared memory, the
+    gated product and the way back through it, for all.
+    """
     device = DEVICES[target]
     stays = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
     many = replace(stays, is_persistent=False)
-    yield [("small kernels", small_kernels)]
+    halves = (torch.bfloat16, torch.float16)
+    sums = (torch.bfloat16, torch.float32)
+    yield ("sm_80", "sm_120"), [("small kernels", small_kernels)]
     is_chained = target in ("sm_90", "sm_100")
-    yield [("between products", partial(between_products, is_chained=is_chained))]
-    yield [
-        (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
-        for model, dtype in [
-            ("qwen3", torch.bfloat16),
-            ("gpt-oss", torch.bfloat16),
-            ("qwen3", torch.float32),
-        ]
-    ]
-    yield [
-        (f"one token {dtype}", partial(few_tokens, "qwen3", dtype, device, num_tokens=1))
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    yield [("slots few tokens", partial(few_from_slab, torch.bfloat16, device))]
-    yield [(f"slots {many}", partial(from_slab, many))]
-    yield [(f"stays {stays}", partial(from_slab, stays))]
-    yield [("slots few tokens in fp16", partial(few_from_slab, torch.float16, device))]
-    yield [(f"slots in fp16 {many}", partial(from_slab, many, torch.float16))]
-    yield [
-        (
-            "trains from slots, tiles of 128 rows",
-            partial(training_from_slab, torch.bfloat16, device),
-        )
-    ]
-    yield [
-        (f"adds up {dtype}, tiles of 128 rows", partial(added_up, dtype, device))
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    packed = packed_calls(target, every_tile=every_tile)
-    yield from (packed[first : first + 4] for first in range(0, len(packed), 4))
-    yield block_sparse_calls(device, every_tile=every_tile)
+    between = partial(between_products, is_chained=is_chained)
+    yield ("sm_90", "sm_89"), [("between products", between)]
+    layers = [("qwen3", torch.bfloat16), ("gpt-oss", torch.bfloat16), ("qwen3", torch.float32)]
+    yield (
+        ("sm_90", "sm_86", "sm_100"),
+        [
+            (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
+            for model, dtype in layers
+        ],
+    )
+    yield (
+        ("sm_90", "sm_120"),
+        [
+            (f"one token {dtype}", partial(few_tokens, "qwen3", dtype, device, num_tokens=1))
+            for dtype in sums
+        ],
+    )
+    yield (
+        ("sm_90", "sm_80"),
+        [
+            (f"slots few tokens in {dtype}", partial(few_from_slab, dtype, device))
+            for dtype in halves
+        ],
+    )
+    yield (
+        ("sm_80", "sm_90"),
+        [(f"slots in {dtype} {many}", partial(from_slab, many, dtype)) for dtype in halves],
+    )
+    yield ("sm_90",), [(f"stays {stays}", partial(from_slab, stays))]
+    if every_tile:
+        trains = partial(training_from_slab, torch.bfloat16, device)
+        yield (), [("trains from slots, tiles of 128 rows", trains)]
+    yield (
+        ("sm_80", "sm_89"),
+        [
+            (f"adds up {dtype}, tiles of 128 rows", partial(added_up, dtype, device))
+            for dtype in sums
+        ],
+    )
+    few, many_rows = packed_calls(target, every_tile=every_tile)
+    yield ("sm_80", "sm_86", "sm_89", "sm_100"), few
+    yield ("sm_90", "sm_120", "sm_86", "sm_80"), many_rows
+    yield ("sm_100", "sm_90"), block_sparse_calls(device, every_tile=every_tile)
     for kind in TILES_16_BIT:
-        yield [
-            call
-            for dtype in (torch.bfloat16, torch.float32)
-            for call in product_calls(kind, dtype, device, every_tile=every_tile)
-        ]
+        is_wide = kind in ("gated", "down_act_backward")
+        yield (
+            (*LARGE, *SMALL) if is_wide else LARGE,
+            [
+                call
+                for dtype in sums
+                for call in product_calls(kind, dtype, device, every_tile=every_tile)
+            ],
+        )
 
 
-def calls(target: str, tiles: str) -> Calls:
-    """What to compile for a target in `all` tiles, or `in-turn`."""
-    groups = list(groups_of_calls(target, every_tile=tiles == "all"))
-    if tiles == "in-turn":
-        turn = list(DEVICES).index(target)
-        return [group[(turn + place) % len(group)] for place, group in enumerate(groups)]
-    return [call for group in groups for call in group]
+def calls(target: str, *, every_tile: bool) -> Calls:
+    """What to compile for a target: everything, or what is its turn."""
+    found: Calls = []
+    for targets, group in groups_of_calls(target, every_tile=every_tile):
+        if every_tile:
+            found += group
+        elif target in targets:
+            found.append(group[targets.index(target) % len(group)])
+    return found
 
 
 def main() -> None:
-    target, tiles = sys.argv[1:]
-    for description, call in calls(target, tiles):
-        for binary in compile_launches(call, target):
-            entry = asdict(binary)
-            text = entry.pop("instructions")
-            entry["wgmma"] = text.count("wgmma.mma_async")
-            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
-            entry["copies"], entry["copies_of_16_bytes"] = (
-                len(copies),
-                sum(int(n, 0) == 16 for n in copies),
-            )
-            entry["tcgen05"] = text.count("tcgen05.mma")
-            entry["what"] = description
-            sys.stdout.write(json.dumps(entry) + "\n")
+    tiles, *targets = sys.argv[1:]
+    if tiles == "turns":
+        for target in (*LARGE, *SMALL):
+            every = (launched_names(call) for _, call in calls(target, every_tile=False))
+            sys.stdout.write(" ".join((target, *{name for names in every for name in names})))
+            sys.stdout.write("\n")
+    for target in targets:
+        for description, call in calls(target, every_tile=tiles == "all"):
+            for binary in compile_launches(call, target):
+                print_binary(binary, description)
+
+
+def print_binary(binary: Binary, description: str) -> None:
+    entry = asdict(binary)
+    text = entry.pop("instructions")
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
+    entry |= {
+        "wgmma": text.count("wgmma.mma_async"),
+        "copies": len(copies),
+        "copies_of_16_bytes": sum(int(n, 0) == 16 for n in copies),
+        "tcgen05": text.count("tcgen05.mma"),
+        "what": description,
+    }
+    sys.stdout.write(json.dumps(entry) + "\n")
 
 
 if __name__ == "__main__":

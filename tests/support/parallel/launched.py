@@ -16,18 +16,7 @@ _TOKEN_S = 0.02
 
 
 class Launch:
-    """The command line `moe-runtime` in several processes of one group.
-
-    Their stdout and stderr go to the files `out-RANK` and `err-RANK` of the folder.
-
-    Args:
-        words: of the command line.
-        size: number of processes.
-        folder: for what they print.
-        store_port: of a store that outlives the processes, as `torchrun` may keep one; they make
-            one of their own when omitted.
-        attempt: how often `torchrun` has started the processes anew.
-    """
+    """The command line `moe-runtime` in several processes of one group."""
 
     def __init__(
         self,

@@ -62,10 +62,7 @@ def dispatch_and_combine(
 
 
 def gradients(
-    y_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    parameters: list[torch.Tensor],
+    y_TD: torch.Tensor, x_TD: torch.Tensor, weights_TK: torch.Tensor, parameters: list[torch.Tensor]
 ) -> Answer:
     assert x_TD.grad is not None
     assert weights_TK.grad is not None
@@ -106,10 +103,7 @@ def bytes_on_the_wire(problem: Problem, slots: ExpertSlots, wire: WireName) -> l
 def moepp_layer_bytes(
     weight: torch.Tensor, parts: torch.Tensor
 ) -> tuple[int, int, torch.Tensor, torch.Tensor]:
-    """A MoE++ layer over all ranks: bytes that leave this rank in the forward pass and in both.
-
-    Also the choices of experts with weights `[T, K]`, and the output `[T, D]`.
-    """
+    """A MoE++ layer over all ranks: bytes that leave this rank in the forward pass and in both."""
     group = dist.group.WORLD
     assert group is not None
     transport = CountingTransport(FlatTransport(group))
@@ -138,13 +132,7 @@ def moepp_layer(weight: torch.Tensor) -> MoELayer:
 def layer_over_group(
     weight: torch.Tensor, parts: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and input gradient of a layer whose experts are spread over all ranks.
-
-    Args:
-        weight: The gate's.
-        parts: Tokens of each rank.
-        kind: How the layer is told of the ranks.
-    """
+    """Output and input gradient of a layer whose experts are spread over all ranks."""
     world = dist.group.WORLD
     assert world is not None
     layout = ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size())
@@ -186,17 +174,7 @@ def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
 def gate_in_ddp(
     gate: str, options: dict[str, Any], parts: torch.Tensor, is_compiled: bool = False
 ) -> dict[str, Any]:
-    """A step of a layer in `DistributedDataParallel` without `no_sync`, one part after another.
-
-    Args:
-        gate: Its name.
-        options: Of the gate, and of the layer `losses`.
-        parts: `[P, T, D]`, those of each process one after another.
-        is_compiled: `torch.compile` traces the forward pass.
-
-    Returns:
-        Gradients, which are the mean over the processes, and buffers after the step.
-    """
+    """A step of a layer in `DistributedDataParallel` without `no_sync`, one part after another."""
     layer = trained_layer(gate, options, parts.shape[-1])
     compiled: Any = torch.compile(layer, backend="eager") if is_compiled else layer
     wrapper = DistributedDataParallel(compiled)

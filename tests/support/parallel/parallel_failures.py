@@ -119,10 +119,7 @@ def wait_for_the_stalled() -> Failure:
 def train_until_failure(
     degree: int, panels: int, folder: str, timeout_s: float = PATIENCE_S
 ) -> Failure:
-    """Steps of a layer until another rank is gone: its error, and seconds since the last step.
-
-    A file of the rank's number in the folder says that the first step is done.
-    """
+    """Steps of a layer until another rank is gone: its error, and seconds since the last step."""
     groups = LayoutGroups(
         ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size()),
         timeout_s=timeout_s,

@@ -1,8 +1,4 @@
-"""A layer of experts in one process and in many, with the gradients of everything.
-
-The single process computes every expert densely in fp64 on all tokens and masks: it shares no code
-with the dispatcher. Shape suffixes: T tokens, D model, F hidden, E experts, K choices.
-"""
+"""A layer of experts in one process and in many, with the gradients of everything."""
 
 from __future__ import annotations
 
@@ -56,12 +52,7 @@ def make_problem(
     dim_model: int = DIM_MODEL,
     dim_hidden: int = DIM_HIDDEN,
 ) -> Problem:
-    """A problem that is the same on every rank.
-
-    Args:
-        skew: `even`, `zipf`, or `one` (every token to the last experts only).
-        dropped: Share of choices that are not dispatched.
-    """
+    """A problem that is the same on every rank."""
     random = torch.Generator().manual_seed(seed)
     num_tokens = sum(tokens_of_rank)
 

@@ -22,10 +22,7 @@ def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
 
 
 def with_every_pair(layouts: Sequence[ParallelLayout]) -> list[ParallelLayout]:
-    """Some of the layouts, in which any two sizes occur together that do so in one of all.
-
-    Each is the one with the most pairs that the earlier ones lack.
-    """
+    """Some of the layouts, in which any two sizes occur together that do so in one of all."""
     pairs = {
         layout: set(combinations([(name, getattr(layout, name)) for name in _SIZES], 2))
         for layout in layouts

@@ -16,10 +16,7 @@ PROMPT = torch.arange(40).mul(37).remainder(300)[None]
 
 
 def outputs(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Logits of a prompt and of decoded tokens, a continuation, and what was read.
-
-    In a process group the experts are divided among its processes.
-    """
+    """Logits of a prompt and of decoded tokens, a continuation, and what was read."""
     group = dist.group.WORLD if dist.is_initialized() else None
     model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
     with model.moe, torch.inference_mode():
@@ -35,8 +32,8 @@ def outputs(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients(path: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Of a prompt's loss: that of the embeddings and of a router; and what training a parameter
-    of an experts module is answered."""
+    """Of a prompt's loss: that of the embeddings and of a router; and what training a parameter of
+    an experts module is answered."""
     group = dist.group.WORLD if dist.is_initialized() else None
     model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
     with model.moe:

@@ -280,16 +280,7 @@ def train_switching_layer(
 
 
 def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[list[Any], int, int]:
-    """Twelve steps of AdamW of two layers: every loss and all experts' parameters at the end.
-
-    Args:
-        rules: Of the copies; plain expert parallelism without.
-        reshard_every: Steps after which experts get new owners; never if 0.
-
-    Returns:
-        Losses, then each layer's experts by logical name; copies that this rank sent; experts that
-        got another owner.
-    """
+    """Twelve steps of AdamW of two layers: every loss and all experts' parameters at the end."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     options: dict[str, Any] = {"dtype": torch.float64, "impl": "reference", "bias": True}
@@ -339,10 +330,7 @@ def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[lis
 def train_and_move(
     placements: list[list[list[int]]], moves_at: int, rebalance_every: int = 0
 ) -> tuple[list[torch.Tensor], list[Rebalanced]]:
-    """Losses and gradient norms of a layer whose experts move (with replicas) while it trains.
-
-    Either to the given placements in turn, or where a `Rebalancer` says.
-    """
+    """Losses and gradient norms of a layer whose experts move (with replicas) while it trains."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     experts = ParallelExperts(6, 8, 16, world(), dtype=torch.float64, impl="reference", bias=True)

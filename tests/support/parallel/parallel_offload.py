@@ -87,13 +87,7 @@ def train_offloaded_over_ranks(
     folder: Path, settings: moe_runtime.AdamW, share: float, until: int = STEPS,
     grouped: bool = True, dtype: torch.dtype = torch.float64, frozen: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:  # fmt: skip
-    """Trains from the last checkpoint in the folder, or the beginning, with one after every step.
-
-    In the ranks of a group, or alone where there is none.
-
-    Returns:
-        Parameters, this rank's experts by logical name; losses over all ranks, and norms.
-    """
+    """Trains from the last checkpoint in the folder, or the beginning; one after every step."""
     alone = not dist.is_initialized()
     groups = None if alone else make_groups()
     rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())

@@ -28,11 +28,7 @@ from moe_runtime.training.sharded import whole_model
 def train(
     path: str, settings: tuple[str, ...], until: int, resume: bool = False, export: bool = False
 ) -> float:
-    """Trains in fp64 until a step, from the beginning or the last checkpoint.
-
-    Returns:
-        Share of the dense parameters' elements that this rank holds.
-    """
+    """Trains in fp64 until a step, from the beginning or the last checkpoint."""
     torch.set_default_dtype(torch.float64)
     try:
         config = read_tree(TrainConfig, Path(path), settings=settings)
@@ -88,14 +84,7 @@ def train_compiled(path: str, settings: tuple[str, ...], until: int) -> int:
 
 
 def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> str:
-    """The error of a run in which a rank stalls until all others have given up.
-
-    Args:
-        path: of the configuration.
-        settings: of the run.
-        where: `step`, between two blocks of a forward pass, or `checkpoint`.
-        culprit: the rank.
-    """
+    """The error of a run in which a rank stalls until all others have given up."""
     config = read_tree(TrainConfig, Path(path), settings=settings)
     group = dist.group.WORLD
     assert group is not None

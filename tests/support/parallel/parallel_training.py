@@ -1,8 +1,4 @@
-"""A small model trained under a layout, and the same model in one process.
-
-Each pipeline stage is a dense matrix, a router and a layer of experts with a residual connection.
-Shape suffixes: T tokens, D model, F hidden, E experts, K choices.
-"""
+"""A small model trained under a layout, and the same model in one process."""
 
 from __future__ import annotations
 

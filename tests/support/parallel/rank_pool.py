@@ -1,8 +1,4 @@
-"""Processes that form a gloo group and run functions of the test helpers, all at once.
-
-Starting a process costs seconds and running a check milliseconds, so a pool lives as long as a
-file of tests. It is forked from a clean server process, one thread each.
-"""
+"""Processes that form a gloo group and run functions of the test helpers, all at once."""
 
 from __future__ import annotations
 
