@@ -52,11 +52,7 @@ class PlanesMatrix:
     book: Tensor
 
     def __post_init__(self) -> None:
-        """Checks that the parts belong together.
-
-        Raises:
-            ValueError: They do not; says which, what was expected and what came.
-        """
+        """Raises ValueError where the parts do not belong together."""
         rows = len(self.coded)
         expected = {
             "coded": (torch.uint8, (rows, coded_row_bytes(self.num_cols))),
@@ -79,7 +75,6 @@ class PlanesMatrix:
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are."""
         return self.coded.device
 
     @property
@@ -88,55 +83,34 @@ class PlanesMatrix:
         return "planes"
 
     def part(self, first: int, end: int) -> PlanesMatrix:
-        """Rows in the memory of these.
-
-        Args:
-            first: a multiple of 32.
-            end: another one, or N.
-        """
+        """Rows in the memory of these; both are multiples of 32, or the end is N."""
         starts = self.starts[first // GROUP_ROWS : num_groups(end) + 1]
         escapes = self.escapes[int(starts[0]) :]
         own = starts - starts[0]
         return PlanesMatrix(self.num_cols, self.coded[first:end], own, escapes, self.book)
 
     def native_record(self) -> tuple[list[int], array[int]]:
-        """The four words of the C struct `Matrix`, and what they point at, which has to be kept."""
-        described = array(
-            "q",
-            (
-                CODE_PLANES,
-                self.starts.data_ptr(),
-                self.escapes.data_ptr(),
-                self.book.data_ptr(),
-                self.escapes.numel() - TAIL_BYTES,
-                self.num_cols,
-            ),
-        )
+        """The four words of the C struct `Matrix`, and what they point at, which must be kept."""
+        places = (part.data_ptr() for part in (self.starts, self.escapes, self.book))
+        num_escapes = self.escapes.numel() - TAIL_BYTES
+        described = array("q", (CODE_PLANES, *places, num_escapes, self.num_cols))
         words = [self.coded.data_ptr(), self.coded.stride(0), described.buffer_info()[0], 0]
         return words, described
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values `[N, K]` in `dtype`; in bf16 they are what was written.
-
-        Raises:
-            CheckpointError: As `decode_planes`.
-        """
+        """The values `[N, K]` in `dtype`; in bf16 they are what was written."""
         return decode_planes(self).to(dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.nbytes for part in (self.coded, self.starts, self.escapes, self.book))
 
 
 def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
     """Writes a bf16 matrix in the code: in C where the library is there, else in torch.
 
-    Args:
-        weight_NK: bf16 on the CPU, unit stride along K.
-
     Raises:
-        ValueError: It is no such matrix.
+        ValueError: It is no bf16 matrix on the CPU with unit stride along K.
     """
     _require_bf16(weight_NK)
     library = native_library()
@@ -213,16 +187,10 @@ def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, .
     coded = torch.empty(rows, coded_row_bytes(cols), dtype=torch.uint8)
     starts = torch.empty(num_groups(rows) + 1, dtype=torch.int32)
     escapes = torch.zeros(room + TAIL_BYTES, dtype=torch.uint8)
-    parts = coded, starts, escapes, book
-    found = library.planes_encode(
-        *_source(weight_NK),
-        book.data_ptr(),
-        coded.data_ptr(),
-        starts.data_ptr(),
-        escapes.data_ptr(),
-    )
+    places = (part.data_ptr() for part in (book, coded, starts, escapes))
+    found = library.planes_encode(*_source(weight_NK), *places)
     assert found == room
-    return parts
+    return coded, starts, escapes, book
 
 
 def _book_of(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, int]:
@@ -242,15 +210,8 @@ def _decode_native(library: NativeLibrary, matrix: PlanesMatrix) -> Tensor | Non
     rows, cols = matrix.shape
     padded = torch.empty(rows, -(-cols // 64) * 64, dtype=torch.bfloat16)
     status = library.planes_decode(
-        matrix.coded.data_ptr(),
-        matrix.starts.data_ptr(),
-        matrix.escapes.data_ptr(),
-        matrix.escapes.numel() - TAIL_BYTES,
-        matrix.book.data_ptr(),
-        rows,
-        cols,
-        padded.data_ptr(),
-        padded.stride(0) * 2,
-        library.shares_threads(),
-    )
+        matrix.coded.data_ptr(), matrix.starts.data_ptr(), matrix.escapes.data_ptr(),
+        matrix.escapes.numel() - TAIL_BYTES, matrix.book.data_ptr(), rows, cols,
+        padded.data_ptr(), padded.stride(0) * 2, library.shares_threads(),
+    )  # fmt: skip
     return padded[:, :cols] if status == STATUS_OK else None

@@ -25,7 +25,7 @@ ELEMENT_OF_POSITION = _POSITIONS // 16 * 8 + _POSITIONS % 8 + (_POSITIONS % 16 /
 
 
 def coded_row_bytes(num_cols: int) -> int:
-    """Bytes of a row of `num_cols` elements without its escapes."""
+    """Of a row without its escapes."""
     return -(-num_cols // BLOCK) * (INDEX_BYTES + BLOCK)
 
 
@@ -35,14 +35,7 @@ def num_groups(num_rows: int) -> int:
 
 
 def choose_book(counts_256: Tensor) -> Tensor:
-    """The seven exponents that occur most often, the smaller of equals first, and a zero.
-
-    Args:
-        counts_256: `int64`, how often each exponent occurs.
-
-    Returns:
-        `uint8 [8]`.
-    """
+    """The seven exponents that occur most often, of equals the smaller first, and a zero."""
     order = torch.argsort(counts_256, descending=True, stable=True)
     return torch.cat((order[:ESCAPE], order.new_zeros(1))).to(torch.uint8)
 
@@ -94,11 +87,8 @@ def decode_reference(
     is_escape = index_NBP == ESCAPE
     padded = starts.new_zeros(num_groups(rows) * GROUP_ROWS, dtype=torch.int64)
     padded[:rows] = is_escape.flatten(1).sum(dim=1)
-    if not torch.equal(torch.diff(starts.long()), padded.view(-1, GROUP_ROWS).sum(dim=1)):
-        return None
-    if starts[0] != 0:
-        return None
-    if int(starts[-1]) > escapes.numel() - TAIL_BYTES:
+    fits = torch.equal(torch.diff(starts.long()), padded.view(-1, GROUP_ROWS).sum(dim=1))
+    if not fits or starts[0] != 0 or int(starts[-1]) > escapes.numel() - TAIL_BYTES:
         return None
     exponents_NBP = book[index_NBP.int()]
     exponents_NBP[is_escape] = escapes[: int(starts[-1])]

@@ -1,7 +1,6 @@
-"""Finds and loads the compiled C library, and says why when there is none.
+"""Finds and loads the compiled C library, an optional part of installing, and says why it cannot.
 
-The library is built as an optional part of installing (`setup.py`). It is plain C behind ctypes, so
-calls release the interpreter's lock while they compute.
+It is plain C behind ctypes, so calls release the interpreter's lock while they compute.
 """
 
 from __future__ import annotations
@@ -46,56 +45,35 @@ _CONTROLS = {
     "moe_set_spin_ns": "v q",
     "moe_read": "f pqi",
 }
-# Each is an attribute of `NativeLibrary`, by its name without `moe_`.
+# Each is an attribute of `NativeLibrary`, by its name without `moe_`; the C sources name arguments.
 _KERNELS = {
-    # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
-    # weight_dtype, share_threads; the weight of `moe_linear_transposed` is [dim_in, dim_out]
     "moe_linear": "i pqqpqppqqqiii",
     "moe_linear_transposed": "i pqqpqppqqqiii",
-    # left, stride, right, stride, lines, out, stride, dim_a, dim_b, dtype, adds, share_threads
     "moe_outer": "i pqpqqpqqqiii",
-    # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
-    # decodes, share_threads
     "moe_quantized_linear": "i pqqppipqqqiii",
-    "moe_put_in_order": "v pqpp",  # steps, num_steps, slot, scratch
-    # matrix, num_rows, num_cols, out, out_stride, dtype, share_threads
+    "moe_put_in_order": "v pqpp",
     "moe_dequantize": "v pqqpqii",
-    # rows, weights, out, num_tokens, choices, dim, dtype, weights_dtype, share_threads
     "moe_combine_slots": "i pppqqqiii",
-    # layer, x, batch, cos, sin, angle_stride, angle_dim, places, num_places, mask, scratch, out,
-    # share_threads
     "moe_attention_step": "i ppqppqqpqpppi",
-    # layer, queries, keys, num_rows, tokens, cos, sin, angle_rows, angle_dim, query_heads,
-    # key_heads, share_threads
     "moe_attention_heads": "i pppqqppqqppi",
-    # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
-    # value_row, mask, sinks, sinks_dtype, out, outer, inner, rows, length, key_dim, value_dim,
-    # scale, dtype, share_threads
     "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfii",
-    "moe_latent_attention": "i p",  # LatentCall
-    "moe_delta_rule_step": "v p",  # DeltaCall
-    "moe_conv_step": "v p",  # ConvCall
-    # x, x_stride, num_rows, weight, out, count, eps, dtype, form, share_threads
+    "moe_latent_attention": "i p",
+    "moe_delta_rule_step": "v p",
+    "moe_conv_step": "v p",
     "moe_rms_norm": "v pqqppqfiii",
-    # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, z_dtype, dtype, function, plain,
-    # formula, kept, kept_dtype, hidden, grad_z, weights, grad_weights, share_threads
     "moe_gate": "v pqqqiiiiiippippppi",
-    # source, stride, dim, dtype, tokens, num_rows, out, out_dtype, share_threads
     "moe_gather_rows": "v pqqipqpii",
-    # sums, dim, tokens, rows, num_rows, weights, dtype, share_threads
     "moe_add_rows": "v pqppqpii",
-    "moe_planes_count": "v pqqqp",  # weight, stride, rows, cols, counts
-    "moe_planes_encode": "q pqqqpppp",  # weight, stride, rows, cols, book, coded, starts, escapes
-    # coded, starts, escapes, num_escapes, book, rows, cols, out, out_stride, share_threads
+    "moe_planes_count": "v pqqqp",
+    "moe_planes_encode": "q pqqqpppp",
     "moe_planes_decode": "i pppqpqqpqi",
-    "moe_rank_experts": "i ppp",  # hidden, gate, ranked
-    "moe_look_ahead": "q pqpqpq",  # state, layer, ids, num_tokens, hidden, horizon
+    "moe_rank_experts": "i ppp",
+    "moe_look_ahead": "q pqpqpq",
     "moe_look_ahead_anew": "v p",
     "moe_reads_open": "p i",
     "moe_reads_close": "v p",
     "moe_reads_events": "p p",
     "moe_reads_stop": "v p",
-    # queue, name, blocks, num_blocks, steps, num_steps, into, is_ahead
     "moe_reads_submit": "i pqpqpqpi",
     "moe_reads_start": "v p",
     "moe_reads_promote": "v pq",
@@ -104,13 +82,7 @@ _KERNELS = {
     "moe_reads_forget": "v pq",
     "moe_reads_wait": "v pq",
     "moe_reads_kick": "v p",
-    # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
-    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype,
-    # activation, formula, decodes, share_threads
     "moe_expert_ffn": "i pqppqqpppqqqqqiiiipii",
-    # experts, num_experts, expert_of_row, x, x_stride, num_tokens, choices, gates, out, dim_in,
-    # dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, gates_dtype, activation, formula,
-    # share_threads
     "moe_expert_step": "i pqppqqqppqqqiiiiipi",
 }
 
@@ -121,15 +93,13 @@ class NativeUnavailableError(MoERuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeDescription:
-    """What `describe` found.
+    """What can be used on this machine; `problem` says why there is no library and what to do.
 
     Attributes:
-        path: The library's file, whether or not it exists.
         isa: Instruction set in use (`amx`, `avx512bf16`, `avx512`, `avx2` or `portable`), or None.
         isas: All that this machine and this build can run, best first.
         built: All that were compiled, best first, whether or not this machine can run them.
         num_threads: Threads that work on one call, or 0.
-        problem: Why there is no library and what to do about it, or None.
     """
 
     path: Path
@@ -141,10 +111,9 @@ class NativeDescription:
 
 
 class NativeLibrary:
-    """The loaded library: the kernels as C functions, instruction sets and threads.
+    """The loaded library, one a process: kernels as C functions, instruction sets and threads.
 
-    One process has one library and one thread pool; `native_library` returns it. The kernels are
-    its methods: `linear` is `moe_linear` of the C sources, which say what it does.
+    `linear` is `moe_linear` of the C sources, which document it.
 
     Attributes:
         path: The loaded file.
@@ -154,12 +123,7 @@ class NativeLibrary:
     """
 
     def __init__(self, path: Path) -> None:
-        """Loads `path` and gives the pool as many threads as torch has.
-
-        Raises:
-            OSError: The file is absent or is not a library for this machine.
-            NativeUnavailableError: It was built from other sources than this module.
-        """
+        """Loads `path` (OSError, NativeUnavailableError) and gives the pool torch's threads."""
         library = ctypes.CDLL(str(path))
         self.path = path
         try:
@@ -210,21 +174,13 @@ class NativeLibrary:
         return self._isa == "amx" or self._units_of_torch
 
     def select_isa(self, name: str) -> None:
-        """Uses another instruction set from the next call on; for tests and measurements.
-
-        Raises:
-            ValueError: This machine or this build cannot run it.
-        """
+        """Uses another instruction set from the next call on; ValueError where it cannot run."""
         if not self._library.moe_select_isa(name.encode()):
             raise ValueError(f"isa must be one of {', '.join(self.isas())}, got {name!r}")
         self._isa = name
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Changes the number of threads. Results do not depend on it.
-
-        Raises:
-            ValueError: `num_threads` is less than 1.
-        """
+        """Changes the number of threads, at least 1. Results do not depend on it."""
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self._library.moe_set_num_threads(num_threads)
@@ -233,9 +189,8 @@ class NativeLibrary:
     def shares_threads(self) -> bool:
         """Whether calls run on torch's own threads rather than on the library's.
 
-        They do while torch computes with as many threads as the library: torch's threads spin for
-        milliseconds after each of their operations, and others would compete with them. While torch
-        is set to another number of threads, one above all, its threads rest and ours are used.
+        They do while both have as many: torch's threads spin for milliseconds after each of their
+        operations, and others would compete with them.
         """
         return torch.get_num_threads() == self.num_threads
 
@@ -278,11 +233,7 @@ def native_library() -> NativeLibrary | None:
 
 
 def require_native() -> NativeLibrary:
-    """The library of this process.
-
-    Raises:
-        NativeUnavailableError: It cannot be used; the message says why and what to do.
-    """
+    """The library of this process; NativeUnavailableError says why there is none."""
     library, problem = _load()
     if library is None:
         raise NativeUnavailableError(f"impl='native' was asked for, but {problem}")

@@ -20,10 +20,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 def with_huge_pages(fresh: Tensor) -> Tensor:
-    """Asks the system to back a tensor that nobody has written to by huge pages.
-
-    It is advice: systems that do not know it, other devices and small tensors are left alone.
-    """
+    """Asks the system to back a large tensor that was not written yet by huge pages, as advice."""
     advise = madvise()
     if advise is None or not fresh.is_cpu or fresh.nbytes < _WORTH_IT:
         return fresh
@@ -39,11 +36,7 @@ def is_large(tensor: Tensor) -> bool:
 
 
 def untouched_zeros(like: Tensor) -> Tensor:
-    """Zeros in shape, dtype and device of a tensor; large ones take memory when written to.
-
-    Fresh memory comes from the system filled with zeros. What is never written, the gradient of
-    an expert without rows, is then never touched at all.
-    """
+    """Zeros like a tensor; large ones take memory when they are written."""
     if not is_large(like):
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     memory = torch.from_numpy(np.zeros(like.nbytes + _ALIGNMENT, dtype=np.uint8))
@@ -66,15 +59,10 @@ def clear(part: Tensor) -> None:
 
 
 def populate(fresh: Tensor) -> bool:
-    """Has the system back a tensor by memory now, instead of at the first write to each page.
+    """Has the system back host memory now, not at the first write to each page.
 
-    The content stays as it is, and other threads of Python run meanwhile.
-
-    Args:
-        fresh: Host memory that begins at the start of a page.
-
-    Returns:
-        Whether the system did it; systems that cannot ignore the request.
+    The memory begins at a page; the content stays, and other threads of Python run meanwhile.
+    Returns whether the system did it.
     """
     advise = madvise()
     return advise is not None and advise(fresh.data_ptr(), fresh.nbytes, _MADV_POPULATE_WRITE) == 0

@@ -1,7 +1,4 @@
-"""The product of few rows with one quantised or coded weight, with what it asks answered once.
-
-Letters: R rows, K summed dimension, N outputs.
-"""
+"""The product of few rows with one quantised or coded weight that is checked once."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class PreparedQuantizedLinear:
     """
 
     def __init__(self, weight: QuantizedMatrix | PlanesMatrix) -> None:
-        """Takes down where the parts are; the weight must be kept as long as this."""
+        """Notes where the parts are; the weight must be kept as long as this."""
         self._dim_out, self._dim_in = weight.shape
         self.row_limit, library, record = 0, native_library(), weight.native_record()
         if library is not None and record is not None:
@@ -49,13 +46,7 @@ class PreparedQuantizedLinear:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
 
-        Args:
-            x: `[..., K]`; bf16, fp16 or fp32.
-            bias: `[N]`, or None.
-
-        Returns:
-            None for what has to go through `quantized_linear`: many rows, another type, gradients
-            enabled or autocast.
+        None for what has to go through that: many rows, another type, gradients, autocast.
         """
         shape, dtype = x.shape, x.dtype
         num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0

@@ -1,8 +1,6 @@
-"""Weights prepared for few rows: what `linear` and `rms_norm` do, checked once instead of always.
+"""`linear` and `rms_norm` of few rows, with weights that are checked once instead of always.
 
-A decode step calls one of them for every weight of a model; what it asks about a weight has the
-same answer every time. Both remember its address, dtype, shape and strides, and look again when
-these are others.
+Both remember a weight's address, dtype, shape and strides, and check again when these change.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ class PreparedLinear:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `linear`.
 
-        Args:
-            x: `[..., K]`.
-            weight: `[N, K]`.
-            bias: `[N]`, or None.
-
-        Returns:
-            None for what has to go through `linear`: many rows, another type, gradients enabled or
-            autocast.
+        None for what has to go through `linear`: many rows, another type, gradients, autocast.
         """
         place: tuple[Any, ...] = weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
         if bias is not None:
@@ -66,14 +57,9 @@ class PreparedLinear:
         assert library is not None
         out = x.new_empty((*shape[:-1], self._dim_out))
         status = (library.linear if self._by_rows else library.linear_transposed)(
-            x.data_ptr(),
-            self._row_bytes,
-            num_rows,
-            *self._weight,
-            out.data_ptr(),
-            *self._out,
+            x.data_ptr(), self._row_bytes, num_rows, *self._weight, out.data_ptr(), *self._out,
             torch.get_num_threads() == library.num_threads,
-        )
+        )  # fmt: skip
         if status:
             check_status(status, num_rows, self._dim_in)
         return out
@@ -103,15 +89,9 @@ class PreparedRMSNorm:
         self._form = FORMS.index(form)
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Normalises `[..., D]` along its last dimension, in the bits of `rms_norm`.
+        """`rms_norm` of `[..., D]`, in its bits.
 
-        Args:
-            x: `[..., D]`.
-            weight: `[D]`.
-            eps: added to the mean of squares.
-
-        Returns:
-            None for what has to go through `rms_norm`: another type, gradients enabled.
+        None for what has to go through `rms_norm`: another type, gradients enabled.
         """
         place = weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), eps
         if place != self._place:
@@ -133,14 +113,9 @@ class PreparedRMSNorm:
         assert library is not None
         out = torch.empty_like(x)
         library.rms_norm(
-            x.data_ptr(),
-            self._row_bytes,
-            num_values // self._dim,
-            self._address,
-            out.data_ptr(),
-            *self._tail,
-            num_values > self._few_values and library.shares_threads(),
-        )
+            x.data_ptr(), self._row_bytes, num_values // self._dim, self._address, out.data_ptr(),
+            *self._tail, num_values > self._few_values and library.shares_threads(),
+        )  # fmt: skip
         return out
 
     def _prepare(self, weight: Tensor, eps: float) -> None:

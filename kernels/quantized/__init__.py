@@ -17,15 +17,13 @@ if TYPE_CHECKING:
         ScaleName,
         WeightFormat,
     )
-    from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
-    from moe_runtime.kernels.quantized.stack import QuantizedStack
+    from moe_runtime.kernels.quantized.matrix import QuantizedMatrix, QuantizedStack
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".formats": "BLOCKS CODES SCALES BlockName CodeName ScaleName WeightFormat",
-            ".matrix": "QuantizedMatrix",
-            ".stack": "QuantizedStack",
+            ".matrix": "QuantizedMatrix QuantizedStack",
         },
     )
 

@@ -1,4 +1,4 @@
-"""What blocks that hold codes and scales together stand for, in plain torch.
+"""Values of blocks that hold codes and scales together, in plain torch.
 
 Layouts: ggml's `block_*` structures, as GGUF files hold them. Every function takes `uint8 [M, B]`,
 M blocks of B bytes, and gives `fp32 [M, V]`, their V values, each rounded once at most. Of two
@@ -138,35 +138,15 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 
 _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
-        "q4_0": _q4_0,
-        "q4_1": _q4_1,
-        "q5_0": _q5_0,
-        "q5_1": _q5_1,
-        "q8_0": _q8_0,
-        "q2_k": _q2_k,
-        "q3_k": _q3_k,
-        "q4_k": _q4_k,
-        "q5_k": _q5_k,
-        "q6_k": _q6_k,
-        "iq4_nl": _iq4_nl,
-        "iq4_xs": _iq4_xs,
-        "mxfp4_block": _mxfp4,
-        "f16_block": _half,
-        "f32_block": _float,
+        **{"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0},
+        **{"q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k},
+        **{"iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_block": _mxfp4},
+        **{"f16_block": _half, "f32_block": _float},
     }
 )
 
 
 def block_values(blocks_NB: Tensor, kind: str, block_bytes: int) -> Tensor:
-    """The values of rows of blocks.
-
-    Args:
-        blocks_NB: `uint8 [N, B]`, B bytes of whole blocks a row.
-        kind: a name of `BLOCKS`.
-        block_bytes: of a block.
-
-    Returns:
-        `fp32 [N, K]`.
-    """
+    """The values `fp32 [N, K]` of rows of whole blocks, `uint8 [N, B]`, of a kind of `BLOCKS`."""
     values = _VALUES[kind](blocks_NB.reshape(-1, block_bytes))
     return values.reshape(len(blocks_NB), -1)

@@ -14,36 +14,20 @@ import torch
 
 CodeName = Literal["e2m1", "e4m3", "uint4", "uint8", "int8"]
 BlockName = Literal[
-    "q4_0",
-    "q4_1",
-    "q5_0",
-    "q5_1",
-    "q8_0",
-    "q2_k",
-    "q3_k",
-    "q4_k",
-    "q5_k",
-    "q6_k",
-    "iq4_nl",
-    "iq4_xs",
-    "mxfp4_block",
-    "f16_block",
-    "f32_block",
-]
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
+    "iq4_nl", "iq4_xs", "mxfp4_block", "f16_block", "f32_block",
+]  # fmt: skip
 ScaleName = Literal["e8m0", "e4m3", "bf16", "f16", "f32"]
 GlobalScale = Literal["none", "multiply", "divide"]
 
 CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 8})
 """Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
 
-
 INT8_GROUP = 32
 """Columns of a row rounded to int8 that share a scale."""
 
 
 class BlockSize(NamedTuple):
-    """Sizes of a block: how many codes it has, in how many bytes with their scales."""
-
     num_codes: int
     num_bytes: int
 
@@ -88,8 +72,7 @@ SCALES = MappingProxyType(
 class WeightFormat:
     """How a weight `[N, K]` is written: `value[n, k] = (code - zero) * scale * global scale`.
 
-    A row may also be a sequence of blocks that hold their scales, see `BLOCKS`: then `codes` says
-    everything, and the rest stays as it is.
+    Of rows in blocks that hold their scales, see `BLOCKS`, `codes` alone is given.
 
     Attributes:
         codes: `e2m1` (fp4: sign, two exponent bits, one of mantissa), `e4m3` (fp8 without
@@ -103,8 +86,8 @@ class WeightFormat:
         has_zero_points: Whether each group has a zero point of its own, a byte.
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
         int8_activations: Whether rows that are multiplied by the weight are rounded to int8 first,
-            see `int8_values`; only where a user asks for it. Zero points of 4-bit codes are 16 at
-            most there, as formats that pack them have them.
+            see `int8_values`; only where a user asks for it. Zero points of 4-bit codes are then 16
+            at most.
     """
 
     codes: CodeName | BlockName
@@ -117,12 +100,7 @@ class WeightFormat:
     int8_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            ValueError: A name is unknown, a size is negative, zeros belong to no integer code, or
-                rows cannot be rounded to int8 for such codes.
-        """
+        """Raises ValueError where fields do not fit together."""
         if self.int8_activations and not self.takes_int8_activations:
             raise ValueError(
                 "rows are rounded to int8 for blocks, and for e2m1 and integers in groups of 32, "
@@ -179,11 +157,7 @@ class WeightFormat:
         return self.codes in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
 
     def row_bytes(self, num_cols: int) -> int:
-        """Bytes of the codes of a row.
-
-        Raises:
-            ValueError: It has no whole number of blocks.
-        """
+        """Bytes of the codes of a row; ValueError where it has no whole number of blocks."""
         block = BLOCKS.get(self.codes)
         if block is not None:
             if num_cols % block.num_codes:
@@ -196,8 +170,6 @@ class WeightFormat:
 
     def scales_shape(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         """Groups of a matrix along its rows and its columns."""
-        return _groups(num_rows, self.group_rows), _groups(num_cols, self.group_cols)
-
-
-def _groups(size: int, group: int) -> int:
-    return 1 if group == 0 else -(-size // group)
+        sizes = ((num_rows, self.group_rows), (num_cols, self.group_cols))
+        rows, cols = (1 if group == 0 else -(-size // group) for size, group in sizes)
+        return rows, cols

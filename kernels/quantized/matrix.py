@@ -1,9 +1,10 @@
-"""A quantised weight: codes, scales and zero points as views of wherever they lie."""
+"""Quantised weights: codes, scales and zero points as views of wherever they lie."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,11 +45,7 @@ class QuantizedMatrix:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks that the parts belong together.
-
-        Raises:
-            ValueError: They do not; says which, what was expected and what came.
-        """
+        """Raises ValueError where the parts do not belong together."""
         kind = self.format
         row_bytes = kind.row_bytes(self.num_cols)
         if self.codes.dtype != torch.uint8 or self.codes.shape[1:] != (row_bytes,):
@@ -75,22 +72,15 @@ class QuantizedMatrix:
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def part(self, first: int, end: int) -> QuantizedMatrix:
-        """Rows in the memory of these, of a format without a global scale.
-
-        Args:
-            first: where a group of rows begins that share scales.
-            end: where another one does, or N.
-        """
+        """Rows in this memory, of a format without a global scale; whole groups, or up to N."""
         group = self.format.group_rows
         groups = slice(first // group, -(-end // group))
         others = (
@@ -99,10 +89,9 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
 
     def native_record(self) -> tuple[list[int], array[int]] | None:
-        """The four words of the C struct `Matrix`, and what they point at, which has to be kept.
+        """The four words of the C struct `Matrix`, and what they point at, which must be kept.
 
-        Returns:
-            None for what the kernels cannot take: other memory than a CPU's, rows with gaps.
+        None for what the kernels cannot take: other memory than a CPU's, rows with gaps.
         """
         kind = self.format
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
@@ -110,22 +99,15 @@ class QuantizedMatrix:
             return None
         if self.num_cols > MOST_COLS or not 0 <= kind.zero <= LARGEST_ZERO:
             return None
-        described = array(
-            "q",
-            (
-                _code_number(kind),
-                _SCALE_NUMBERS.get(kind.scales, 0),
-                kind.group_rows,
-                kind.group_cols,
-                kind.zero,
-                _GLOBAL_NUMBERS[kind.global_scale],
-                *_address_and_stride(self.scales),
-                0 if self.scales is None else len(self.scales),
-                *_address_and_stride(self.zero_points),
-                0 if self.global_scale is None else self.global_scale.data_ptr(),
-                kind.int8_activations,
-            ),
-        )
+        factor = self.global_scale
+        words = (
+            _code_number(kind), _SCALE_NUMBERS.get(kind.scales, 0), kind.group_rows,
+            kind.group_cols, kind.zero, _GLOBAL_NUMBERS[kind.global_scale],
+            *_address_and_stride(self.scales), 0 if self.scales is None else len(self.scales),
+            *_address_and_stride(self.zero_points), 0 if factor is None else factor.data_ptr(),
+            kind.int8_activations,
+        )  # fmt: skip
+        described = array("q", words)
         return [*_address_and_stride(self.codes), described.buffer_info()[0], 0], described
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -135,7 +117,11 @@ class QuantizedMatrix:
         `dtype`.
         """
         if self.scales is None:
-            return _block_values(self).to(dtype)
+            # few models have such blocks
+            from moe_runtime.kernels.quantized.block_reference import block_values
+
+            name = self.format.codes
+            return block_values(self.codes, name, BLOCKS[name].num_bytes).to(dtype)
         values = code_values(self.codes, self.format.codes, self.num_cols)
         scales = scale_values(self.scales, self.format.scales)
         if self.global_scale is not None:
@@ -157,11 +143,123 @@ class QuantizedMatrix:
         return groups
 
 
-def _block_values(matrix: QuantizedMatrix) -> Tensor:
-    # few models have such blocks
-    from moe_runtime.kernels.quantized.block_reference import block_values
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedStack:
+    """Weights `[S, N, K]` of one format, each row-major. Slots and rows may lie at any distance.
 
-    return block_values(matrix.codes, matrix.format.codes, BLOCKS[matrix.format.codes].num_bytes)
+    Attributes:
+        format: What the numbers mean.
+        num_cols: K.
+        codes: `uint8 [S, N, ceil(K * bits / 8)]`, unit stride along its last dimension.
+        scales: `[S, groups of rows, groups of columns]`, likewise, of the element type that
+            `SCALES` names; None where blocks hold them.
+        zero_points: `uint8`, shaped as the scales, or None.
+        global_scale: `fp32 [S, 1]`, any stride between slots, or None.
+    """
+
+    format: WeightFormat
+    num_cols: int
+    codes: Tensor
+    scales: Tensor | None = None
+    zero_points: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the parts do not belong together."""
+        parts = {"codes": self.codes, "scales": self.scales, "zero points": self.zero_points}
+        for name, part in parts.items():
+            if part is None:
+                continue
+            if part.ndim != 3 or len(part) != len(self.codes) or part.device != self.device:
+                raise ValueError(
+                    f"{name} must have three dimensions, {len(self.codes)} slots on {self.device} "
+                    f"like the codes, got {list(part.shape)} on {part.device}"
+                )
+            if part.stride(2) != 1 and part.shape[2] > 1:
+                raise ValueError(f"{name} must have unit stride in a row, got {part.stride()}")
+        factors = self.global_scale
+        if factors is not None and (
+            factors.shape != (len(self.codes), 1) or factors.device != self.device
+        ):
+            raise ValueError(
+                f"global scales must be {[len(self.codes), 1]} on {self.device}, got "
+                f"{list(factors.shape)} on {factors.device}"
+            )
+        if len(self.codes):
+            self.matrix(0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(S, N, K)`."""
+        return self.codes.shape[0], self.codes.shape[1], self.num_cols
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def matrix(self, slot: int) -> QuantizedMatrix:
+        """Views of what lies in one slot."""
+        parts = (self.scales, self.zero_points, self.global_scale)
+        others = (None if part is None else part[slot] for part in parts)
+        return QuantizedMatrix(self.format, self.num_cols, self.codes[slot], *others)
+
+    def dequantize(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of some slots, `[len(slots), N, K]`: the specification of every kernel."""
+        some, num_rows = self.select(slots), self.shape[1]
+        is_apart = self.global_scale is not None
+        if is_apart or not self.format.group_rows or num_rows % self.format.group_rows:
+            # a matrix has a scale of its own, or groups of rows end where it ends
+            values = [some.matrix(i).dequantize(dtype) for i in range(len(slots))]
+            return torch.stack(values) if values else some.codes.new_empty(some.shape, dtype=dtype)
+        parts = (some.codes, some.scales, some.zero_points)
+        flat = (None if part is None else part.flatten(0, 1) for part in parts)
+        return QuantizedMatrix(self.format, self.num_cols, *flat).dequantize(dtype).view(some.shape)  # type: ignore[arg-type]
+
+    def select(self, slots: Tensor) -> QuantizedStack:
+        """A copy of some slots."""
+        names = ("codes", "scales", "zero_points", "global_scale")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{n: None if part is None else part[slots] for n, part in parts.items()}
+        )
+
+    def halves(self) -> tuple[QuantizedStack, QuantizedStack]:
+        """The upper and the lower rows, as views; scales are repeated if they cover both."""
+        size = self.shape[1] // 2
+        group = self.format.group_rows
+        finest = math.gcd(size, group)
+        repeats = group // finest if group else 1
+        kind = replace(self.format, group_rows=finest if group else 0)
+
+        def half(part: Tensor | None, rows: slice) -> Tensor | None:
+            if part is None or not group:
+                return part
+            part = part if repeats == 1 else part.repeat_interleave(repeats, dim=1)
+            return part[:, rows]
+
+        def cut(first: int) -> QuantizedStack:
+            groups = slice(first // max(1, finest), (first + size) // max(1, finest))
+            return QuantizedStack(
+                kind,
+                self.num_cols,
+                self.codes[:, first : first + size],
+                half(self.scales, groups),
+                half(self.zero_points, groups),
+                self.global_scale,
+            )
+
+        return cut(0), cut(size)
+
+    def alternating(self) -> tuple[QuantizedStack, QuantizedStack]:
+        """The even and the odd rows, as views; ValueError where several rows share a scale."""
+        if self.format.group_rows != 1:
+            raise ValueError("rows that lie in turn must have scales of their own")
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "zero_points")}
+        even, odd = (
+            replace(self, **{n: None if p is None else p[:, first::2] for n, p in parts.items()})
+            for first in (0, 1)
+        )
+        return even, odd
 
 
 def _code_number(kind: WeightFormat) -> int:

@@ -12,16 +12,7 @@ from moe_runtime.kernels.quantized.formats import INT8_GROUP
 
 
 def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
-    """The number that each code stands for, without zero point and scale.
-
-    Args:
-        codes_NB: `uint8`.
-        kind: A name of `CODES`.
-        num_cols: K.
-
-    Returns:
-        `fp32 [N, K]`, exact.
-    """
+    """The number of each code of a kind of `CODES`, without zero point and scale: fp32, exact."""
     if kind == "e4m3":
         return codes_NB.contiguous().view(torch.float8_e4m3fn).float()
     if kind == "int8":
@@ -39,12 +30,7 @@ def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
 
 
 def scale_values(scales: Tensor, kind: str) -> Tensor:
-    """The numbers that scales stand for: fp32, exact.
-
-    Args:
-        scales: Of the element type that `SCALES` names.
-        kind: A name of `SCALES`.
-    """
+    """The numbers of scales of a kind of `SCALES`: fp32, exact."""
     if kind != "e8m0":
         return scales.float()
     bits = scales.int() << 23
@@ -54,16 +40,10 @@ def scale_values(scales: Tensor, kind: str) -> Tensor:
 
 
 def int8_values(x_RK: Tensor) -> Tensor:
-    """Rows rounded to int8, `INT8_GROUP` columns to a scale, as ggml's q8_0 does.
+    """The values of rows rounded to int8, `INT8_GROUP` columns to a scale, as ggml's q8_0 does.
 
     The largest magnitude of a group becomes 127; one of less than `2 ** -100` counts as nothing,
-    and a group with an infinity or a NaN is NaN.
-
-    Args:
-        x_RK: Of any floating type.
-
-    Returns:
-        `fp32 [R, K]`, what the rounded numbers stand for.
+    and a group with an infinity or a NaN is NaN. `fp32 [R, K]`.
     """
     num_cols = x_RK.shape[1]
     padded = torch.nn.functional.pad(x_RK.float(), (0, -num_cols % INT8_GROUP))

@@ -1,10 +1,8 @@
 """Numbers of quantised weights that lie in files in an order which no product reads.
 
-GPTQ and AWQ have the columns of a weight one after the other, and several of them pack zero points
-in words. Such tensors are put in order once, when an expert enters its slot (`reads.c`, through
-`storage_order.c`) or a dense weight is loaded. `put_in_order` is the specification.
-
-Letters: N rows of the weight, K columns, G groups of columns.
+GPTQ and AWQ have the columns of a weight one after the other, and some pack zero points in words.
+Such tensors are put in order once, when an expert enters its slot (`reads.c`, by `quantized.c`) or
+a dense weight is loaded. `put_in_order` is the specification.
 """
 
 from __future__ import annotations
@@ -52,21 +50,16 @@ class StorageOrder:
 
     @property
     def moves(self) -> bool:
-        """Whether the result takes memory of its own: numbers become more bytes than in the file.
-
-        Otherwise it takes the place of what was read.
-        """
+        """Whether the result takes memory of its own, as numbers become more bytes."""
         return self.kind in ("zeros_down", "zeros_across", "awq_zeros")
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the numbers in order."""
         bits = 8 if self.moves else self.bits
         return self.rows * self.cols * bits // 8
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the numbers in the file."""
         if not self.moves:
             return self.result_bytes
         num_words = -(-self.rows * self.bits // WORD_BITS)
@@ -74,7 +67,7 @@ class StorageOrder:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that are copied aside while the numbers are put in order."""
+        """Bytes of memory that putting them in order takes besides."""
         return 0 if self.moves or self.kind == "int8" else self.result_bytes
 
     def step(self, source: int, place: int) -> tuple[int, ...]:
@@ -84,15 +77,7 @@ class StorageOrder:
 
 
 def put_in_order(order: StorageOrder, stored: Tensor) -> Tensor:
-    """The numbers of a tensor in the order of rows.
-
-    Args:
-        order: how they lie in it.
-        stored: its bytes, `uint8`, in memory aligned to words.
-
-    Returns:
-        `uint8`, `order.result_bytes` of new memory.
-    """
+    """The bytes of numbers in the order of rows, from those of a file, aligned to words."""
     if order.kind == "int8":
         return stored ^ 128
     if order.kind == "transposed":

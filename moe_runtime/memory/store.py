@@ -780,6 +780,3 @@ def divide(policy: LayerShares, num_slots: int) -> None:
 
 def _refuse(_: ExpertKey, __: torch.Tensor) -> Never:
     raise MoERuntimeError(CLOSED)
-
-
-W = TypeVar("W")

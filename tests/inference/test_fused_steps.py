@@ -15,10 +15,10 @@ import pytest
 import torch
 from emulated_layers import use_device_layers
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from fetched_models import THREE, Request
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import StaticCache
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
@@ -230,21 +230,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(QWEN3), tmp_path_factory.mktemp("fused"), sharded=True)
 
 
-class Steps:
-    """One greedy request, step by step, with a static cache."""
-
-    def __init__(self, model: Any, prompt: torch.Tensor) -> None:
-        self.model, self.cache = model, StaticCache(model.config, max_cache_len=20)
-        self.ids, self.logits = prompt, list[torch.Tensor]()
-        self.step()
-
-    def step(self) -> None:
-        with torch.no_grad():
-            logits = self.model(self.ids, past_key_values=self.cache, use_cache=True).logits
-        self.ids = logits[:, -1:].argmax(-1)
-        self.logits.append(logits[:, -1])
-
-
 @emulated
 @pytest.mark.parametrize(
     ("num_sequences", "slots", "misses"), [(1, 6, "device"), (3, 2, "device"), (1, 2, "cpu")]
@@ -253,23 +238,22 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
     checkpoint: Path, num_sequences: int, slots: int, misses: str
 ) -> None:
     """Where all experts are there, and in parts where some are missing."""
-    prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(num_sequences)])[:, :2]
-    found = []
+    prompt, found = THREE[:num_sequences], []
     for is_recorded, is_fused in ((True, True), (False, True), (False, False)):
-        model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses)
+        model = load_on_emulated_device(
+            checkpoint, slots_a_layer=slots, misses=misses, max_tokens=256
+        )
         with model.moe, launches() as counts:
             if is_fused:
                 fuse_steps(model)
             if not is_recorded:
                 model.forward = model.forward.__wrapped__
-            request = Steps(model, prompt)
-            for _ in range(4):
-                request.step()
+            logits = Request(model, prompt).steps(4)
             store: Any = experts_modules_of(model)[0].store
             assert (store.recorded is not None) == is_recorded
             assert (counts["rotary_step_fwd"] > 0) == is_fused
             model.moe.check()
-            found.append(torch.stack(request.logits))
+            found.append(torch.stack(logits))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
 

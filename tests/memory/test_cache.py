@@ -57,14 +57,6 @@ def test_a_second_use_is_a_hit():
     assert stats.bytes_read == 2 * SLOT_BYTES
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 17])
-def test_any_number_of_slots_serves_any_lease(num_slots, streaming):
-    store = make_store(FakeTier(), num_slots)
-    for layer in (0, 1, 2, 0):
-        use(store, keys(layer, 3, 0, 5, 1, 2, 4), streaming=streaming)
-
-
 def test_residents_come_before_arrivals():
     tier = FakeTier()
     store = make_store(tier, 9)

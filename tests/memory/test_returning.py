@@ -29,10 +29,7 @@ def use_one_after_another(tiers: Tiers, rounds: int) -> None:
     for _ in range(rounds):
         for layer in range(NUM_LAYERS):
             tiers.use(keys(layer, drawn.randrange(NUM_EXPERTS)), streaming=False)
-            tiers.device.finish()
-            tiers.settle()
-            while tiers.host._link.under_way:
-                pass
+            rest(tiers)
             tiers.check()
 
 
@@ -134,7 +131,7 @@ def rest(tiers: Tiers) -> None:
     tiers.device.finish()
     tiers.settle()
     while tiers.host._link.under_way:
-        pass
+        time.sleep(1e-4)
 
 
 def returning(tiers: Tiers) -> list[threading.Thread]:
@@ -192,15 +189,8 @@ def in_memory(expert_slots: int = 9, stream_slots: int = 4, **others: int) -> Ti
     for layer in (0, 1, 2):
         for key in keys(layer, *range(6)):
             tiers.use([key], streaming=False)
-    settle(tiers)
+    rest(tiers)
     return tiers
-
-
-def settle(tiers: Tiers) -> None:
-    tiers.device.finish()
-    tiers.settle()
-    while tiers.host._link.under_way:
-        time.sleep(1e-4)
 
 
 class Copies:
@@ -233,7 +223,7 @@ def test_half_of_the_slots_are_one_copy_and_one_group() -> None:
     tiers.store.reset_stats()
     with copies.patch:
         sizes = groups_of(tiers, keys(0, *range(6)))
-        settle(tiers)
+        rest(tiers)
     assert max(sizes) == 2
     assert sum(sizes) == 6
     assert sum(number for number, _ in copies.found) == tiers.store.stats().misses > 2
@@ -252,7 +242,7 @@ def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens() -> None:
         tiers.store.check()
         assert copies.found == [(3, Priority.READAHEAD), (2, Priority.READAHEAD)]
         assert sum(groups_of(tiers, keys(0, *range(6)))) == 6
-        settle(tiers)
+        rest(tiers)
     assert copies.found[2:] == [(1, Priority.DEMAND)]
     stats = tiers.store.stats()
     assert stats.readahead_bytes > 0
@@ -264,10 +254,10 @@ def test_what_the_disk_has_to_read_is_asked_for_beside_the_copies() -> None:
     tiers = Tiers(on_device=6, on_host=9, stream_slots=4)
     for key in keys(0, 0, 1, 2):
         tiers.use([key], streaming=False)
-    settle(tiers)
+    rest(tiers)
     for key in keys(1, *range(4)):
         tiers.use([key], streaming=False)
-    settle(tiers)
+    rest(tiers)
     assert sum(groups_of(tiers, keys(0, *range(6)))) == 6
-    settle(tiers)
+    rest(tiers)
     tiers.close()

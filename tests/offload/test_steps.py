@@ -248,8 +248,3 @@ def test_budget_too_small_names_the_smallest(tmp_path: Path) -> None:
 def test_folder_must_exist(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a directory"):
         offloaded(stack(), PLAIN, tmp_path / "absent", experts_in_memory=0)
-
-
-def test_model_without_experts() -> None:
-    with pytest.raises(moe_runtime.UnsupportedModelError, match="nothing to offload"):
-        moe_runtime.offload_training(torch.nn.Linear(3, 3))

@@ -11,7 +11,7 @@ from training_runs import train, write_run
 from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel, Losses
-from moe_runtime.routing import GATES, ZeroExpertCounts
+from moe_runtime.routing import GATES
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.loop import Trainer
 from moe_runtime.training.metrics import StepRecord
@@ -58,47 +58,6 @@ def test_a_model_learns_with_every_gate(gate: str) -> None:
     assert values[-1] < values[0] - 0.05
 
 
-def test_kinds_of_zero_experts_that_are_not_named_have_none(tmp_path: Path) -> None:
-    settings = (
-        "model.moe.gate=moepp",
-        "model.moe.zero_experts={ copy = 2 }",
-        "model.vocab_size=50",
-    )
-    config = read_tree(TrainConfig, write_run(tmp_path), settings=settings)
-    layer = next(LanguageModel(config.model).routed_layers())
-    assert layer.gate.zero_experts == ZeroExpertCounts(constant=0, copy=2, zero=0)
-
-
-def test_the_selection_bias_moves_against_the_load() -> None:
-    config = LanguageModelConfig(
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=32,
-        vocab_size=50,
-        moe=ExpertsConfig(
-            num_experts=4,
-            top_k=1,
-            intermediate_size=8,
-            gate="sigmoid_topk",
-            gate_options={"bias_update_rate": 0.01},
-        ),
-    )
-    model = LanguageModel(config)
-    ids = torch.randint(50, (4, 33))
-    # Two micro-batches, then one update.
-    counts = torch.zeros(4)
-    for part in ids.chunk(2):
-        model.losses(part[:, :-1], part[:, 1:]).cross_entropy.backward()
-        counts += model.layer_aux()[0].counts_E
-    model.after_step()
-    bias = model.get_buffer("blocks.0.feed_forward.gate.expert_bias")
-    expected = 0.01 * torch.sign(counts.mean() - counts)
-    assert torch.allclose(bias, expected - expected.mean(), atol=1e-7)
-
-
 @pytest.mark.parametrize("memory", [None, "64MiB"], ids=["in memory", "offloaded"])
 @pytest.mark.parametrize("gate", ["sigmoid_topk", "dense_to_sparse"])
 def test_a_skipped_step_changes_nothing(
@@ -140,22 +99,16 @@ def test_a_skipped_step_changes_nothing(
 
 
 def test_gate_and_options_come_from_the_file(tmp_path: Path) -> None:
+    path, gate = write_run(tmp_path), "model.moe.gate=group_limited_topk"
+
+    def model_of(*settings: str) -> LanguageModel:
+        config = read_tree(TrainConfig, path, settings=(*settings, "model.vocab_size=50"))
+        return LanguageModel(config.model)
+
     options = "model.moe.gate_options={ num_expert_groups = 2, num_limited_groups = 1 }"
-    settings = ("model.moe.gate=group_limited_topk", options, "model.vocab_size=50")
-    config = read_tree(TrainConfig, write_run(tmp_path), settings=settings)
-    gate = next(LanguageModel(config.model).routed_layers()).gate
-    assert type(gate).__name__ == "GroupLimitedTopK"
-    wrong = read_tree(
-        TrainConfig,
-        write_run(tmp_path),
-        settings=(*settings[:1], "model.moe.gate_options={ num_groops = 2 }", settings[2]),
-    )
+    made = next(model_of(gate, options).routed_layers()).gate
+    assert type(made).__name__ == "GroupLimitedTopK"
     with pytest.raises(ValueError, match="did you mean 'num_groups'"):
-        LanguageModel(wrong.model)
-    wrong = read_tree(
-        TrainConfig,
-        write_run(tmp_path),
-        settings=("model.moe.zero_experts={ copi = 2 }", settings[2]),
-    )
+        model_of(gate, "model.moe.gate_options={ num_groops = 2 }")
     with pytest.raises(ValueError, match="did you mean 'copy'"):
-        LanguageModel(wrong.model)
+        model_of("model.moe.zero_experts={ copi = 2 }")

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 import shutil
 import warnings
 import zipfile
@@ -227,6 +228,10 @@ def placement_of(folder: Path, seed: int) -> Path:
     return folder
 
 
+def read_placement(folder: Path) -> dict[str, Any]:
+    return dataclasses.asdict(load_placement_map(folder / "map.json"))
+
+
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
 
 
@@ -332,7 +337,7 @@ def test_each_file_of_a_run(
 MAKERS = {
     "sharded": (sharded_of, read_sharded),
     "adapters": (adapters_of, read_adapters),
-    "placement": (placement_of, lambda folder: load_placement_map(folder / "map.json")._as_json()),
+    "placement": (placement_of, read_placement),
     "predictor": (
         predictor_of,
         lambda folder: read_predictor(folder / "predictor.npz", SIGNATURE).state(),
@@ -358,8 +363,9 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
     """Where values lie in a checkpoint; of many of a kind the first one alone."""
     yield path
     if isinstance(value, dict):
-        few = list(value)[:1] if len(value) > 11 else list(value)
-        for name in few:
+        kinds = {re.sub(r"\d+", "", str(name)) for name in value}
+        are_alike = len(value) > 11 or len(kinds) == 1
+        for name in list(value)[: 1 if are_alike else None]:
             yield from places_in(value[name], (*path, name))
     elif isinstance(value, list | tuple) and value:
         yield from places_in(value[0], (*path, 0))

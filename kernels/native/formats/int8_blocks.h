@@ -334,7 +334,7 @@ INLINE void panel_steps(int has_halves, int is_signed, int panel_rows, const Blo
 }
 
 /* A weight row by the rows of a panel. */
-static void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
+static __attribute__((noinline)) void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
     const float factor = minimum_factor(code);
 #define PANEL_CASE(halves, rows) \
     case rows: panel_steps(halves, is_signed, rows, weights, steps, x, factor, sums); break;
@@ -370,7 +370,7 @@ INLINE void write_step(int code, const char *weight, int groups, BlockStep *out)
 }
 
 /* A weight row by the rows of a panel. */
-static void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
+static __attribute__((noinline)) void steps_by_panel(int code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
     const int halves = TRAITS(code).has_groups_of_16 ? 2 : 1, columns = INT8_GROUP / halves, count = INT8_GROUPS_OF_STEP * halves;
     float acc[PANEL_ROWS][2] = {0}, minima[PANEL_ROWS] = {0};
     for (int64_t i = 0; i < steps; i++, weights++) {

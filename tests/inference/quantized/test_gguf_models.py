@@ -35,7 +35,6 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.kernels.native import native_library
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 
@@ -114,35 +113,6 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
     with resident.moe:
         again = tiny_checkpoints.prompt_and_step_logits(resident, family)
     assert all(map(torch.equal, again, logits))
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (place % 3 > 0))
-        for place, name in enumerate(SAMPLES)
-    ],
-    indirect=True,
-)
-def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
-    """In bf16, the type that files of quantised weights are computed in."""
-    family = written.sample.family
-    budget = inspect_checkpoint(written.folder, dtype="auto").smallest_budget_bytes
-    library = native_library()
-    before = None if library is None else library.num_threads
-    expected: list[Tensor] = []
-    options = [{}, {"policy": "lfu", "prefetch": "enforce"}, {"io_threads": 1}]
-    for number, chosen in enumerate(options):
-        model = load(written, budget + number * 2**18, dtype="auto", **chosen)
-        if library is not None:
-            library.set_num_threads(1 + number % 2)
-        with model.moe:
-            logits = tiny_checkpoints.prompt_and_step_logits(model, family)
-        expected = list(expected or logits)
-        assert all(map(torch.equal, logits, expected)), chosen
-    if library is not None and before is not None:
-        library.set_num_threads(before)
-    assert all(torch.isfinite(tensor).all() for tensor in expected)
 
 
 @asks_for_a_tokenizer

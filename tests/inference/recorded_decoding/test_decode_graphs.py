@@ -14,55 +14,30 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device
+from fetched_models import THREE, Request, store_of
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 4
-THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
 ONE = THREE[:1]
 
 
 @contextmanager
 def loaded(checkpoint: Path, slots: int, misses: str = "device") -> Iterator[Any]:
-    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses)
+    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses, max_tokens=256)
     with model.moe:
         yield model
 
 
 def recorded(model: Any) -> Any:
-    store = experts_modules_of(model)[0].store
-    assert isinstance(store, DeviceStore)
-    return store.recorded
-
-
-class Decoding:
-    """One greedy request, step by step, with a static cache."""
-
-    def __init__(self, model: Any, prompt: torch.Tensor = ONE, num_tokens: int = 20) -> None:
-        self.model, self.logits = model, []
-        self.cache = StaticCache(model.config, max_cache_len=num_tokens)
-        self._ids = prompt
-        self.step()
-
-    def step(self) -> torch.Tensor:
-        with torch.no_grad():
-            logits = self.model(self._ids, past_key_values=self.cache, use_cache=True).logits
-        self._ids = logits[:, -1:].argmax(-1)
-        self.logits.append(logits[:, -1])
-        return self.logits[-1]
-
-    def steps(self, number: int = NEW_TOKENS) -> list[torch.Tensor]:
-        for _ in range(number):
-            self.step()
-        return self.logits
+    return store_of(model).recorded
 
 
 class Waiting(torch.nn.Module):
@@ -92,7 +67,7 @@ def test_the_same_bits_as_without_graphs(
         with loaded(checkpoint, slots, misses) as model:
             if not is_recorded:
                 without_graphs(model)
-            found.append(Decoding(model, prompt).steps())
+            found.append(Request(model, prompt).steps(NEW_TOKENS))
             assert (recorded(model) is not None) == is_recorded
             model.moe.check()
             stats = model.moe.stats()
@@ -110,7 +85,7 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
             bring_all(model)
             if not is_recorded:
                 without_graphs(model)
-            request = Decoding(model)
+            request = Request(model)
             request.steps(3)
             assert not is_recorded or recorded(model).is_one_graph
             with store._changed:
@@ -212,7 +187,7 @@ def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Pat
 @emulated
 def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model:
-        cache, where = Decoding(model, PROMPT).cache, PROMPT.shape[1]
+        cache, where = Request(model, PROMPT).cache, PROMPT.shape[1]
 
         def prepare(position: int) -> Any:
             return model.prepare_inputs_for_generation(
@@ -238,12 +213,12 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
 def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
     called: list[Any] = []
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
-        ours = Decoding(model, num_tokens=40)
-        theirs = Decoding(without_graphs(other), num_tokens=40)
+        ours = Request(model)
+        theirs = Request(without_graphs(other))
         norms = [each.model.layers[1].input_layernorm for each in (model, other)]
 
         def step() -> None:
-            assert torch.equal(ours.step(), theirs.step())
+            assert torch.equal(ours.steps(1)[-1], theirs.steps(1)[-1])
 
         for _ in range(3):
             step()
@@ -280,7 +255,7 @@ def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
 @emulated
 def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
-        ours, theirs = Decoding(model, THREE), Decoding(without_graphs(other), THREE)
+        ours, theirs = Request(model, THREE), Request(without_graphs(other), THREE)
         for request in (ours, theirs):
             request.steps(2)
             request.cache.reorder_cache(torch.tensor([2, 0, 1]))
@@ -290,7 +265,7 @@ def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint: 
         del ours, request
         gc.collect()
         assert cache() is None
-        request = Decoding(model)
+        request = Request(model)
         for _ in range(3):
             with torch.no_grad():
                 found = model(PROMPT[:, :1], past_key_values=request.cache, return_dict=False)
@@ -304,11 +279,11 @@ def twice(forward: Any, x: torch.Tensor) -> torch.Tensor:
 @emulated
 def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
-        expected = Decoding(without_graphs(other)).steps(2)
+        expected = Request(without_graphs(other)).steps(2)
         store: Any = experts_modules_of(model)[0].store
         begun, running = store.device.faults, store.device.late_faults
         for faults, error in ((begun, KeyboardInterrupt()), (running, OSError("unplugged"))):
-            request = Decoding(model, THREE)
+            request = Request(model, THREE)
             request.steps(2)
             assert recorded(model) is not None
             faults.append(error)
@@ -318,7 +293,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> No
             model.moe.check()
             assert not begun
             assert not running
-            assert all(map(torch.equal, Decoding(model).steps(2), expected))
+            assert all(map(torch.equal, Request(model).steps(2), expected))
 
 
 @emulated
@@ -326,9 +301,9 @@ def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs: aten._local_scalar"):
-            found = Decoding(model).steps()
+            found = Request(model).steps(NEW_TOKENS)
         assert recorded(model) is None
-        assert all(map(torch.equal, found, Decoding(without_graphs(other)).steps()))
+        assert all(map(torch.equal, found, Request(without_graphs(other)).steps(NEW_TOKENS)))
 
 
 @pytest.mark.gpu
@@ -338,20 +313,20 @@ def test_a_gpu_replays_the_bits_of_its_steps(
     checkpoint: Path, misses: str, num_sequences: int
 ) -> None:
     with pytest.raises(CapacityError) as refused:
-        moe_runtime.load(checkpoint, device="cuda", max_tokens=64, device_memory=1)
+        moe_runtime.load(checkpoint, device="cuda", max_tokens=256, device_memory=1)
     smallest = refused.value.smallest_bytes
     assert smallest is not None
     for budget in ("1GiB", smallest + 20_000, smallest):
         found = []
         for is_recorded in (True, False):
             model: Any = moe_runtime.load(
-                checkpoint, device="cuda", max_tokens=64, device_memory=budget,
+                checkpoint, device="cuda", max_tokens=256, device_memory=budget,
                 misses=misses if is_recorded or misses == "cpu" else "device",
             )  # fmt: skip
             with model.moe:
                 if not is_recorded:
                     without_graphs(model)
-                found.append(Decoding(model, THREE[:num_sequences].to("cuda")).steps())
+                found.append(Request(model, THREE[:num_sequences].to("cuda")).steps(NEW_TOKENS))
                 assert (recorded(model) is not None) == is_recorded
                 model.moe.check()
         if misses == "auto":  # whoever computed what, by the clock; fp32 sums in another order
@@ -363,13 +338,13 @@ def test_a_gpu_replays_the_bits_of_its_steps(
 
 @pytest.mark.gpu
 def test_a_gpu_computes_what_it_cannot_record(checkpoint: Path) -> None:
-    model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
+    model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=256)
     with model.moe:
-        expected = Decoding(without_graphs(model), ONE.to("cuda")).steps()
-    model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
+        expected = Request(without_graphs(model), ONE.to("cuda")).steps(NEW_TOKENS)
+    model = moe_runtime.load(checkpoint, device="cuda", max_tokens=256)
     with model.moe:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs"):
-            found = Decoding(model, ONE.to("cuda")).steps()
+            found = Request(model, ONE.to("cuda")).steps(NEW_TOKENS)
         assert all(map(torch.equal, found, expected))
         torch.randn(3, device="cuda")  # the generator is as it was
