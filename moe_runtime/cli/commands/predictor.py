@@ -229,7 +229,7 @@ def teach(
     from moe_runtime.lab.traces.recent import read_recent
     from moe_runtime.lab.traces.routes import same_model, shown_model
 
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     summary = inspect_checkpoint(model)
     recorded, num_requests = [], 0
     for path in traces or ():
@@ -251,7 +251,7 @@ def teach(
                 "of `run --trace`"
             )
         recorded = [recent]
-    with loading_bar() as progress:
+    with console.loading_bar() as progress:
         lesson = teach_reuse(join_traces(recorded), summary.path, lambda what: progress(what, 0, 0))
     facts = {
         "tokens": lesson.tokens,
@@ -262,10 +262,10 @@ def teach(
         "file": None if lesson.kept is None else str(lesson.kept),
     }
     if as_json:
-        print_json(facts)
+        console.print_json(facts)
         return
     shown = {**facts, "file": facts["file"] or "none: it would miss no less than without"}
-    print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
+    console.print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
