@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
+from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import load_tokenizer
-from moe_runtime.cli.console import (
-    Session,
-    loading_bar,
-    print_json,
-    print_rows,
-    print_table,
-    quiet_transformers,
-)
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, argument, expanded, option, refuse_given
 from moe_runtime.config import nearest
@@ -92,9 +84,9 @@ def show(as_json: options.Json = False) -> None:
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
     if as_json:
-        print_json({"predictors": about})
+        console.print_json({"predictors": about})
     else:
-        print_rows("predictors", list(about.items()), to_stderr=False)
+        console.print_rows("predictors", list(about.items()), to_stderr=False)
 
 
 def fit(
@@ -135,9 +127,9 @@ def fit(
         "sequences": routes.num_sequences,
     }
     if as_json:
-        print_json(facts)
+        console.print_json(facts)
     else:
-        print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
+        console.print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
 
 
 def evaluate(
@@ -194,9 +186,9 @@ def evaluate(
             }
             for one in results
         ]
-        print_json({**facts, "results": shown})
+        console.print_json({**facts, "results": shown})
         return
-    print_rows("data", [(k, f"{value:g}") for k, value in facts.items()], to_stderr=False)
+    console.print_rows("data", [(k, f"{value:g}") for k, value in facts.items()], to_stderr=False)
     numbers = ("layers ahead", "@K", "@2K", "gate mass @2K", "calibr. error", "us per call")
     header = [("predictor", "left"), *((number, "right") for number in numbers)]
     rows = [
@@ -212,7 +204,7 @@ def evaluate(
         for result in results
         for recall in result.recalls
     ]
-    print_table("recall on held-out sequences", header, rows)
+    console.print_table("recall on held-out sequences", header, rows)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
@@ -325,10 +317,10 @@ class Sequences:
         return estimator
 
 
-def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Sequences:
+def _read_text(session: console.Session, model: str, text: Path, host_memory: str) -> Sequences:
     """Lets a model read a text file window by window."""
     words = read_text(text)
-    quiet_transformers(session)
+    console.quiet_transformers(session)
     tokenizer = load_tokenizer(model)
     ids = tokenizer(words)["input_ids"]
     windows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
@@ -340,7 +332,7 @@ def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Se
     import moe_runtime
     from moe_runtime.inference.prediction import record_hidden
 
-    with loading_bar() as progress:
+    with console.loading_bar() as progress:
         loaded: Any = moe_runtime.load(
             model, host_memory=host_memory, max_tokens=WINDOW_TOKENS, progress=progress
         )
