@@ -91,7 +91,7 @@ def words_of(case: Case, smallest: int = 0) -> list[str]:
         words += ["--prompt", prompt]
     budget = {"smallest": str(smallest), "less": str(smallest - 1)}.get(case.budget, case.budget)
     words += ["--host-memory", budget, "--policy", case.policy, "--prefetch", case.prefetch]
-    # that of `auto` goes without saying, and is refused where nobody guesses
+    # that of `auto` is the default, and is refused where nothing is prefetched
     return words if case.predictor == "auto" else [*words, "--predictor", case.predictor]
 
 
@@ -118,8 +118,8 @@ def row_of(case: Case, done: subprocess.CompletedProcess[str]) -> dict[str, Any]
     """What came of a case: bytes at the peak, or the line of a refusal."""
     row: dict[str, Any] = asdict(case) | {"exit_code": done.returncode}
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if "error: " in line]
-        return row | {"refused": " ".join(told)}
+        said = [line for line in done.stderr.splitlines() if "error: " in line]
+        return row | {"refused": " ".join(said)}
     stats = json.loads(done.stdout)
     used = stats["peak_rss_bytes"] - stats["baseline_rss_bytes"]
     return row | {
@@ -153,7 +153,7 @@ def main() -> int:
     for kernels in KERNELS:
         for row in rows_of(kernels, all_policies=arguments.all):
             rows.append(row)
-            print(told(row), flush=True)
+            print(as_line(row), flush=True)
     if arguments.save:
         save(rows)
     return int(any(is_broken(row) for row in rows))
@@ -171,7 +171,7 @@ def label(row: dict[str, Any]) -> str:
     return " ".join(str(row[name]) for name in Case.__dataclass_fields__)
 
 
-def told(row: dict[str, Any]) -> str:
+def as_line(row: dict[str, Any]) -> str:
     if row["exit_code"]:
         result = f"refused: {row['refused']}"
     else:

@@ -315,7 +315,7 @@ def peers(bench: Bench) -> None:
 
 
 def _free() -> None:
-    """Gives up the memory of a model that nobody has any more."""
+    """Frees the memory of a model that is gone."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -268,7 +268,7 @@ def note_aims(results: GpuResults) -> None:
     results.write()
 
 
-# A loop over experts: with many tokens it takes long, and nobody would choose it.
+# A loop over experts takes long with many tokens.
 EAGER, EAGER_TOKENS = "eager", 128
 # Copies the weights of every choice: transformers' own choice for decoding, hopeless for batches.
 FEW_TOKENS_BACKEND = "batched_mm"

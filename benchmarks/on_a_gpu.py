@@ -100,7 +100,7 @@ def _end(program: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         print("it does not end by an interrupt, and is killed", flush=True)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError):  # none is left
             os.killpg(program.pid, signal.SIGKILL)
         program.wait()
 

@@ -100,7 +100,7 @@ def _counts(found: list[Results]) -> str:
 
 
 def _interrupted(found: list[Results]) -> str:
-    """Names the rows whose measurement somebody stopped before its time was up."""
+    """Names the rows whose measurement was stopped early."""
     rows = [each for each in found if each["ended"] == "interrupted"]
     return "".join(
         f"; the row of {_memory(each['settings']['cap_bytes'])} was interrupted after "

@@ -101,7 +101,7 @@ STAYING_TOKENS = (16, NUM_TOKENS)
 
 
 def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
-    """What the simulator is told of: experts, exchanges and copies."""
+    """What the simulator is given: experts, exchanges and copies."""
     here = NUM_EXPERTS // transport.size
     experts = make_experts(here)
 
@@ -141,7 +141,7 @@ def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, floa
     link = Link(
         alpha_s=exchanges.alpha_s / (num_ranks - 1),
         bytes_per_s=exchanges.bytes_per_s,
-        # Gloo copies, and no core is free for it: whoever sends does not compute.
+        # Gloo copies, and no core is free for it: a rank that sends does not compute.
         occupies_compute=True,
     )
     cluster = Cluster(
@@ -170,7 +170,7 @@ def stay_here(num_tokens: int, transport: Transport | None) -> None:
 
 
 class Layer:
-    """One case on this rank: a layer to be timed, and what the simulator is told of its rows."""
+    """One case on this rank: a layer to be timed, and the rows that the simulator is given."""
 
     def __init__(self, case: Case, transport: Transport, seed: int = 1) -> None:
         self._case, self._transport = case, transport

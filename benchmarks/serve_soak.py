@@ -127,7 +127,7 @@ async def ask_for_minutes(
     for task in tasks:
         task.result()
     found.num_requests = found.tally.counts.total()
-    await asyncio.sleep(1.0)  # the server hears last of those who went away
+    await asyncio.sleep(1.0)  # the server notices last that clients went away
 
 
 async def end_while_answering(
@@ -240,8 +240,8 @@ def main() -> int:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         found = soak(arguments, Path(folder))
-    told = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
-    print(json.dumps(told, indent=1))
+    shown = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
+    print(json.dumps(shown, indent=1))
     for line in found["wrong"][:20]:
         print(f"wrong: {line}")
     complaints = broken(found)

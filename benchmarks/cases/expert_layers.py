@@ -212,9 +212,9 @@ class ExpertLayer:
         is_plain = found.keys() == {"gate_up_proj", "down_proj"} and not is_transposed
         if self.dtype != torch.bfloat16 or not is_plain:
             kind = str(self.dtype).removeprefix("torch.")
-            told = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
+            given = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
             raise PeerFailedError(
-                f"takes gate_up_proj and down_proj in bfloat16; this layer has {told}"
+                f"takes gate_up_proj and down_proj in bfloat16; this layer has {given}"
             )
         gate, up = found["gate_up_proj"].chunk(2, dim=1)
         yield from (("gate", gate), ("up", up), ("down", found["down_proj"]))

@@ -30,7 +30,7 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.token_sort import token_sort
 
 SIZES = LayerSizes(num_experts=32, top_k=4, dim_model=1024, dim_hidden=512)
-"""Of a layer that nobody named."""
+"""Of the default layer."""
 # A result and the hidden state before it are rounded, by half a unit in the last place each, and
 # sums are taken in another order: twice as much again, relative to the largest result.
 _ROUNDINGS = 4

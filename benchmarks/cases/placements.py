@@ -50,7 +50,7 @@ class PlacementsPlan:
     profile: RoutingProfile
     future: np.ndarray
     devices: Devices
-    told: PlacementOptions
+    options: PlacementOptions
     num_replicas: int = 0
     searches: bool = True
 
@@ -70,7 +70,11 @@ class PlacementsPlan:
     def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
         return [
             place_experts(
-                algorithm, self.profile, self.devices, num_replicas=num_replicas, options=self.told
+                algorithm,
+                self.profile,
+                self.devices,
+                num_replicas=num_replicas,
+                options=self.options,
             )
         ]
 

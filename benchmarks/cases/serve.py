@@ -127,8 +127,7 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes; those that have not ended after a while are killed, and at
-    once where somebody does not want to wait."""
+    """Sends SIGTERM to all processes of the group; kills those that are left after a while."""
     is_over = False
     try:
         _signal(process, signal.SIGTERM)

@@ -418,7 +418,7 @@ class ChosenDevice(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """What systems are told: a GPU is the first one that they see."""
+        """The device of the settings: a GPU is the first one that they see."""
         return "cpu" if self.name == "cpu" else "cuda:0"
 
     def seen_by(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":

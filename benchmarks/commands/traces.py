@@ -404,7 +404,7 @@ def bench_placements(
         future=future,
         devices=devices,
         num_replicas=replicas,
-        told=PlacementOptions(
+        options=PlacementOptions(
             num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
         ),
         searches=not run.quick,

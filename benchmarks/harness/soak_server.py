@@ -46,7 +46,7 @@ def fail_some_reads(fetches_per_fault: int, clock: Callable[[], float] = time.mo
 
 
 def fail_at_its_end(key: ExpertKey, read: Read) -> None:
-    """A read whose end is not yet told will end with an error."""
+    """A read that has not ended yet will end with an error."""
     tell = read._on_done
 
     def tell_of_error(ended: Read) -> None:

@@ -109,7 +109,7 @@ def why_unavailable() -> str | None:
 
 
 def forget(files: Iterable[Path]) -> None:
-    """Has the kernel drop what it keeps of files, as far as nobody maps them."""
+    """Has the kernel drop what it keeps of files, as far as they are not mapped."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

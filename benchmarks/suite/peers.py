@@ -206,7 +206,7 @@ def peer_names() -> list[str]:
 
 
 def peer_file(name: str, case: str | None = None) -> Path:
-    """The file of a peer: of the package by its name, anybody's by a path that ends in ``.py``."""
+    """The file of a peer: of the package by its name, any other by a path that ends in ``.py``."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ValueError(f"--peer {name}: no such file")

@@ -20,13 +20,13 @@ from torch import Tensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.parallel.communication.agreement import (
+from moe_runtime.parallel.communication.transport import (
+    Transport,
     arithmetic_facts,
     processes_here,
     require_same,
     software_facts,
 )
-from moe_runtime.parallel.communication.transport import Transport
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
 from moe_runtime.policies.prediction import Event, Guess, Predictor
 from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_runtime.parallel.communication.measure import measure_link, time_exchanges
     from moe_runtime.parallel.communication.transport import (
         FlatTransport,
         HierarchicalTransport,
         Transport,
+        measure_link,
+        time_exchanges,
     )
     from moe_runtime.parallel.dispatching import Dispatched, combine, dispatch
     from moe_runtime.parallel.groups import LayoutGroups
@@ -25,8 +26,8 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".communication.measure": "measure_link time_exchanges",
-            ".communication.transport": "FlatTransport HierarchicalTransport Transport",
+            ".communication.transport": "FlatTransport HierarchicalTransport Transport "
+            "measure_link time_exchanges",
             ".dispatching": "Dispatched combine dispatch",
             ".groups": "LayoutGroups",
             ".parallel_experts": "ExpertGroup ExpertSpread ParallelExperts",

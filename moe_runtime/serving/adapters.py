@@ -220,11 +220,8 @@ class LowRankPair:
 
 
 class AdapterFolder:
-    """The files of one adapter, checked without the model.
-
-    Attributes:
-        num_bytes: of the adapter in memory.
-        widths: inputs and outputs of the adapted layers, by name.
+    """The files of one adapter, checked without the model; ``widths`` are inputs and outputs by
+    layer.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -321,14 +318,10 @@ _Pairs = list[tuple[torch.nn.Module, LowRankPair]]
 
 
 class Adapters:
-    """Adapters of one model.
+    """Adapters of one model, ``max_bytes`` of them in memory, those used last.
 
     Hooks add them to the outputs of layers during a pass only: a pass without adapters has the bits
-    of a model without any. Adapters stay in memory until others need it, the last used longest.
-
-    Attributes:
-        max_bytes: of those that are in memory at a time.
-        num_reads: times that one was read from its files.
+    of a model without any.
     """
 
     def __init__(
@@ -338,12 +331,8 @@ class Adapters:
         *,
         max_bytes: int | None = None,
     ) -> None:
-        """Compares the adapters with the model, and reads none.
-
-        Args:
-            model: a loaded model, on the CPU.
-            folders: by the names of the adapters.
-            max_bytes: of those that are in memory at a time; that of all when omitted.
+        """Compares the adapters with the model, and reads none. ``max_bytes`` is that of all when
+        omitted.
 
         Raises:
             UnsupportedModelError: one is for another model, or for layers that are not linear.
@@ -416,9 +405,8 @@ class Adapters:
     def applied(self, rows: Items[tuple[str | None, int]]) -> Iterator[None]:
         """Adds adapters to the passes of this thread within the block.
 
-        Args:
-            rows: names of adapters, None for none, and how many rows of the pass each has in turn;
-                one name alone is for all rows, whatever their number.
+        ``rows`` are names of adapters, or None, and how many rows of the pass each has in turn; one
+        name alone is for all rows.
         """
         groups = [
             (name, sum(num_rows for _, num_rows in own))
@@ -452,11 +440,7 @@ class Adapters:
 
 
 def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) -> int:
-    """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None.
-
-    Raises:
-        ValueError: ``max_bytes`` is less than one of them needs.
-    """
+    """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None."""
     sizes = {name: folder.num_bytes for name, folder in folders.items()}
     whole = sum(sizes.values())
     if max_bytes is None:

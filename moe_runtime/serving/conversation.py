@@ -37,14 +37,7 @@ _LOOKING_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What one answer cost.
-
-    Attributes:
-        prompt_tokens: of the whole conversation up to the answer.
-        cached_tokens: those of them that earlier turns had computed.
-        ttft_s: seconds to its first token; None without one.
-        decode_s: seconds from there to its last one.
-    """
+    """What one answer cost; ``ttft_s`` is to its first token, ``decode_s`` from there on."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -108,10 +101,8 @@ class Conversation:
     ) -> Turn:
         """Answers a message, which is remembered with its answer; one that was stopped too.
 
-        Args:
-            on_text: called with each piece of the answer. The analysis of gpt-oss is shown, with an
-                empty line behind it, and not remembered.
-            is_stopped: whether to end the answer here; looked at all the time.
+        ``on_text`` gets each piece of the answer; the analysis of gpt-oss is shown and not
+        remembered.
 
         Raises:
             ValueError: the conversation is too long, or the message is no text.

@@ -77,8 +77,7 @@ class RowDecoding:
     def divide(self) -> tuple[list[list[Sequence]], list[Sequence]]:
         """Gives decoding sequences a row, as far as rows are free, or room for one token more.
 
-        Returns:
-            Those in rows, by pass, and the others.
+        Returns those in rows, by pass, and the others.
         """
         waiting = self._scheduler.waiting
         if not waiting:

@@ -30,12 +30,8 @@ class KVAccount(Generic[T]):
     """
 
     def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
-        """Begins empty.
-
-        Args:
-            block_tokens: tokens of a block of a prefix; 0 keeps none.
-            least_tokens: that a sequence has room for at least, as far as there is so much.
-        """
+        """Begins empty; blocks of 0 tokens keep no prefix, sequences have room for
+        ``least_tokens``."""
         self.capacity = capacity
         self.block_tokens = block_tokens
         self._least_tokens = min(least_tokens, capacity // PIECE * PIECE)
@@ -88,13 +84,8 @@ class KVAccount(Generic[T]):
     def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: str = "") -> int:
         """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
 
-        Args:
-            tokens: from the beginning of a sequence.
-            make: gives what is kept of the block with a number, 0 the first.
-            root: names what computed them, such as an adapter, and their owner.
-
-        Returns:
-            Blocks of these tokens that are kept now.
+        ``make`` gives what is kept of the block with a number; ``root`` names what computed them,
+        and their owner. Returns blocks of these tokens that are kept now.
         """
         if not self.block_tokens:
             return 0

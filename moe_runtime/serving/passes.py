@@ -224,17 +224,14 @@ class ModelPasses:
     where the model allows it: products and experts see the tokens of all, attention those of each.
 
     Attributes:
-        can_join: whether several sequences can decode in one pass.
         most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
-        can_have_rows: whether steps of sequences in rows of a static cache are recorded.
     """
 
     def __init__(self, model: Any, adapters: Adapters, *, exact: int = 1) -> None:
-        """Finds out, with a few tokens, whether sequences can go together.
-
-        ``exact`` sequences, at most, are to decode together with the bits of each alone.
+        """Finds out, with a few tokens, whether ``exact`` sequences can go together with equal
+        bits.
 
         Raises:
             UnsupportedModelError: the model does not generate text from tokens alone.

@@ -269,7 +269,6 @@ class Prefixes:
 
     Raises:
         UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
-        ValueError: the disk has no room for a block, or its folder cannot be made.
     """
 
     def __init__(

@@ -245,12 +245,9 @@ class Scheduler:
     ) -> Sequence | None:
         """The first waiting sequence, if it may run now; its room is reserved then.
 
-        No sequence overtakes it. Where it is held back, those behind it get what it leaves of the
-        places and of the room.
-
-        Args:
-            look_up: called before room is taken from prefixes for it.
-            is_held: whether one that waits had better wait for one of those that run.
+        No sequence overtakes it. Where ``is_held`` holds it back, those behind it get what it
+        leaves of the places and of the room. ``look_up`` is called before room is taken from
+        prefixes.
         """
         num_held = held_tokens = 0
         for index, first in enumerate(self.waiting):
@@ -330,10 +327,7 @@ class Scheduler:
     ) -> list[tuple[Sequence, int]]:
         """The next tokens of prompts to read in one pass: sequences, and how many of each.
 
-        Args:
-            most_tokens: in all.
-            most_logprobs: of a prompt whose log-probabilities are asked for.
-            exact: one prompt alone, cut where it would be cut whatever else runs.
+        ``exact`` is one prompt alone, cut where it would be cut whatever else runs.
         """
         chosen: list[tuple[Sequence, int]] = []
         left = most_tokens

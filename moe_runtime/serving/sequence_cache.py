@@ -272,12 +272,8 @@ class KeysOfSequences:
     ) -> tuple[torch.Tensor, None]:
         """Attention of every sequence to its own tokens; ``value`` and ``mask`` are unused.
 
-        Args:
-            attention: of one sequence.
-            query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
-
-        Returns:
-            ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
+        ``query`` is ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
+        Returns ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
         """
         if self.expand is not None and self.num_new is None:
             together = self.expand.attend_each(query, self.keys, self.values, options)

@@ -256,7 +256,7 @@ class SeveralRanks(OneRank):
         import torch.distributed as dist
 
         from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
-        from moe_runtime.parallel.communication.agreement import require_same, software_facts
+        from moe_runtime.parallel.communication.transport import require_same, software_facts
         from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases.expert_layers import (
@@ -20,13 +19,6 @@ from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
 from moe_runtime.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(folder)
-    return folder
 
 
 def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases import formats as format_layers
@@ -114,13 +113,6 @@ def test_a_format_that_computes_something_else_has_no_numbers(
         assert rows[name]["failure"].startswith(told)
         assert rows[name]["repetitions"] == []
         assert rows[f"read, {name}"]["failure"] is None
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(folder)
-    return folder
 
 
 def test_the_command_writes_results_and_a_row_for_each(

@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
@@ -61,13 +60,6 @@ class Peer:
                 total = total + weight * (down[expert] @ hidden)
             out[number] = bf16(total * (1 + (self.variant == "doubled")))
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(folder)
-    return folder
 
 
 def measure(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
 from moe_runtime.benchmarks.cases.expert_layers import (
@@ -140,10 +139,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> ExpertsPlan:
-    folder = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(folder)
-    layer = layer_of_model(folder, torch.bfloat16)
+def plan(model: Path) -> ExpertsPlan:
+    layer = layer_of_model(model, torch.bfloat16)
     return ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
 
 

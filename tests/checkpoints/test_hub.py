@@ -1,14 +1,20 @@
 """Models of the hub: what a name asks for, which bytes come, and what an interruption leaves."""
 
+import contextlib
+import hashlib
 import json
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import gguf_checkpoints
-import local_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -23,6 +29,183 @@ from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
+
+_API = re.compile(r"/api/models/([^/]+/[^/]+)/revision/(.+)")
+_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_PIECE = 1 << 14
+_LIMIT_S = 60.0
+
+
+@dataclass
+class LocalHub:
+    """What is served, and what was asked."""
+
+    address: str = ""  # of the server
+    repositories: dict[tuple[str, str], tuple[str, Path]] = field(default_factory=dict)
+    # bytes of each file that were sent, by its name
+    sent: dict[str, int] = field(default_factory=dict)
+    # the ranges of files that were asked for
+    ranges: list[tuple[str, str]] = field(default_factory=list)
+    # status and error code that files are answered with; None where they are sent
+    refusal: tuple[int, str] | None = None
+    most_bytes: int | None = None  # of a file that are sent at once before the connection is closed
+    # whether such a connection stands still instead, until ``released`` is set
+    at_limit: bool = False
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when one does
+    released: threading.Event = field(default_factory=threading.Event)
+    wrong_bytes: bool = False  # whether files are sent with other bytes than announced
+    ignores_ranges: bool = False  # whether whole files are sent
+
+    def add(self, name: str, folder: Path, revision: str = "main") -> str:
+        """Serves a folder as a revision of a repository, and returns its commit."""
+        files = [(str(path), path.stat().st_size) for path in sorted(folder.rglob("*"))]
+        commit = hashlib.sha1(f"{name} {revision} {files}".encode()).hexdigest()
+        self.repositories[name, revision] = self.repositories[name, commit] = (commit, folder)
+        return commit
+
+
+@contextlib.contextmanager
+def local_hub() -> Iterator[LocalHub]:
+    """A hub that runs for the time of the block."""
+    hub = LocalHub()
+
+    class Handler(_Handler):
+        served = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def use(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets huggingface_hub of this process ask a local hub, with an empty cache and no token."""
+    from huggingface_hub import constants
+
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HUB_CACHE": str(cache),
+        "HF_TOKEN_PATH": str(cache / "token"),
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+def digest_of(file: Path) -> tuple[str, bool]:
+    """What the hub calls a file's bytes, and whether it is stored as a large file."""
+    content = file.read_bytes()
+    if file.suffix in (".safetensors", ".gguf"):
+        return hashlib.sha256(content).hexdigest(), True
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(), False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: LocalHub
+    protocol_version = "HTTP/1.1"
+    timeout = _LIMIT_S
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, *, has_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        asked = _API.fullmatch(path) or _FILE.fullmatch(path)
+        names = {name for name, _ in self.served.repositories}
+        if asked is None or asked[1] not in names:
+            # as the hub answers who has no token
+            self._refuse(401, "RepoNotFound")
+        elif asked.group(1, 2) not in self.served.repositories:
+            self._refuse(404, "RevisionNotFound")
+        elif asked.re is _API:
+            self._list(*asked.group(1, 2))
+        elif self.served.refusal is not None:
+            self._refuse(*self.served.refusal)
+        else:
+            self._send_file(*asked.group(1, 2, 3), has_body=has_body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _list(self, name: str, revision: str) -> None:
+        commit, folder = self.served.repositories[name, revision]
+        siblings = []
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            digest, is_large = digest_of(file)
+            size = file.stat().st_size
+            about = {"rfilename": file.relative_to(folder).as_posix(), "size": size}
+            large = {"lfs": {"size": size, "sha256": digest, "pointerSize": 130}}
+            siblings.append(
+                about | ({"blobId": "0" * 40, **large} if is_large else {"blobId": digest})
+            )
+        body = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def _send_file(self, name: str, revision: str, file: str, *, has_body: bool) -> None:
+        hub = self.served
+        commit, folder = hub.repositories[name, revision]
+        if not (folder / file).is_file():
+            self._refuse(404, "EntryNotFound")
+            return
+        content = (folder / file).read_bytes()
+        begin, end = 0, len(content)
+        asked = self.headers.get("Range")
+        if has_body and asked:
+            hub.ranges.append((file, asked))
+        if asked and not hub.ignores_ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end = int(first), min(end, int(last or end) + 1)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", f'"{digest_of(folder / file)[0]}"')
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(end - begin))
+        self.end_headers()
+        if has_body:
+            self._send(file, content[begin:end])
+
+    def _send(self, file: str, content: bytes) -> None:
+        hub = self.served
+        limit = len(content) if hub.most_bytes is None else hub.most_bytes
+        if hub.wrong_bytes:
+            content = bytes(byte ^ 1 for byte in content)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for begin in range(0, min(limit, len(content)), _PIECE):
+                piece = content[begin : min(begin + _PIECE, limit)]
+                hub.sent[file] = hub.sent.get(file, 0) + len(piece)
+                self.wfile.write(piece)
+        if limit < len(content):
+            if hub.at_limit:
+                hub.stalled.set()
+                hub.released.wait(_LIMIT_S)
+            self.close_connection = True
+
 
 NAME = "maker/tiny"
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -42,9 +225,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[local_hub.LocalHub]:
-    with local_hub.local_hub() as hub:
-        local_hub.use(hub, tmp_path / "cache", monkeypatch)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with local_hub() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
         yield hub
 
 
@@ -128,7 +311,7 @@ def test_a_file_and_a_quantisation_are_one_too_many() -> None:
 
 
 def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
-    hub: local_hub.LocalHub, folder: Path
+    hub: LocalHub, folder: Path
 ) -> None:
     hub.add(NAME, folder)
     shown: list[tuple[str, int, int]] = []
@@ -152,7 +335,7 @@ def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
 
 
 def test_where_stderr_is_no_terminal_lines_tell_of_a_download(
-    hub: local_hub.LocalHub, folder: Path, capsys: pytest.CaptureFixture[str]
+    hub: LocalHub, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.add(NAME, folder)
     hub.most_bytes = 1 << 16
@@ -165,7 +348,7 @@ def test_where_stderr_is_no_terminal_lines_tell_of_a_download(
     assert not capsys.readouterr().err
 
 
-def test_revisions(hub: local_hub.LocalHub, folder: Path, tmp_path: Path) -> None:
+def test_revisions(hub: LocalHub, folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny_text_model(300).save_pretrained(other)
     hub.add(NAME, folder)
@@ -175,7 +358,7 @@ def test_revisions(hub: local_hub.LocalHub, folder: Path, tmp_path: Path) -> Non
     assert "has no revision 'v3' of it" in refused(f"{NAME}@v3")
 
 
-def test_a_download_goes_on_where_it_was_interrupted(hub: local_hub.LocalHub, folder: Path) -> None:
+def test_a_download_goes_on_where_it_was_interrupted(hub: LocalHub, folder: Path) -> None:
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
     hub.most_bytes, hub.at_limit = 50_000, True
@@ -187,7 +370,7 @@ def test_a_download_goes_on_where_it_was_interrupted(hub: local_hub.LocalHub, fo
     with pytest.raises(KeyboardInterrupt):
         find_checkpoint(NAME, progress=interrupt)
     blobs = Path(constants.HF_HUB_CACHE) / "models--maker--tiny" / "blobs"
-    digests = {local_hub.digest_of(folder / name)[0]: name for name in shards_of(folder)}
+    digests = {digest_of(folder / name)[0]: name for name in shards_of(folder)}
     assert not any((blobs / digest).exists() for digest in digests)
     hub.released.set()
     for thread in threading.enumerate():
@@ -206,7 +389,7 @@ def test_a_download_goes_on_where_it_was_interrupted(hub: local_hub.LocalHub, fo
     assert not [*blobs.glob("*.incomplete")]
 
 
-def test_a_connection_that_breaks_off_is_made_again(hub: local_hub.LocalHub, folder: Path) -> None:
+def test_a_connection_that_breaks_off_is_made_again(hub: LocalHub, folder: Path) -> None:
     hub.add(NAME, folder)
     hub.most_bytes = 50_000
     found = find_checkpoint(NAME)
@@ -215,9 +398,7 @@ def test_a_connection_that_breaks_off_is_made_again(hub: local_hub.LocalHub, fol
         assert hub.sent[name] == (folder / name).stat().st_size
 
 
-def test_bytes_that_are_not_those_announced_are_refused(
-    hub: local_hub.LocalHub, folder: Path
-) -> None:
+def test_bytes_that_are_not_those_announced_are_refused(hub: LocalHub, folder: Path) -> None:
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
     hub.wrong_bytes = True
@@ -226,9 +407,7 @@ def test_bytes_that_are_not_those_announced_are_refused(
     assert (find_checkpoint(NAME) / shards_of(folder)[0]).exists()
 
 
-def test_a_disk_without_room(
-    hub: local_hub.LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room(hub: LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, folder)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(CapacityError, match=r"are to be downloaded, and 10 B are free .*HF_HOME"):
@@ -237,7 +416,7 @@ def test_a_disk_without_room(
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
 def test_inspecting_a_model_of_the_hub_reads_headers_alone(
-    hub: local_hub.LocalHub, folder: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
+    hub: LocalHub, folder: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_runtime.checkpoints.hub._FIRST_BYTES", 1 << 10)
     hub.add(NAME, folder)
@@ -245,8 +424,8 @@ def test_inspecting_a_model_of_the_hub_reads_headers_alone(
     expected = inspect_checkpoint(folder, max_tokens=64)
     found = inspect_checkpoint(NAME, max_tokens=64)
     assert found.path == Path(NAME)
-    for field in ("num_layers", "total_experts", "expert_bytes", "dense_bytes", "signature"):
-        assert getattr(found, field) == getattr(expected, field)
+    for name in ("num_layers", "total_experts", "expert_bytes", "dense_bytes", "signature"):
+        assert getattr(found, name) == getattr(expected, name)
     shards = shards_of(folder)
     assert {name for name, _ in hub.ranges} == {*shards, "model.safetensors.index.json", *SMALL}
     if not ignores_ranges:
@@ -260,7 +439,7 @@ def test_inspecting_a_model_of_the_hub_reads_headers_alone(
     assert not hub.sent  # all of it is here
 
 
-def test_gguf_repositories(hub: local_hub.LocalHub, tmp_path: Path) -> None:
+def test_gguf_repositories(hub: LocalHub, tmp_path: Path) -> None:
     sample = next(one for one in gguf_checkpoints.SAMPLES if one.architecture == "olmoe")
     source = tmp_path / "repository"
     source.mkdir()
@@ -286,7 +465,7 @@ def test_gguf_repositories(hub: local_hub.LocalHub, tmp_path: Path) -> None:
 
 
 def test_without_a_connection_the_cache_serves(
-    hub: local_hub.LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
@@ -317,7 +496,7 @@ def test_without_a_connection_the_cache_serves(
     ],
 )
 def test_files_that_the_hub_refuses(
-    hub: local_hub.LocalHub,
+    hub: LocalHub,
     folder: Path,
     refusal: tuple[int, str],
     expected: str,
@@ -334,7 +513,7 @@ def test_files_that_the_hub_refuses(
 
 
 def test_names_that_the_hub_does_not_have_are_one_line(
-    hub: local_hub.LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
@@ -359,9 +538,7 @@ sys.exit(main(["run", sys.argv[3], "--prompt", "x"]))
 """As with these names in the environment, which huggingface_hub reads when it is imported."""
 
 
-def test_ctrl_c_ends_a_download_at_once(
-    hub: local_hub.LocalHub, folder: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_a_download_at_once(hub: LocalHub, folder: Path, tmp_path: Path) -> None:
     hub.add(NAME, folder)
     hub.most_bytes, hub.at_limit = 50_000, True
     command = [warm_python(), "-P", "-c", RUN, hub.address, str(tmp_path / "cache"), NAME]
@@ -373,5 +550,5 @@ def test_ctrl_c_ends_a_download_at_once(
     assert "Traceback" not in errors
     blobs = tmp_path / "cache" / "models--maker--tiny" / "blobs"
     assert [*blobs.glob("*.incomplete")]
-    finished = {local_hub.digest_of(folder / name)[0] for name in shards_of(folder)}
+    finished = {digest_of(folder / name)[0] for name in shards_of(folder)}
     assert not any((blobs / digest).exists() for digest in finished)

@@ -34,8 +34,7 @@ from moe_runtime.research.elastic.paged_experts import (
     keys_of,
     load_spread_model,
 )
-from moe_runtime.research.elastic.service import _rebalance
-from moe_runtime.research.elastic.worker import _check_agreement, describe
+from moe_runtime.research.elastic.service import _check_agreement, _rebalance, describe
 from moe_runtime.types import ExpertKey
 
 VOCAB = 300

@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_layers import use_device_layers
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
-from engine_events import Answer, ask, ask_all, hold, request_of
+from engine_events import Answer, ask, ask_all, drained, hold, request_of
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
@@ -111,8 +111,7 @@ def test_one_sequence_after_another_replays_the_steps_of_a_row(
     recordings = Recordings()
     with loaded(checkpoint, slots) as model, Engine(model) as engine, recordings.watch():
         found = [ask(engine, request_of(prompt, 6))[0].wait().ids for prompt in PROMPTS]
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         model.moe.check()
     assert found == expected
     assert set(recordings.replayed) == {1}
@@ -206,8 +205,7 @@ def test_one_that_outgrows_its_row_goes_on_and_its_tokens_are_found_again(
         again = ask(engine, request_of(turn, 3))[0].wait()
         other = (*short[0], *answers[1].ids, 5)
         in_row = ask(engine, request_of(other, 3))[0].wait()
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert again.read.cached_tokens == (47 + 19) // 16 * 16
     assert in_row.read.cached_tokens == (2 + 19) // 16 * 16
     found = [answers[0].ids, answers[1].ids, again.ids, in_row.ids]
@@ -226,8 +224,7 @@ def test_rows_make_way_for_one_that_needs_their_memory(checkpoint: Path) -> None
         second = first.asked[0].wait()
         assert engine.statistics().preemptions == 1
         third = ask(engine, request_of(*asked[2]))[0].wait()
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         assert engine._rows.room == 80
     assert [first.ids, second.ids, third.ids] == texts_of(checkpoint, asked)
 
@@ -273,8 +270,7 @@ def test_a_step_that_fails_and_one_that_is_cancelled_leave_the_others_right(
             first.wait()
             third = first.asked[0].wait()
             gone.wait()
-            assert engine.drain(10.0)
-            engine.check()
+            drained(engine)
         assert not lost.called, "rows were as they were"
         model.moe.check()
     assert gone.finished.reason == "cancelled"
@@ -302,8 +298,7 @@ def test_families_decode_in_rows(tmp_path: Path, family: Family) -> None:
     asked = [(prompt_of(9), 5), (PROMPTS[0], 7)]
     with loaded(folder, is_fused=False) as model, Engine(model) as engine, recordings.watch():
         answers = ask_all(engine, [request_of(*each) for each in asked])
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert recordings.replayed
     assert [answer.ids for answer in answers] == texts_of(folder, asked)
 

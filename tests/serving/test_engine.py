@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_events import Answer, ask, ask_all, greedy, hold, request_of
+from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_of
 
 import moe_runtime
 from moe_runtime.inference.steps import Listener, Step
@@ -48,8 +48,7 @@ def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
     with Engine(pocket, options) as engine:
         together = ask_all(engine, requests_of(prompts))
         alone = [ask(engine, request)[0].wait() for request in requests_of(prompts[:2])]
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert [answer.ids for answer in (*together, *alone)] == [*texts, *texts[:2]]
     assert found.finished == {"length": 7}

@@ -6,7 +6,7 @@ from pathlib import Path
 import moe_families
 import pytest
 import torch
-from engine_events import Answer, ask, ask_all, greedy, hold, request_of
+from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -56,8 +56,7 @@ def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
                 steps = engine.statistics().steps
                 again = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
                 assert [answer.ids for answer in again] == texts
-                assert engine.drain(1.0)
-                engine.check()
+                drained(engine)
             if options == EngineOptions():
                 assert steps == _steps(str(family))
         model.moe.check()
@@ -97,8 +96,7 @@ def test_latents_are_found_again_and_computed_again(tmp_path: Path, exact: bool)
         with Engine(model, options, max_tokens=96) as engine:
             answers = ask_all(engine, asked)
             assert [answer.ids for answer in answers] == texts
-            assert engine.drain(1.0)
-            engine.check()
+            drained(engine)
             assert engine.statistics().preemptions > 0
         with Engine(model, options) as engine:
             roomy = ask_all(engine, asked)

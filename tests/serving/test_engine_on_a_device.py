@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_models import emulated, load_on_emulated_device
-from engine_events import ask_all, greedy, request_of
+from engine_events import ask_all, drained, greedy, request_of
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 from triton_interpreter import repair_interpreter
@@ -45,8 +45,7 @@ def check(model: Any) -> None:
     with Engine(model) as engine:
         assert engine._passes.can_join
         found = ask_all(engine, [request_of(prompt, NEW) for prompt in PROMPTS])
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         steps = engine.statistics().steps
     assert [answer.ids for answer in found] == texts
     assert steps < len(PROMPTS) * NEW

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_events import Answer, ask, ask_all, greedy, hold, request_of
+from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_of
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -44,8 +44,7 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(
     asked = [request_of(prompt, NEW, num_logprobs=0) for prompt in prompts]
     with Engine(pocket, options, max_tokens=128) as engine:
         answers = ask_all(engine, asked)
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert [answer.ids for answer in answers] == texts
     assert found.preemptions > 0
@@ -65,8 +64,7 @@ def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[in
         turn = (*first, *answer.ids, *prompts[3])
         second = ask(engine, request_of(turn, NEW))[0].wait()
         other = ask(engine, request_of((*first[:-1], 7), NEW))[0].wait()
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     # whole blocks of 16; the last token of an answer goes through the model with the next turn
     assert second.read.cached_tokens == (len(first) + NEW - 1) // 16 * 16
@@ -94,8 +92,7 @@ def test_a_prefix_that_cannot_be_kept_fails_nobody(
         found = [ask(engine, request_of(prompts[4], NEW))[0].wait() for _ in range(2)]
         assert [answer.ids for answer in found] == [texts[4]] * 2
         assert found[1].read.cached_tokens > 0
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
 
 
 def test_exact_engine_reuses_whole_pieces_of_prompts_alone(
@@ -129,8 +126,7 @@ def test_cancelled_request_makes_place_for_others(
         assert waiting.wait().events == [Finished("cancelled")]
         assert third.wait().ids == texts[2]
         handle.cancel()
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         assert engine.statistics().finished == {"cancelled": 2, "length": 1}
 
 
@@ -268,8 +264,7 @@ def test_failed_read_fails_the_requests_that_need_it_and_no_other(
                 alone = ask_all(engine, asked)
             with Engine(model) as engine:
                 together = ask_all(engine, asked)
-                assert engine.drain(1.0)
-                engine.check()
+                drained(engine)
             model.moe.check()
         with Engine(model) as engine:
             sound = ask_all(engine, asked)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_events import Answer, ask, greedy, request_of
+from engine_events import Answer, ask, drained, greedy, request_of
 
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.serving import prefixes
@@ -301,8 +301,7 @@ def test_another_engine_goes_on_from_the_disk(
             first = ask(engine, request_of(prompts[4], NEW, num_logprobs=0))[0].wait()
             turn = (*prompts[4], *first.ids, *prompts[3])
             second = ask(engine, request_of(turn, NEW, num_logprobs=0))[0].wait()
-            assert engine.drain(1.0)
-            engine.check()
+            drained(engine)
             statistics = engine.statistics()
         told.append([first, second])
     for answers in told[1:]:
@@ -328,8 +327,7 @@ def test_what_memory_had_no_room_for_is_on_the_disk(
         for prompt in (prompts[4], other):
             ask(engine, request_of(prompt, NEW))[0].wait()
         again = ask(engine, request_of(prompts[4], NEW))[0].wait()
-        assert engine.drain(1.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert again.ids == greedy(pocket, prompts[4], NEW)
     assert again.read.cached_tokens == 32

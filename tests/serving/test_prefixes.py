@@ -5,7 +5,7 @@ import weakref
 from typing import Any
 
 import pytest
-from engine_events import ask, greedy, hold, request_of
+from engine_events import ask, drained, greedy, hold, request_of
 
 from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
@@ -67,8 +67,7 @@ def test_a_conversation_is_found_again_as_long_as_it_fits(
             # the last token of an answer goes through the model with the next turn
             known = len(conversation) + (0 if exact else NEW - 1)
             conversation += tuple(answer.ids)
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert told == greedy(pocket, asked, NEW)
     assert known > 0.75 * CAPACITY
@@ -85,8 +84,7 @@ def test_keys_and_values_are_never_there_twice(
     with Engine(pocket) as engine:
         first = ask(engine, request_of(long, NEW))[0].wait()
         second = ask(engine, request_of((*long, *first.ids, 7), NEW))[0].wait()
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert second.read.cached_tokens == 432
     assert second.ids == greedy(pocket, (*long, *first.ids, 7), NEW)
     assert 432 < memory.most <= CAPACITY + CAPACITY // 4
@@ -118,8 +116,7 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
         busy.release()
         answers = [answer.wait() for answer in asked]
         assert other.wait().ids == greedy(pocket, prompts[1], 1)
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         found = engine.statistics()
     assert [answer.read.cached_tokens for answer in answers] == [0, 64, 64, 64]
     assert found.prompt_tokens - found.prefix_hit_tokens == 66 + 3 * 2 + 5 + 23
@@ -147,8 +144,7 @@ def test_who_waits_for_a_beginning_goes_on_when_it_is_given_up(
         asked = [ask(engine, request_of(shared, 4))[0] for _ in range(3)]
         busy.release()
         answers = [answer.wait() for answer in asked]
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert first.finished.reason == ("error" if fails else "cancelled")
     kept = 0 if fails else 32
     assert [answer.read.cached_tokens for answer in answers] == [kept, 96, 96]

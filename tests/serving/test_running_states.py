@@ -10,7 +10,7 @@ from typing import Any
 import moe_families
 import pytest
 import torch
-from engine_events import Answer, ask, greedy, hold, request_of
+from engine_events import Answer, ask, drained, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -151,8 +151,7 @@ def test_answers_come_and_go_beside_others(
         first, _ = ask(engine, request_of(prompts[3], NEW, priority=1))
         gone.release()
         found = [answer.wait().ids for answer in (cancels, short, first)]
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert found == [texts[1], texts[2][: NEW // 2], texts[3]]
     assert gone.finished.reason == "cancelled"
     assert 1 < len(gone.ids) < NEW
@@ -169,8 +168,7 @@ def test_sequences_that_lost_their_room_get_the_same_text(
         second, _ = ask(engine, request_of(asked[1], new))
         first.release()
         assert [answer.wait().ids for answer in (first, second)] == texts
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
         assert engine.statistics().preemptions > 0
 
 
@@ -191,8 +189,7 @@ def test_a_pass_that_fails_in_the_middle_leaves_nobody_with_half_of_it(
         first.release()
         found = [answer.wait().ids for answer in (first, *others)]
         hook.remove()
-        assert engine.drain(10.0)
-        engine.check()
+        drained(engine)
     assert failed == [3]
     assert found == texts[:3]
 
@@ -242,8 +239,7 @@ def test_states_have_room_beside_keys_and_values(
         with Engine(model, max_tokens=48) as engine:
             answers = [ask(engine, request_of(prompts[2], NEW))[0] for _ in range(2)]
             assert [answer.wait().ids for answer in answers] == [text] * 2
-            assert engine.drain(10.0)
-            engine.check()
+            drained(engine)
             assert engine.statistics().steps == 2 * NEW
 
 

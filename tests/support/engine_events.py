@@ -99,6 +99,12 @@ def ask_all(engine: Engine, requests: list[GenerationRequest]) -> list[Answer]:
     return [answer.wait() for answer in answers]
 
 
+def drained(engine: Engine) -> None:
+    """All requests have ended, and lists and room agree."""
+    assert engine.drain(60.0)
+    engine.check()
+
+
 def greedy(model: Any, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
     """What the model itself generates, end-of-text tokens like others."""
     out = model.generate(

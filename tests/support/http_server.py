@@ -105,6 +105,12 @@ class Served:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text
 
+    def refused(self, path: str, body: Any = None, status: int = 400, **more: Any) -> Any:
+        """The error that a request gets."""
+        found, answer = self.ask(path, body, **more)
+        assert found == status, answer
+        return answer["error"]
+
     def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The chunks of a stream, the last of which says that it is whole."""
         status, text = self.ask(path, {**body, "stream": True})

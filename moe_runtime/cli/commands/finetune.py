@@ -119,7 +119,7 @@ def finetune(
         },
     }
     if zeroth_order:
-        from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
+        from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig
 
         config_class = ZerothOrderFinetuneConfig
         tree["zeroth_order"] = {} if eps is None else {"eps": eps}

@@ -96,7 +96,7 @@ class Workload:
             watcher.observe(step)
 
     def routing(self, start: int, stop: int) -> Iterator[tuple[StepBegins | None, LayerRouted]]:
-        """The events as policies and predictors are told of them."""
+        """The events as policies and predictors get them."""
         trace, last_step = self.trace, -1
         ids = weights = np.zeros((0, 0, 0))
         num_experts = trace.signature.num_experts

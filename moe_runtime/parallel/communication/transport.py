@@ -8,15 +8,26 @@ Shape suffixes: P ranks, C chunks, N numbers, R rows, D model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import platform
+import socket
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S, CollectiveMonitor, device_of
+from moe_runtime.parallel.cluster import Link, fit_link
+from moe_runtime.parallel.communication.watch import (
+    DEFAULT_TIMEOUT_S,
+    CollectiveMonitor,
+    check_agreement,
+    device_of,
+)
 
 
 class Pending(Protocol):
@@ -238,3 +249,101 @@ def _swap_blocks(rows_RD: Tensor, sizes_AB: Tensor) -> Tensor:
     blocks = rows_RD.split(sizes_AB.flatten().tolist())
     num_a, num_b = sizes_AB.shape
     return torch.cat([blocks[a * num_b + b] for b in range(num_b) for a in range(num_a)])
+
+
+def require_same(transport: Transport, facts: Mapping[str, str]) -> None:
+    """Compares texts by name between processes; a collective call, with the same names."""
+    sums = [(f"{name} (its checksum)", zlib.crc32(text.encode())) for name, text in facts.items()]
+    named = [("the facts to compare (their number)", len(facts)), *sums]
+    # A fixed number of columns, so that versions with other facts can be compared at all.
+    own_N = torch.zeros(64, dtype=torch.int64)
+    own_N[: len(named)] = torch.tensor([number for _, number in named])
+    theirs_PN = transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous())
+    check_agreement(named, theirs_PN[:, : len(named)], transport.rank)
+
+
+def processes_here(transport: Transport) -> int:
+    """Processes of the group that run on this machine, this one included; a collective call."""
+    own = torch.tensor([zlib.crc32(socket.gethostname().encode())])
+    theirs_P1 = transport.exchange_numbers(own.expand(transport.size, -1).contiguous())
+    return int((theirs_P1 == own).sum())
+
+
+def software_facts() -> dict[str, str]:
+    """Versions that decide how processes talk to each other, for `require_same`."""
+    import moe_runtime
+
+    return {
+        "the version of moe_runtime": moe_runtime.__version__,
+        "the version of torch": torch.__version__,
+    }
+
+
+def arithmetic_facts() -> dict[str, str]:
+    """What decides the bits of a matrix product besides its operands, for `require_same`."""
+    instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "the processor's instructions": instructions,
+        "the number of torch's threads": str(torch.get_num_threads()),
+    }
+
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
+
+
+def time_exchanges(
+    transport: Transport,
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[int, float]]:
+    """Times exchanges in which every rank sends the same number of bytes; a collective call.
+
+    Args:
+        transport: The group, of at least two ranks.
+        sizes: Bytes that a rank sends to the others together.
+        repeats: Exchanges of each size; the first does not count.
+
+    Returns:
+        `(bytes sent by a rank, median seconds of this rank)` for each size, as `fit_link` takes
+            them.
+
+    Raises:
+        ValueError: The group has one rank only.
+    """
+    if transport.size < 2:
+        raise ValueError("exchanges are measured between at least two ranks")
+    others = transport.size - 1
+    nothing_P1 = torch.zeros((transport.size, 1), dtype=torch.int64)
+    measured = []
+    for size in sizes:
+        rows = max(1, size // others)
+        counts = torch.full((1, transport.size), rows)
+        counts[0, transport.rank] = 0
+        (route,) = transport.routes(counts, counts)
+        payload = torch.zeros((rows * others, 1), dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(repeats + 1):
+            # Ranks start together: counts are exchanged, which ends when all have come.
+            transport.exchange_numbers(nothing_P1)
+            started = clock()
+            arrived = transport.exchange(payload, route).wait()
+            if arrived.is_cuda:
+                torch.cuda.synchronize()
+            times.append(clock() - started)
+        measured.append((rows * others, statistics.median(times[1:])))
+    return measured
+
+
+def measure_link(transport: Transport, **options: Any) -> Link:
+    """Latency and bandwidth of an exchange between all ranks, the same on all of them.
+
+    A collective call; arguments as of `time_exchanges`. The slowest rank's time of a size counts.
+    """
+    measured = time_exchanges(transport, **options)
+    own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])
+    theirs_PN = transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous())
+    slowest_N = theirs_PN.amax(dim=0).tolist()
+    return fit_link([size for size, _ in measured], [1e-9 * time for time in slowest_N])

@@ -7,6 +7,8 @@ decides on placements. The other ranks are processes that run `run_worker` with 
 from __future__ import annotations
 
 import contextlib
+import json
+import multiprocessing
 import queue
 import sys
 import threading
@@ -15,14 +17,19 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from moe_runtime.errors import MoERuntimeError, RankFailureError
+from moe_runtime import __version__
+from moe_runtime.errors import CheckpointError, MoERuntimeError, RankFailureError
 from moe_runtime.inference.generation import check_length
+from moe_runtime.kernels.native import native_library
 from moe_runtime.parallel.communication.membership import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.parallel.placement_map import PlacementMap
@@ -30,7 +37,7 @@ from moe_runtime.parallel.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.research.elastic.change import Change, decide
 from moe_runtime.research.elastic.member import POLL_S, ElasticRequest, Member
-from moe_runtime.research.elastic.worker import Address, describe, ready_model
+from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
 from moe_runtime.research.placement_solvers import check_algorithm, place_experts
 
 LOAD_DECAY = 0.5
@@ -534,3 +541,104 @@ class ElasticService:
                     f"start them with the address {self.address[0]}:{self.address[1]}"
                 )
             time.sleep(POLL_S)
+
+
+Address = tuple[str, int]
+
+
+def ready_model(path: str | Path, *, dtype: str = "auto", threads: int = 1) -> SpreadModel:
+    """Loads the dense part of a model, to be computed on so many threads by this process."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    library = native_library()
+    if library is not None:
+        library.set_num_threads(threads)
+    # Torch's sums may depend on the number of threads, so it is one on every rank.
+    torch.set_num_threads(1)
+    return load_spread_model(path, dtype=dtype)
+
+
+def describe(model: SpreadModel) -> str:
+    """What must be equal in all processes of a service, as text."""
+    facts = {
+        "moe_runtime": __version__,
+        "torch": torch.__version__,
+        "dtype": str(model.model.dtype),
+        "experts": model.expert_form,
+    }
+    return json.dumps(facts | asdict(model.signature))
+
+
+def run_worker(
+    path: str | Path,
+    address: Address,
+    *,
+    dtype: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    threads: int = 1,
+) -> None:
+    """Stands by, computes as a rank on demand, and ends when the service ends.
+
+    Raises:
+        CheckpointError: the checkpoint is not the service's.
+        RankFailureError: the service, or another rank, is gone.
+    """
+    model = ready_model(path, dtype=dtype, threads=threads)
+    host, port = address
+    try:
+        store = open_store(host, port, is_keeper=False, timeout_s=timeout_s)
+        _check_agreement(store.get("model").decode(), describe(model))
+        _stand_by(store, Member(model, store, timeout_s=timeout_s))
+    except dist.DistError as error:
+        raise RankFailureError(
+            f"the service at {host}:{port} is not there: {str(error).splitlines()[0]}", ranks=(0,)
+        ) from error
+
+
+def start_local_workers(
+    count: int,
+    path: str | Path,
+    address: Address,
+    *,
+    dtype: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[BaseProcess]:
+    """Starts workers on this machine; they end when the service does, or with this process."""
+    # Forked from a clean process: what has threads, as this one has, must not be forked.
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, where the server has not been started for something else.
+    context.set_forkserver_preload([__name__])
+    options = {"dtype": dtype, "timeout_s": timeout_s}
+    workers = [
+        context.Process(target=run_worker, args=(str(path), address), kwargs=options, daemon=True)
+        for _ in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    return list(workers)
+
+
+def _stand_by(store: Store, member: Member) -> None:
+    number = store.add("joined", 1)
+    num_calls = 0
+    while not store.check(["closed"]):
+        call = f"call/{number}/{num_calls}"
+        if not store.check([call]):
+            time.sleep(POLL_S)
+            continue
+        num_calls += 1
+        change = Change.from_json(store.get(call).decode())
+        if member.join(change, change.members.index(number)):
+            member.serve()
+    store.add("left", 1)
+
+
+def _check_agreement(expected: str, found: str) -> None:
+    if expected == found:
+        return
+    theirs, ours = json.loads(expected), json.loads(found)
+    name = next(name for name in theirs if theirs[name] != ours.get(name))
+    raise CheckpointError(
+        f"this worker does not fit the service: the service has {name} = {theirs[name]}, "
+        f"this process {ours.get(name)}; start it with the same checkpoint, dtype and versions"
+    )

@@ -23,7 +23,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.cluster import Link
-from moe_runtime.parallel.communication.measure import measure_link
+from moe_runtime.parallel.communication.transport import measure_link
 from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.parallel_experts import ParallelExperts

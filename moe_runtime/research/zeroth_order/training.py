@@ -18,10 +18,11 @@ Memory" (2025).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -35,6 +36,7 @@ from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.checkpoint import AMOUNT, MAPPING, NUMBER, PLAIN, require_kinds
+from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.handle import (
     ExpertTraining,
@@ -552,3 +554,51 @@ def offload_zeroth_order(
         fill(states, layouts, initial or stacked_parameters(sites))
     require_whole_saves(model, sites)
     return ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPassesAlone:
+    """The training method: both sides go through the model at once, and blocks keep nothing."""
+
+    settings: ZerothOrder
+    state_format = PARAMETERS_ALONE
+    num_sides = 2
+    has_backward = False
+
+    def offload(self, model: nn.Module, **places: Any) -> ZerothOrderTraining:
+        return offload_zeroth_order(model, optimizer=self.settings, **places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZerothOrderConfig:
+    """Training by forward passes alone: `eps` and `untouched` as of `ZerothOrder`."""
+
+    eps: float = 1e-3
+    untouched: Untouched = "dense_exact"
+
+    def __post_init__(self) -> None:
+        # the optimizer knows what its settings may be
+        ZerothOrder(eps=self.eps, untouched=self.untouched)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZerothOrderFinetuneConfig(FinetuneConfig):
+    """A fine-tuning run without gradients."""
+
+    zeroth_order: ZerothOrderConfig = field(default_factory=ZerothOrderConfig)
+
+    def __post_init__(self) -> None:
+        if self.lora is not None:
+            raise ValueError("lora and zeroth_order are two ways to train; leave one of them out")
+        if self.run.recompute:
+            raise ValueError("zeroth_order has no backward pass to recompute for; leave it out")
+
+    @property
+    def method(self) -> ForwardPassesAlone:
+        return ForwardPassesAlone(
+            ZerothOrder(
+                weight_decay=self.optimizer.weight_decay,
+                seed=self.run.seed,
+                **dataclasses.asdict(self.zeroth_order),
+            )
+        )

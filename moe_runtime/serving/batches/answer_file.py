@@ -19,18 +19,13 @@ BEGINNING = '{"id": "batch_req_'
 
 
 class AnswerFile:
-    """Answers by request, in the order in which they come until `finish` sorts them.
+    """Answers by request id, in the order in which they come until `finish` sorts them.
 
     A context manager that leaves whole lines, however it ends.
-
-    Args:
-        path: of the file; its folder must exist.
-        asked: the number of each request, by the id of its answer.
 
     Raises:
         CheckpointError: the file holds something else, or answers to other requests.
         BlockingIOError: another process writes it.
-        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path, asked: Mapping[str, int]) -> None:
@@ -53,11 +48,8 @@ class AnswerFile:
         return frozenset(self._places.keys() - self._failed)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, whole or not at all.
-
-        Args:
-            record: begins with its ``id``. One with an ``error`` is answered again in a later run.
-        """
+        """Writes a line, whole or not at all. One with an ``error`` is answered again in a later
+        run."""
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode()
         assert line.startswith(BEGINNING.encode())
         with named_file(self._path):

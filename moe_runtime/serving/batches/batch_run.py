@@ -83,13 +83,9 @@ _LONGEST_SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    """What one line asks.
+    """What one line asks; ``place`` is file and line, for messages.
 
-    Attributes:
-        place: file and line, for messages.
-        prompt: a text, or token ids; None where there are messages.
-        custom_id: of a line in OpenAI's batch format; None for a plain one.
-        sampling: fields of `SamplingOptions` that the line gives.
+    ``prompt`` is None where there are messages, ``custom_id`` for a plain line.
     """
 
     number: int
@@ -107,11 +103,7 @@ class PromptLine:
 
 
 def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
-    """All requests of a file; blank lines are none.
-
-    Raises:
-        ValueError: a line is no request, with its number; or there is none at all.
-    """
+    """All requests of a file; a ValueError has the number of a wrong line."""
     found = []
     ids: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
@@ -283,10 +275,7 @@ _HASH_DIGITS = 32
 class Job:
     """One request of a file.
 
-    Attributes:
-        request: for the engine, without the model's own tokens that end an answer.
-        id: of its record: a digest of the model's name and everything that its answer depends on.
-        stops: strings that end the answer, the model's own among them.
+    ``id`` is of its record: a digest of the model's name and everything that its answer depends on.
     """
 
     line: PromptLine
@@ -461,13 +450,7 @@ ROOM_SHARE = 4
 class BatchOutcome:
     """What became of the requests of a file.
 
-    Attributes:
-        sampling: how tokens are chosen where a line does not say.
-        kept: requests that had an answer before.
-        prompt_tokens: of those answered.
-        cached_tokens: those of them that another request had computed.
-        engine: None where it was interrupted, or had nothing to do.
-        stats: of the model; None where it was not loaded.
+    ``kept`` had an answer before. ``engine`` and ``stats`` are None where there was nothing to do.
     """
 
     requests: int
@@ -486,13 +469,9 @@ class BatchOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """Options of `run_batch`.
+    """Options of `run_batch`; sampling is for lines that say none, None the checkpoint's.
 
-    Attributes:
-        file: name of the file of prompts, for messages.
-        temperature: of lines that say none; the checkpoint's where None. Likewise ``top_p``.
-        loading: options of ``moe_runtime.load``.
-        max_tokens: tokens to load the model for; what `room_for` finds where None.
+    ``max_tokens`` is what the model is loaded for, None for what `room_for` finds.
     """
 
     model: str
@@ -518,15 +497,12 @@ def run_batch(
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
-    Args:
-        on_loaded: called with the number of requests to answer when the model is loaded.
-        on_done: called after each request.
+    ``on_loaded`` gets the number of requests to answer; ``on_done`` is called after each.
 
     Raises:
         ValueError: a line cannot be answered, with its number, or an option is out of range.
         MoERuntimeError: the model cannot be loaded, the output holds something else, or the engine
             failed.
-        OSError: an answer cannot be written.
     """
     batch, jobs, sampling = _read(text, settings, progress)
     asked = {job.id: number for number, job in enumerate(jobs)}

@@ -29,13 +29,7 @@ from moe_runtime.serving.requests import (
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request.
-
-    Attributes:
-        token_ids: of the answer, the one that ended it included.
-        message: of an error, one line.
-        cached_tokens: tokens of the prompt that another request had computed.
-    """
+    """What became of a request; ``token_ids`` include the one that ended the answer."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -60,10 +54,6 @@ def answer_all(
         on_token: called with each new token, in the caller's thread; gives whether it ends its
             answer.
         on_answer: called once for each request, in the caller's thread.
-
-    Raises:
-        MoERuntimeError: the engine failed.
-        ValueError: a request has tokens that the model does not know.
     """
     # all that may be open are the engine's at once
     most_open = max(options.most_waiting, options.most_running)

@@ -87,13 +87,7 @@ class JsonMarkSearch(MarkSearch):
 
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
-    """A token of an answer.
-
-    Attributes:
-        logprob: natural logarithm of its probability; None where it was not asked for.
-        top: the most likely tokens in its place.
-        offset: characters of the answer before it.
-    """
+    """A token of an answer; ``offset`` counts the characters of the answer before it."""
 
     token_id: int
     logprob: float | None
@@ -106,7 +100,6 @@ class Piece:
     """What an answer grew by.
 
     Attributes:
-        text: final; empty while a character or a stop string may be incomplete.
         tokens: those that the text has come past.
         finish: why the answer ends here; None while it goes on.
         cut_by: where the model would have written more: the stop string that it wrote next, or
@@ -122,10 +115,8 @@ class Piece:
 class AnswerText:
     """One answer: tokens in, pieces of text out.
 
-    Args:
-        stops: strings that end it; they are no part of it.
-        stop_ids: tokens that end it; their text is no part of it.
-        min_tokens: ``stops`` that are whole within so many tokens do not end it, as in vLLM.
+    ``stops`` and the text of ``stop_ids`` end it and are no part of it; ``stops`` that are whole
+    within ``min_tokens`` do not end it, as in vLLM.
     """
 
     def __init__(
@@ -205,13 +196,9 @@ _MOST_HEAD = 256
 
 
 class AnswerSections:
-    """Splits the text of an answer as it comes.
+    """Splits the text of an answer as it comes into reasoning, content, and calls of ``functions``.
 
-    Args:
-        reasoning: marks of reasoning; None where the text has none.
-        tools: how calls are written; None where no tools were given.
-        functions: the tools that were given.
-        begins_with: ``"reasoning"`` where the prompt ends with the mark that opens it.
+    It begins with ``"reasoning"`` where the prompt ends with the mark that opens it.
     """
 
     def __init__(
@@ -255,9 +242,8 @@ class AnswerSections:
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
         """No more text comes.
 
-        Args:
-            cut_by: where the model would have written more: what it wrote next, as far as known. A
-                call or mark that has only begun is dropped then.
+        ``cut_by`` is what the model wrote next where it would have written more: a call or mark
+        that has only begun is dropped then.
         """
         held = self._search.end()
         while self._section == "call":
@@ -369,12 +355,8 @@ class AnswerSections:
     def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
         """Gives the calls that were written, or the text where it is none.
 
-        Args:
-            mark: that ends it, or what of that was written where the text ends.
-            cut_by: what the model wrote next, where it would have written more.
-
-        Returns:
-            Text behind a mark that seemed to lie in a string, where that was no call.
+        ``mark`` ends it, or is what of that was written where the text ends. Returns text behind a
+        mark that seemed to lie in a string, where that was no call.
         """
         assert self._tools is not None
         closes = None if self._marks is None else self._marks.closes
@@ -435,11 +417,7 @@ class HarmonySections:
     """Splits the text of gpt-oss as `AnswerSections` does, its marks included.
 
     Messages of one kind are separated by a line break. A call that is no JSON object, and text
-    without marks around it, are content.
-
-    Args:
-        functions: the tools that were given; without any, calls are content.
-        prompt: what the answer follows; it may end within a message.
+    without marks around it, are content. The prompt may end within a message.
     """
 
     def __init__(self, functions: Sequence[Function] = (), prompt: str = "") -> None:

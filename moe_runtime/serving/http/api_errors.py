@@ -32,13 +32,10 @@ _STATUS_TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused or failed.
+    """A request that is refused or failed: what was expected, what came and what to change.
 
-    Attributes:
-        message: one line that says what was expected, what came and what to change.
-        param: the field of the request that is at fault.
-        code: a word for programs.
-        logged: what the log says instead of the code; nothing that a client sent.
+    ``param`` is the field at fault, ``code`` a word for programs; ``logged`` is what the log says
+    instead, nothing that a client sent.
     """
 
     def __init__(
@@ -73,6 +70,16 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def shutting_down() -> ApiError:
+    message, closing = "the server is shutting down", {"connection": "close"}
+    return ApiError(message, status=503, code="shutting_down", headers=closing)
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """A field asks for what this model or this server cannot do."""
+    return FieldError(param, problem, code="unsupported_parameter")
 
 
 class FieldError(ApiError):

@@ -18,7 +18,7 @@ from moe_runtime.serving.http.answer_text import (
     HarmonySections,
     Piece,
 )
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.generating import (
     Answers,
     Generation,
@@ -48,9 +48,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
     _check_combinations(body)
     tools = _tools_in_use(body)
     if tools and template.tools is None and not template.is_harmony:
-        raise FieldError(
-            "tools", "this model's way of calling them is not known", code="unsupported_parameter"
-        )
+        raise unsupported("tools", "this model's way of calling them is not known")
     prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     functions = [tool.function for tool in tools]
@@ -156,11 +154,7 @@ def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
         variables["verbosity"] = body.verbosity
     if body.reasoning_effort is not None:
         if not template.knows("reasoning_effort"):
-            raise FieldError(
-                "reasoning_effort",
-                "this model's chat template knows none",
-                code="unsupported_parameter",
-            )
+            raise unsupported("reasoning_effort", "this model's chat template knows none")
         variables["reasoning_effort"] = body.reasoning_effort
     return variables
 
@@ -208,11 +202,8 @@ def _grammar(
             )
         if grammar is None:
             name = "harmony" if template.tools is None else template.tools.name
-            raise FieldError(
-                param,
-                f"cannot be enforced with calls as this model writes them ({name})",
-                code="unsupported_parameter",
-            )
+            problem = f"cannot be enforced with calls as this model writes them ({name})"
+            raise unsupported(param, problem)
     return None if grammar is None else (grammar, param)
 
 

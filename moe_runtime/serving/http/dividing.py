@@ -92,10 +92,7 @@ def divide_host_memory(
 ) -> list[int]:
     """The share of each model in the budget of all, in bytes, without that of its adapters.
 
-    Raises:
-        CapacityError: the budget is less than the models need at least, or more than is free.
-        UnsupportedModelError: they are to compute on a GPU.
-        ValueError: ``adapter_bytes`` is less than an adapter needs.
+    Raises CapacityError, UnsupportedModelError for a GPU, or ValueError for ``adapter_bytes``.
     """
     if not is_on_cpu(loading):
         raise UnsupportedModelError(

@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.engine import EngineHandle
 from moe_runtime.serving.http.answer_text import AnswerText, AnswerToken, Piece
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
 from moe_runtime.serving.http.metrics import RequestTimes
 from moe_runtime.serving.http.schema import GenerationFields, Message
 from moe_runtime.serving.http.served_model import ServedModel
@@ -61,12 +61,7 @@ class Usage:
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """One answer of a request.
-
-    Attributes:
-        is_first: the first of the answers to its prompt.
-        prompt: what became of the prompt; None until it was read.
-    """
+    """One answer of a request; ``prompt`` is None until it was read."""
 
     request: GenerationRequest
     text: AnswerText
@@ -77,12 +72,7 @@ class AnswerChoice:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Generation:
-    """The answers to one request, while they are made.
-
-    Attributes:
-        deadline_s: when its time is over, by the loop's clock.
-        failure: what cut short a stream whose status was sent already.
-    """
+    """The answers to one request; ``failure`` cut short a stream whose status was sent already."""
 
     model: ServedModel
     choices: Sequence[AnswerChoice]
@@ -132,11 +122,7 @@ class Generation:
             self._events.put_nowait((index, Finished("cancelled"), self.times.clock()))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all answers with their indices, as they come.
-
-        Raises:
-            ApiError: a step failed, or the time is over.
-        """
+        """The pieces of all answers with their indices, as they come."""
         num_open = len(self.choices)
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.cancel)
@@ -187,7 +173,7 @@ class Generation:
             code = "generation_failed"
             raise ApiError(problem, status=500, code=code, logged=event.problem)
         if event.reason == "cancelled":
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            raise shutting_down()
         return choice.text.end(event.reason)
 
     def _end(self, index: int, choice: AnswerChoice, reason: str, now_s: float) -> None:
@@ -299,13 +285,10 @@ def choices_for(
     matcher: LLMatcher | None = None,
     shown_tokens: Sequence[str] = (),
 ) -> list[AnswerChoice]:
-    """The sequences of a request: ``n`` for each prompt.
+    """The sequences of a request: ``n`` for each prompt, as long as there is room by default.
 
-    Args:
-        max_tokens: most tokens of an answer; as many as there is room for where None.
-        num_logprobs: how many of the most likely tokens to report.
-        matcher: a grammar that answers keep to.
-        shown_tokens: special tokens that are part of the answers' text.
+    ``matcher`` is a grammar that answers keep to; ``shown_tokens`` are special tokens in their
+    text.
     """
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids

@@ -19,7 +19,7 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answer_text import ReasoningMarks
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import (
@@ -181,11 +181,7 @@ class Grammars:
         self._making = threading.Lock()
 
     def compile(self, lark: str, param: str, owner: str = "") -> llguidance.LLMatcher:
-        """Compiles a grammar, or finds one of the last that the same owner asked for.
-
-        Args:
-            lark: the grammar, in the dialect of llguidance.
-            param: the field that it came from.
+        """Compiles a grammar in llguidance's Lark, or finds one of the last of the same owner.
 
         Raises:
             FieldError: it is no grammar, too large, takes too much, or is one that no text is of.
@@ -425,9 +421,8 @@ class _Arguments:
         value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
         return f"{value} {_lark(self.writing.after_value, self.tokens)}"
 
-    def _refused(self, what: str) -> FieldError:
-        problem = f"{what} cannot be enforced in calls as this model writes them"
-        return FieldError("tools", problem, code="unsupported_parameter")
+    def _refused(self, what: str) -> ApiError:
+        return unsupported("tools", f"{what} cannot be enforced in calls as this model writes them")
 
 
 def _has_bounds(schema: dict[str, Any]) -> bool:

@@ -42,11 +42,7 @@ class LimitError(MoERuntimeError):
 
 
 class LimitedProcess:
-    """Work of one kind in a process of its own, which is started again where a limit ended it.
-
-    Args:
-        kind: ``"templates"`` or ``"grammars"``.
-    """
+    """Work of one kind in a process of its own, which is started again where a limit ended it."""
 
     def __init__(self, kind: str, python: str = sys.executable) -> None:
         self._words = [python, "-P", "-m", "moe_runtime.serving.http.limits", kind]
@@ -68,12 +64,9 @@ class LimitedProcess:
             )
 
     def ask(self, work: dict[str, Any], *, cpu_s: float, memory_bytes: int) -> dict[str, Any]:
-        """Has some work done, after all that was asked before.
+        """Has some work of JSON done, after all that was asked before.
 
-        Args:
-            work: what to do; values of JSON.
-            cpu_s: seconds of a processor that it may take.
-            memory_bytes: beyond what the program has already and what is asked takes.
+        ``memory_bytes`` are beyond what the program has already and what is asked takes.
 
         Raises:
             LimitError: it took more.

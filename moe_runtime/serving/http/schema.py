@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from moe_runtime.checkpoints.strict_json import clipped, nests_deeper, parse_value
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 
 _DEEPEST = 200
 """Levels of a body; what renders, dumps or compiles a part of it goes down by recursion."""
@@ -390,7 +390,7 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         if len(place) == 1:
             near = _RENAMED.get(field) or difflib.get_close_matches(field, kind.model_fields, n=1)
         if field in _KNOWN_BUT_UNSUPPORTED:
-            return FieldError(name, "is not supported by this server", code="unsupported_parameter")
+            return unsupported(name, "is not supported by this server")
         ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]

@@ -15,7 +15,7 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, Tool
@@ -42,13 +42,8 @@ _ASKED_OF_ALL = frozenset({"enable_thinking"})
 class ChatTemplate:
     """Renders conversations, and knows from its source what the model's answers look like.
 
-    Args:
-        process: where conversations are rendered within limits; None for here and without.
-
-    Attributes:
-        reasoning: marks of reasoning; None where the template has none.
-        tools: how the model calls tools; None where the template has none that is known.
-        is_harmony: answers are messages in channels; then the two above are None.
+    ``process`` renders within limits; None does it here and without. ``reasoning`` and ``tools``
+    are None where the template has none that are known; with ``is_harmony`` both are.
     """
 
     def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
@@ -74,11 +69,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation, special tokens included.
-
-        Raises:
-            ApiError: the template refuses the conversation, or has no use for what is given.
-        """
+        """The prompt of a conversation, special tokens included."""
         given = {
             name: value
             for name, value in (variables or {}).items()
@@ -86,15 +77,10 @@ class ChatTemplate:
         }
         for name in given:
             if name in _OWN_VARIABLES or not self.knows(name):
-                raise FieldError(
-                    f"chat_template_kwargs.{name}",
-                    "is no variable of this model's chat template",
-                    code="unsupported_parameter",
-                )
+                place = f"chat_template_kwargs.{name}"
+                raise unsupported(place, "is no variable of this model's chat template")
         if tools and not self.knows("tools"):
-            raise FieldError(
-                "tools", "this model's chat template has none", code="unsupported_parameter"
-            )
+            raise unsupported("tools", "this model's chat template has none")
         conversation = [self._plain(message, at) for at, message in enumerate(messages)]
         given |= {
             "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
@@ -162,13 +148,9 @@ _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model that requests can name, or a model with an adapter.
+    """One model that requests can name, or a ``parent`` with an adapter.
 
-    Attributes:
-        template: of its conversations; None where it was trained for none.
-        defaults: of sampling, as the checkpoint says, else as OpenAI does.
-        created_s: when it was loaded, in seconds since 1970.
-        parent: the model whose adapter it is; None for a model.
+    ``defaults`` are of sampling, as the checkpoint says, else as OpenAI does.
     """
 
     name: str

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.served_model import ServedModel
@@ -22,15 +22,6 @@ from moe_runtime.serving.http.served_model import ServedModel
 Log = Callable[[str, Mapping[str, Any]], None]
 
 ValueT = TypeVar("ValueT")
-
-
-def shutting_down() -> ApiError:
-    return ApiError(
-        "the server is shutting down",
-        status=503,
-        code="shutting_down",
-        headers={"connection": "close"},
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +71,8 @@ class Access:
 class Asked:
     """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
 
-    Attributes:
-        deadline_s: until when it may take, by the loop's clock.
-        client: whose turn it takes: the number of a key, or an address where there are none.
-        owner: whose prefixes and grammars it finds.
-        body_bytes: of its body, as long as they are held.
-        failure: what became of it instead of an answer.
+    ``client`` is whose turn it takes: the number of a key, or an address. ``owner`` is whose
+    prefixes and grammars it finds. ``body_bytes`` count as long as they are held.
     """
 
     request_id: str
@@ -105,14 +92,10 @@ class Asked:
 
 @dataclass(slots=True)
 class Server:
-    """The state of one server.
+    """The state of one server; the first model answers requests that name none.
 
-    Attributes:
-        models: by name; the first answers requests that name none.
-        log: takes one event for each request.
-        is_draining: takes no more requests.
-        has_ended: what is not answered by now is not answered.
-        num_body_bytes: of the bodies that are held now, until the engine has the tokens.
+    ``has_ended``: what is not answered by now is not answered. ``num_body_bytes`` are of the bodies
+    that are held now, until the engine has the tokens.
     """
 
     models: Mapping[str, ServedModel]

@@ -183,11 +183,8 @@ def serve(
 ) -> None:
     """Answers requests until it is told to stop, then those that were taken.
 
-    Args:
-        listening: a socket that is bound.
-        is_stopping: whether to take no more requests; looked at all the time.
-        drain_s: seconds that taken requests may still need; None for as long as they take.
-        is_cut_off: whether they get no more time; looked at all the time then.
+    ``drain_s`` are seconds that taken requests may still need, None for as long as they take;
+    ``is_cut_off`` ends that time.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -308,8 +305,6 @@ class ServeSettings:
     """All that is said about a server before it starts.
 
     Attributes:
-        names: by which requests ask for the models; the last parts of ``models`` where there are
-            none.
         adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
         loading: options of ``moe_runtime.load``; the budget is that of all models together.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
@@ -353,11 +348,8 @@ def run_server(
 ) -> None:
     """Loads models and answers requests until it is told to stop.
 
-    Args:
-        on_ready: called once, when requests are answered from now on.
-        is_stopping: whether to take no more requests; looked at all the time.
-        is_cut_off: whether to end those that were taken too; likewise.
-        on_answered: called once, when every client has its answer or its error.
+    ``on_ready`` is called when requests are answered from now on, ``on_answered`` when every client
+    has its answer or its error.
 
     Raises:
         MoERuntimeError: a model cannot be loaded, or the address be taken.

@@ -31,11 +31,8 @@ class ParsedCall:
 class CallReader(NamedTuple):
     """How the text of calls is read.
 
-    Attributes:
-        parse: gives the calls; raises ``ValueError`` where the text is none.
-        may_begin: whether text may begin calls, whole ones before it.
-        begins: first character of calls without a mark. Such a text may be the answer itself, so it
-            must name a given tool.
+    ``parse`` raises ``ValueError`` where the text is none. Calls that begin with ``begins``,
+    without a mark, must name a given tool: such a text may be the answer itself.
     """
 
     parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
@@ -151,11 +148,8 @@ BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
 class _NamedCalls:
     """Reads calls that name the function before its arguments.
 
-    Attributes:
-        head: what stands up to the arguments; has a group ``name``.
-        tail: what stands behind them.
-        begun: what a call that has only begun looks like.
-        argument: one argument, with groups ``key`` and ``value``; None for one JSON object.
+    ``begun`` is what a call that has only begun looks like. ``argument`` has groups ``key`` and
+    ``value``; None for one JSON object.
     """
 
     head: re.Pattern[str]
@@ -376,11 +370,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentWriting:
-    """How arguments are written one by one, in llguidance's Lark but for ``ends_text``.
+    """How arguments are written one by one, in llguidance's Lark.
 
-    Attributes:
-        ends_text: a text has no escapes and goes up to this; None where it is a JSON string.
-        any_key: what the name may be where the schema names none.
+    ``ends_text`` is plain: a text has no escapes and goes up to it; None for a JSON string.
     """
 
     before_key: str
@@ -396,10 +388,8 @@ class ArgumentWriting:
 class CallWriting:
     """How calls are written behind the mark that opens the first, in llguidance's Lark.
 
-    Attributes:
-        call: a call; ``NAME`` and ``ARGUMENTS`` stand for those of a function.
-        again: stands before each further one; None where there is one at most.
-        argument: how arguments are written; None where they are one JSON object.
+    ``NAME`` and ``ARGUMENTS`` stand for those of a function, which are one JSON object without
+    ``argument``. ``again`` stands before each further call; None where there is one at most.
     """
 
     call: str

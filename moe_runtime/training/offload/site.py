@@ -21,8 +21,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.parallel import LayoutGroups, ParallelExperts
-from moe_runtime.parallel.communication.agreement import processes_here
-from moe_runtime.parallel.communication.transport import FlatTransport
+from moe_runtime.parallel.communication.transport import FlatTransport, processes_here
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
 from moe_runtime.training.optimizer import decays

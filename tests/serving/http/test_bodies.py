@@ -224,11 +224,9 @@ def test_what_would_have_no_effect_is_refused(
     staged: Any, path: str, given: dict[str, Any], param: str
 ) -> None:
     site = staged()
-    status, found = site.ask(path, {"prompt": "a", **given})
-    assert (status, found["error"]["param"]) == (400, param)
+    assert site.refused(path, {"prompt": "a", **given})["param"] == param
     chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
-    status, found = site.ask("/v1/chat/completions", chat)
-    assert (status, found["error"]["param"]) == (400, "response_format.type")
+    assert site.refused("/v1/chat/completions", chat)["param"] == "response_format.type"
 
 
 @pytest.fixture
@@ -285,8 +283,7 @@ def test_a_text_that_is_far_too_long_is_not_encoded_as_a_whole(
     monkeypatch.setattr(vocabulary, "_encode", encode)
     assert len(text) < vocabulary.longest_token * engine.most_request_tokens
     assert len(tokenizer(text)["input_ids"]) > 2 * engine.most_request_tokens
-    status, found = site.ask("/v1/completions", {"prompt": text})
-    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    assert site.refused("/v1/completions", {"prompt": text})["code"] == "context_length_exceeded"
     assert max(map(len, encoded), default=0) <= 2048
     assert sum(map(len, encoded)) < len(text)
 
