@@ -60,9 +60,8 @@ from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_r
 from moe_runtime.inference.steps import Steps
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
-from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.slab import Slab, touched_meanwhile
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertLayout, ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
