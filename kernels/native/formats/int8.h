@@ -239,13 +239,13 @@ INLINE void part_by_panel(int kind, int panel_rows, const Int8Group weights[][IN
     }
 }
 
-static __attribute__((noinline)) void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT8_GROUPS], int64_t blocks, const char *x, Int8Sums acc) {
-#define INT8_CASE(kind, rows) \
-    case rows: part_by_panel(kind, rows, weights, blocks, x, acc); break;
-    if (kind == KIND_QUANT_INT4)
-        switch (panel_rows) { FOR_PANEL_ROWS(INT8_CASE, KIND_QUANT_INT4) }
-    else
-        switch (panel_rows) { FOR_PANEL_ROWS(INT8_CASE, KIND_QUANT_INT8) }
+static void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT8_GROUPS], int64_t blocks, const char *x, Int8Sums acc) {
+#define INT8_CASE(kind, rows)                                                                   \
+    case rows:                                                                                  \
+        kind == KIND_QUANT_INT4 ? part_by_panel(KIND_QUANT_INT4, rows, weights, blocks, x, acc) \
+                                : part_by_panel(KIND_QUANT_INT8, rows, weights, blocks, x, acc); \
+        break;
+    switch (panel_rows) { FOR_PANEL_ROWS(INT8_CASE, kind) }
 }
 
 /* The last codes of rows, behind which nothing may be read, as whole blocks. */
