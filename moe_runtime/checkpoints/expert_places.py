@@ -34,9 +34,7 @@ class _Copy:
 
 
 class Provenance(TorchDispatchMode):
-    """Records, while active, how tensors on the meta device are made of those that ``source``
-    makes.
-    """
+    """Records, while active, how tensors on the meta device are made of those of ``source``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +58,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds elements, by their ``int64`` offsets in a tensor's storage: source indices,
-        positions there.
+        """Finds elements by ``int64`` offsets in a tensor's storage: source indices, and places
+        there.
         """
         storage = _storage_of(tensor)
         if storage in self._sources:

@@ -28,9 +28,7 @@ from moe_runtime.types import ExpertKey
 
 
 def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An expert's matrices `[out, in]` and biases `[out]` as views into slices of a module's
-    parameters.
-    """
+    """An expert's matrices `[out, in]` and biases `[out]` as views into a module's parameters."""
     stacked = {name: tensor[None] for name, tensor in named.items()}
     found = {}
     for name, rows in expert_rows(module, stacked):

@@ -289,6 +289,7 @@ class LookaheadPredictor:
 
 
 def make_predictor(estimator: Estimator) -> Predictor:
+    """A predictor that keeps every running sequence and asks an estimator."""
     if isinstance(estimator, NextGate):
         return LookaheadPredictor(estimator)
     return TrackedPredictor(estimator)

@@ -275,9 +275,7 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where the parts of `count` rows lie, of which `Packing.matrix` makes one matrix `[count,
-        K]`.
-        """
+        """Where parts of `count` rows lie: `Packing.matrix` makes `[count, K]` of them."""
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):
                 raise UnsupportedModelError(

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
+from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
-from moe_runtime.cli.console import (
-    fetch_model,
-    loading_bar,
-    print_rows,
-    quiet_transformers,
-    say_line,
-)
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput
 from moe_runtime.errors import MoERuntimeError
@@ -62,8 +55,8 @@ def chat(
         max_tokens: Memory for the whole conversation, in tokens; the model's maximum when omitted,
             at most 4096.
     """
-    quiet_transformers(ctx.obj)
-    fetch_model(model, weights=False)
+    console.quiet_transformers(ctx.obj)
+    console.fetch_model(model, weights=False)
     import moe_runtime
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.budget import known_positions
@@ -86,7 +79,7 @@ def chat(
     first = [] if system is None else [{"role": "system", "content": system}]
     # a template that cannot be used is refused before weights are read
     encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])
-    with loading_bar() as progress:
+    with console.loading_bar() as progress:
         loaded: Any = moe_runtime.load(
             model, **loading.settings(), max_tokens=max_tokens, progress=progress
         )
@@ -138,7 +131,7 @@ class _Terminal:
                 # without a terminal the first error ends the command
                 if not self._is_terminal:
                     raise
-                say_line(str(error))
+                console.say_line(str(error))
 
     def _answer(self, text: str) -> None:
         output = TextOutput()
@@ -167,7 +160,7 @@ class _Terminal:
         elif command == "/save":
             self._save("".join(given))
         elif command == "/help":
-            print_rows("commands", _HELP, to_stderr=True)
+            console.print_rows("commands", _HELP, to_stderr=True)
         else:
             raise ValueError(
                 f"{command} is no command; /help lists them, and a space before it makes the line "
@@ -185,7 +178,7 @@ class _Terminal:
             prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
             rows += [("conversation", prompt), ("last answer", f"after {last.ttft_s:.2f} s{speed}")]
         rows += runtime_rows(self._loaded.moe.stats())
-        print_rows("what the runtime did", rows, to_stderr=True)
+        console.print_rows("what the runtime did", rows, to_stderr=True)
 
     def _save(self, name: str) -> None:
         require_file_name(name, "/save")

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
+from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    say_line,
-)
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
@@ -138,11 +131,11 @@ def finetune(
     if not resume:
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
-        with loading_bar() as progress:
+        with console.loading_bar() as progress:
             from moe_runtime.training.finetune.finetuning import prepare
 
             preparation = prepare(
@@ -154,7 +147,7 @@ def finetune(
             )
         adapted = settings.lora and settings.lora.places
         if preparation.exporter is None and adapted and "experts" in adapted:
-            say_line(
+            console.say_line(
                 f"warning: {model} is quantised or packed, so adapters of its experts are for "
                 "PEFT alone: `moe-runtime serve` refuses them, and they cannot be merged; "
                 "--lora-on attention trains adapters that serve takes"
@@ -164,9 +157,9 @@ def finetune(
             return
         summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
     if as_json:
-        print_json(summary)
+        console.print_json(summary)
     else:
-        print_rows("what was trained", outcome_rows(summary), to_stderr=True)
+        console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -178,7 +171,7 @@ def _finetune(
     from moe_runtime.training.finetune.finetuning import finish, plan, start
 
     found = plan(preparation)
-    with loading_bar() as progress:
+    with console.loading_bar() as progress:
         trainer = start(preparation, resume=resume, reschedule=reschedule, progress=progress)
     try:
         _timed(found, preparation, begins=True)  # warns of a slow disk
@@ -213,7 +206,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     config, found = preparation.config, _timed(plan(preparation), preparation)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)
     if as_json:
-        print_json(
+        console.print_json(
             {
                 "parameters": preparation.num_parameters,
                 "active_parameters": preparation.num_active_parameters,
@@ -240,4 +233,4 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         *offload_rows(found, config.data.tokens_per_step),
         ("folder", str(preparation.output)),
     ]
-    print_rows("what would be trained", rows, to_stderr=False)
+    console.print_rows("what would be trained", rows, to_stderr=False)

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moe_runtime.cli import options
+from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import runtime_rows
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    say_line,
-    terminal_bar,
-)
 from moe_runtime.cli.prompts import read_text
 
 if TYPE_CHECKING:
@@ -72,7 +64,7 @@ def generate(
             need, up to a quarter of the memory that experts lack.
     """
     text = read_text(prompts)
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
     from moe_runtime.serving.requests import EngineOptions
 
@@ -95,7 +87,7 @@ def generate(
         outcome = run_batch(
             text,
             settings,
-            progress=shown.enter_context(loading_bar()),
+            progress=shown.enter_context(console.loading_bar()),
             on_loaded=bar.begin,
             on_done=bar.show,
         )
@@ -109,7 +101,7 @@ def generate(
         said += "same command tries them again"
     else:
         return
-    say_line(said)
+    console.say_line(said)
     raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else _SOME_FAILED)
 
 
@@ -120,7 +112,9 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
         counts = {name: getattr(outcome, name) for name in _COUNTS}
         steps = {"steps": engine and engine.steps, "preemptions": engine and engine.preemptions}
         of_model = {} if stats is None else dataclasses.asdict(stats)
-        print_json({"model": model, "sampling": outcome.sampling, **counts, **steps, **of_model})
+        console.print_json(
+            {"model": model, "sampling": outcome.sampling, **counts, **steps, **of_model}
+        )
         return
     kept = f", {outcome.kept} were there" if outcome.kept else ""
     failed = f", {outcome.failed} failed" if outcome.failed else ""
@@ -137,7 +131,7 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
             ("answering", f"{outcome.seconds:.2f} s, {rate:.2f} new tokens/s"),
             *runtime_rows(stats, verbose=verbose),
         ]
-    print_rows("what the runtime did", rows, to_stderr=True)
+    console.print_rows("what the runtime did", rows, to_stderr=True)
 
 
 class _Bar:
@@ -157,7 +151,7 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
         columns = ("answering", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        bar = terminal_bar(*columns, "{task.fields[tokens]} new tokens")
+        bar = console.terminal_bar(*columns, "{task.fields[tokens]} new tokens")
         self._bar = self._shown.enter_context(bar)
         bar.add_task("", total=num_requests, tokens=0)
 
@@ -168,4 +162,4 @@ class _Bar:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=done, tokens=outcome.new_tokens)
         elif done * _LINES // total > (done - 1) * _LINES // total:
-            say_line(f"{done} of {total} requests, {outcome.new_tokens} new tokens")
+            console.say_line(f"{done} of {total} requests, {outcome.new_tokens} new tokens")

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    print_table,
-    quiet_transformers,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -43,7 +36,7 @@ def inspect(
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     if budget is not None and budget.num_bytes is None:
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
         from moe_runtime.checkpoints.opening import find_checkpoint, read_config
 
@@ -51,7 +44,7 @@ def inspect(
         read_config(find_checkpoint(model))
     from moe_runtime.inference.inspection import inspect_checkpoint
 
-    with loading_bar() as progress:
+    with console.loading_bar() as progress:
         summary = inspect_checkpoint(
             model,
             dtype=dtype,
@@ -78,7 +71,7 @@ def inspect(
             "reason": choice.reason,
         }
     if as_json:
-        print_json(
+        console.print_json(
             {
                 **dataclasses.asdict(summary),
                 "path": str(summary.path),
@@ -117,12 +110,12 @@ def inspect(
     if verify:
         read = "every weight that the model uses was read, all values are finite"
         rows.append(("verified", read))
-    print_rows(f"{summary.path}", rows, to_stderr=False)
+    console.print_rows(f"{summary.path}", rows, to_stderr=False)
     names = ("--host-memory", "experts in memory", "per layer", "share")
     columns = [(name, "right") for name in names]
-    print_table("what a budget buys", columns, [_purchase_row(one) for one in purchases])
+    console.print_table("what a budget buys", columns, [_purchase_row(one) for one in purchases])
     if auto is not None:
-        print_rows("what --policy auto takes", list(auto.items()), to_stderr=False)
+        console.print_rows("what --policy auto takes", list(auto.items()), to_stderr=False)
 
 
 def _purchase(summary: "CheckpointSummary", budget_bytes: int) -> dict[str, Any]:

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    print_table,
-    quiet_transformers,
-    say_line,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.config import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +37,7 @@ def pack(
             which transformers and others also load. Lossy; reports the error.
         io_threads: Reads in flight at once.
     """
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
     from moe_runtime.checkpoints.packing.quantized_writer import REPORT_NAME
     from moe_runtime.errors import CheckpointError
@@ -54,7 +46,7 @@ def pack(
         raise ValueError("OUT -: expected the name of a folder (./- is one of that name)")
     has_written = is_done = False
     try:
-        with loading_bar() as progress:
+        with console.loading_bar() as progress:
 
             def show(stage: str, done: int, total: int) -> None:
                 nonlocal has_written
@@ -75,10 +67,10 @@ def pack(
             if staging.exists():
                 way_on = f"the files that are whole stay in {staging}; the same command goes on"
                 way_on += " from there"
-            say_line(way_on)
+            console.say_line(way_on)
     if as_json:
         values = dataclasses.asdict(found) | {"folder": str(found.folder), "ratio": found.ratio}
-        print_json(values)
+        console.print_json(values)
         return
     is_lossy = found.quantize is not None
     rows = [
@@ -89,7 +81,7 @@ def pack(
         ("as they were", format_bytes(found.expert_bytes)),
         ("packed", f"{format_bytes(found.packed_bytes)}, {found.ratio:.3f} of it"),
     ]
-    print_rows(f"{found.folder}", rows, to_stderr=False)
+    console.print_rows(f"{found.folder}", rows, to_stderr=False)
     if is_lossy:
         title = f"{found.quantize} is not lossless; {REPORT_NAME} has the error of each layer"
         _print_errors(title, found.errors)
@@ -111,4 +103,4 @@ def _print_errors(title: str, errors: Sequence["MatrixError"]) -> None:
             )
         )
     columns = [("matrix", "left"), ("relative RMS error of layers", "left"), ("worst", "left")]
-    print_table(title, columns, rows)
+    console.print_table(title, columns, rows)

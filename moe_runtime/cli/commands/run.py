@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    terminal_bar,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.streams import TextOutput
@@ -79,8 +72,8 @@ def run(
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
         from moe_runtime.checkpoints.opening import find_checkpoint
 
-        with loading_bar() as progress:
-            quiet_transformers(ctx.obj)
+        with console.loading_bar() as progress:
+            console.quiet_transformers(ctx.obj)
             find_checkpoint(model, weights=False, progress=progress)
             chosen, seed = find_sampling(ctx, model, sampling), sampling.seed
             if group is not None and chosen["temperature"] > 0 and seed is None:
@@ -108,13 +101,13 @@ def run(
             if prompts is not None or len(texts) > 1:
                 outcome = {"results": of_each, **_sums(results)}
             counts = dataclasses.asdict(stats)
-            print_json({"model": model, **outcome, **counts, "sampling": chosen})
+            console.print_json({"model": model, **outcome, **counts, "sampling": chosen})
         else:
             from moe_runtime.inference.generation import sampling_words
 
             rows = outcome_rows(results, stats, verbose=verbose)
             choice = ("choice of tokens", sampling_words(chosen))
-            print_rows("what the runtime did", [choice, *rows], to_stderr=True)
+            console.print_rows("what the runtime did", [choice, *rows], to_stderr=True)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -229,7 +222,7 @@ def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
     lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
     blocks = max(lists, key=len, default=())  # the layers that a token passes one after another
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    bar = terminal_bar(*columns, "layers{task.fields[speed]}")
+    bar = console.terminal_bar(*columns, "layers{task.fields[speed]}")
     task = bar.add_task("", total=len(blocks) or None, speed="")
     bytes_before, num_tokens, started_s = model.moe.stats().bytes_read, 0, 0.0
 

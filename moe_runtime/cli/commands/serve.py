@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    say_line,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
@@ -135,7 +128,7 @@ def serve(
         adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
         if not adapters:
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
-    quiet_transformers(ctx.obj)
+    console.quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.http.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
@@ -178,7 +171,7 @@ def serve(
         adapter_bytes=adapter_bytes,
     )
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(loading_bar())
+        progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None
         # An interrupt would end the connections in the middle of what is sent.
         answering = threading.Event()
@@ -231,7 +224,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         if as_json:
             ServerLog(as_json=True)("warning", {"message": warning})
         else:
-            say_line(f"warning: {warning}")
+            console.say_line(f"warning: {warning}")
     models = ready.models
     stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:
@@ -245,7 +238,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
             for model, some in zip(models, stats, strict=True)
         ]
         adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
-        print_json(
+        console.print_json(
             {"address": ready.address, **described[0], "models": described, "adapters": adapters}
         )
         return
@@ -275,7 +268,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         if working.adapter_bytes:
             rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
     rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
-    print_rows("serving", rows, to_stderr=True)
+    console.print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if models[0].template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-    say_line,
-    terminal_bar,
-)
+from moe_runtime.cli import console, options
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
@@ -79,13 +71,13 @@ def train(
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
         folder = config_file.resolve().parent
         require_not_read(config.run.trace and folder / config.run.trace, "trace", [config_file])
-        quiet_transformers(ctx.obj)
+        console.quiet_transformers(ctx.obj)
         is_first = group is None or group.rank() == 0
         is_used = is_first and not dry_run
         storage = config.run.storage_dir and folder / config.run.storage_dir
         output = folder / config.run.output
         stack.enter_context(run_folder(output, storage or None, is_used=is_used))
-        with loading_bar() as progress:
+        with console.loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare
 
@@ -101,15 +93,15 @@ def train(
         if dry_run:
             plan = _plan(preparation, ranks)
             if as_json:
-                print_json(plan)
+                console.print_json(plan)
             else:
-                print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
+                console.print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
             return
         summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
         if as_json and summary:
-            print_json(summary)
+            console.print_json(summary)
         elif summary:
-            print_rows("what was trained", outcome_rows(summary), to_stderr=True)
+            console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -325,7 +317,7 @@ def timed_plan(
         disk_s = moved / rate
         disk = {"disk_bytes_per_s": rate, "disk_s": disk_s}
         if disk_s > 2 * compute_s:
-            say_line(
+            console.say_line(
                 f"warning: the disk of {folder} reads {format_bytes(round(rate))}/s, so a step "
                 f"will take about {disk_s:.3g} s, its products alone {compute_s:.3g} s; more "
                 "memory, larger steps or a faster storage_dir help"
@@ -350,7 +342,7 @@ class TrainingDisplay:
             status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
             columns = ("step", progress.MofNCompleteColumn(), status)
             remaining = progress.TimeRemainingColumn()
-            self._bar = terminal_bar(*columns, remaining, expand=True, transient=False)
+            self._bar = console.terminal_bar(*columns, remaining, expand=True, transient=False)
             self._bar.add_task("train", total=num_steps, completed=first_step, status="")
 
     def __enter__(self) -> "TrainingDisplay":
