@@ -20,10 +20,7 @@ from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.checkpoint import (
-    checkpoints_in,
-    load_checkpoint,
-)
+from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.data import (
     check_groups,
     encode_corpora,
