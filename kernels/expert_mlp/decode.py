@@ -2,8 +2,8 @@
 
 What counts is how many bytes are on their way at once, so the work is cut along the columns until
 there are programs for the whole GPU, and along the summed dimension if that is not enough. Such a
-step is as long as its launches take the host: what they need beside tensors is found once for each
-layer's shapes.
+step is as long as its launches take the host: what they need but for tensors is found once for
+each layer's shapes.
 
 Shape suffixes: T tokens, K top-k, S slots, E experts, D model, F hidden.
 """
@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """What the launch of a product depends on beside its rows.
+    """What the launch of a product depends on but for its rows.
 
     Attributes:
         device: What it must fit in.

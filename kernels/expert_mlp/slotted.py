@@ -293,7 +293,7 @@ class SlottedTraining:
         sums_TD = self._combined(self.weights_TK)
         if not self._keeps:
             self.z_RZ = self.x_TD.new_empty(0)
-        self._let_go()
+        self._free()
         return sums_TD
 
     def begin_backward(self, grad_TD: Tensor, low: tuple[LowRank | None, LowRank | None]) -> None:
@@ -338,7 +338,7 @@ class SlottedTraining:
             self._rows_RD += more_RD
         grad_TD = self._combined(None)
         grad_weights_TK = self._grad_weights.view(self.weights_TK.shape).to(self.weights_TK.dtype)
-        self._let_go()
+        self._free()
         return grad_TD, grad_weights_TK
 
     def _groups(self, slots_E: Tensor | None = None) -> Groups:
@@ -355,7 +355,7 @@ class SlottedTraining:
     def _new_rows(self, width: int) -> Tensor:
         return self.x_TD.new_empty(len(self._order_R), width)
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Frees memory that only lasts from a beginning to its end."""
         nothing = self.x_TD.new_empty(0)
         self._hidden_RF = self._rows_RD = self._grad_TD = self._dz_RZ = nothing

@@ -231,13 +231,6 @@ def bias_grad(
     return out_SN
 
 
-def like_parameter(parameter: Tensor, groups: Groups) -> Tensor:
-    """Memory for a gradient, zero where the kernels may leave slots without an expert."""
-    if groups.slot_of_expert is not None:
-        return torch.zeros_like(parameter)
-    return torch.empty_like(parameter)
-
-
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -261,6 +254,8 @@ class _GroupedGemm(torch.autograd.Function):
         dout, groups, moves = grads[0], ctx.groups, ctx.moves
         left = 1 if moves["scatters"] else 0
         right = groups.num_choices if moves["gathers"] else 0
+        # The kernels write every expert with a slot; slots of none are zero.
+        make = torch.empty_like if groups.slot_of_expert is None else torch.zeros_like
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             by_slot, to_rows = replace(groups, num_choices=1), weight_SNK.transpose(1, 2)
@@ -269,11 +264,11 @@ class _GroupedGemm(torch.autograd.Function):
             if right:
                 dx = launch_combine_fwd(dx, None, inverse_R, groups.offsets_E1[-1:], right)
         if ctx.needs_input_grad[1]:
-            out = like_parameter(weight_SNK, groups)
+            out = make(weight_SNK)
             divisors = {"left_divisor": left, "right_divisor": right}
             dweight = weight_grad(dout, x, groups, out_SNK=out, **divisors)
         if ctx.needs_input_grad[2]:
-            out = like_parameter(bias_SN, groups)
+            out = make(bias_SN)
             dbias = bias_grad(dout, groups, out_SN=out, divisor=left)
         return dx, dweight, dbias, None, None, None
 

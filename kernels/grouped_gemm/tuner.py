@@ -98,7 +98,7 @@ def tune(
 
     Args:
         problems: What to tune. A product that two layers share is measured once.
-        candidates: Tiles to try beside the rule's.
+        candidates: Tiles to try besides the rule's.
         seconds_of: Runs a call often enough and says what it takes.
         refusals: What a tile that does not fit raises.
         num_threads: That compile at once, before anything is timed.
