@@ -39,9 +39,8 @@ from moe_runtime.kernels.lossless.reference import (
 from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
-from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange
 from moe_runtime.memory.slab import aligned_bytes, host_view
-from moe_runtime.memory.source import READ_BYTES, CheckpointFile
+from moe_runtime.memory.source import BLOCK_BYTES, READ_BYTES, CheckpointFile, TensorRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.memory.layout import TensorRange
+from moe_runtime.memory.source import TensorRange
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Names of an expert's tensors, in the order in which layouts list those that exist.

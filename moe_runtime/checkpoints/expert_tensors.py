@@ -21,9 +21,8 @@ from moe_runtime.checkpoints.expert_places import expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.linear import values_of
-from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, TensorRange
 from moe_runtime.types import ExpertKey
 
 

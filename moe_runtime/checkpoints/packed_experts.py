@@ -29,7 +29,7 @@ from moe_runtime.kernels.lossless.reference import (
     coded_row_bytes,
     num_groups,
 )
-from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange, lay_out
+from moe_runtime.memory.source import BLOCK_BYTES, TensorRange, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
 from moe_runtime.kernels.quantized.storage_order import StorageOrder
-from moe_runtime.memory.layout import TensorRange
+from moe_runtime.memory.source import TensorRange
 
 CONFIG = "quantization_config of config.json"
 """Where a checkpoint says how its weights are quantised, unless another file does."""
