@@ -30,7 +30,7 @@ SOURCES = Path("kernels/native")
 KERNELS = "moe_runtime.kernels.native.moe_kernels"
 REPLAY = "moe_runtime.policies.eviction.replay_loop"
 LIBRARIES = (KERNELS, REPLAY)
-REPLAY_SOURCE = Path("policies/eviction/replay_loop.c")
+EVICTION = Path("policies/eviction")
 BUILD_FACTS = Path("moe_runtime/build.json")
 """Which commit it was built from: an installed package has no checkout to ask."""
 _OLDEST_GLIBC = (2, 17)
@@ -113,7 +113,8 @@ class BuildNativeLibrary(build_ext):
 
     def _build_replay(self, ext: Extension) -> None:
         # Ranks must be those of the Python objects, rounded after every operation as they are.
-        self._link(ext, self._compile(REPLAY_SOURCE, ["-ffp-contract=off"], []))
+        ranks = self._compile(EVICTION / "replay_loop.c", ["-ffp-contract=off"], [])
+        self._link(ext, ranks + self._compile(EVICTION / "reuse.c", [], []))
 
     def _build_kernels(self, ext: Extension) -> None:
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -246,7 +247,9 @@ if __name__ == "__main__":
                 depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
                 optional=True,
             ),
-            Extension(REPLAY, sources=[str(REPLAY_SOURCE)], optional=True),
+            Extension(
+                REPLAY, sources=sorted(str(path) for path in EVICTION.glob("*.c")), optional=True
+            ),
         ],
         cmdclass={
             "bdist_wheel": Wheel,

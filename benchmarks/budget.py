@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import run_script, save_results
+from moe_runtime.benchmarks.harness.scripting import parser_of, run_script, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path
@@ -192,9 +192,7 @@ def save(rows: list[dict[str, Any]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--save", action="store_true", help="write a file in benchmarks/results")
     parser.add_argument("--all", action="store_true", help="policies and predictors, too")
     return parser.parse_args()

@@ -9,7 +9,6 @@ other seeds on this machine and commit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -29,7 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.benchmarks.harness.scripting import positive, present_folder, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    parser_of,
+    positive,
+    present_folder,
+    save_results,
+)
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
@@ -208,9 +212,7 @@ def _check(folder: Path, expected: list[float], seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=positive, default=50, help="with each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(

@@ -51,7 +51,7 @@ from moe_runtime.benchmarks.harness.gpu import (
     profiled,
     shape_of,
 )
-from moe_runtime.benchmarks.harness.scripting import positive, run_script
+from moe_runtime.benchmarks.harness.scripting import parser_of, positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
@@ -327,9 +327,7 @@ def _gb(bytes_s: float | None) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add_options(parser, "device-decode-SHAPE")
     add("--shape", default="olmoe-1b-7b", choices=DEVICE_SHAPES)

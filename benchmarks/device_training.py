@@ -33,7 +33,7 @@ from moe_runtime.benchmarks.harness.gpu import (
     shape_of,
     wait_for,
 )
-from moe_runtime.benchmarks.harness.scripting import positive, run_script
+from moe_runtime.benchmarks.harness.scripting import parser_of, positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.config import format_bytes
@@ -203,9 +203,7 @@ def _with_share(config: FinetuneConfig, share: float) -> FinetuneConfig:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add_options(parser, "device-training-SHAPE")
     add("--layers", type=positive, default=4, help="(default: %(default)s)")

@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import ROOT, present_folder, run_script, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    ROOT,
+    parser_of,
+    present_folder,
+    run_script,
+    save_results,
+)
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 
@@ -179,9 +185,7 @@ def _say(line: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--tests", action="store_true", help="run the whole suite in the clone, too"
     )

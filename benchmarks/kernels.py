@@ -10,9 +10,7 @@ peak of both passes. Then single products and quantised layers, and what is aime
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.benchmarks.harness.gpu import GpuResults, add_options, lacks_gpu
+from moe_runtime.benchmarks.harness.gpu import median_s as wall_median_s
 from moe_runtime.benchmarks.harness.scripting import run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
@@ -425,7 +424,9 @@ def measure(
     peak_bytes = both_passes_peak(lambda: experts(x, ids, weights), inputs, device)
     before = allocated(device)
     out = experts(x, ids, weights)
-    kept_bytes = None if before is None else kept(before, cast(int, allocated(device)), x, out)
+    kept_bytes = None
+    if before is not None:  # what it left allocated without its output, and its input
+        kept_bytes = torch.cuda.memory_allocated() - before - out.nbytes + x.nbytes
     grad = torch.randn_like(out)
     backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
     backward_s = median_s(backward, device)
@@ -446,7 +447,8 @@ def measure(
     # Captured, an eager loop leaves the generator of random numbers in a state of no use.
     all_turns_s = None if backend == EAGER else graph_s(in_turn, device)
     graph_forward_s = None if all_turns_s is None else all_turns_s / len(turns)
-    read_of_copy = active_bytes(ids, shape) / peak.copy_bytes_s
+    # Weights of the experts that some token chose, each read once.
+    read_of_copy = len(ids.unique()) * shape.expert_bytes / peak.copy_bytes_s
     forward_tflops = shape.forward_flops / forward_s / 1e12
     backward_tflops = 2 * shape.forward_flops / backward_s / 1e12
     return {
@@ -465,11 +467,6 @@ def measure(
     }
 
 
-def kept(before: int, after: int, x: Tensor, out: Tensor) -> int:
-    """What a forward pass keeps: what it left allocated without its output, and its input."""
-    return after - before - out.numel() * out.element_size() + x.numel() * x.element_size()
-
-
 def both_passes_peak(
     forward: Callable[[], Tensor], inputs: list[Tensor], device: str
 ) -> int | None:
@@ -483,29 +480,19 @@ def both_passes_peak(
     return torch.cuda.max_memory_allocated() - before
 
 
-def active_bytes(ids_TK: Tensor, shape: Shape) -> int:
-    """Weights of the experts that some token chose, each read once."""
-    return len(ids_TK.unique()) * shape.expert_bytes
-
-
 def allocated(device: str) -> int | None:
     """Bytes that tensors hold on the GPU; None without one."""
     return torch.cuda.memory_allocated() if device == "cuda" else None
 
 
-def median_s(call: Callable[[], Any], device: str, repeats: int = 5) -> float:
+def median_s(call: Callable[[], Any], device: str) -> float:
     """Median seconds of a call; by the GPU's own clock, with a cold cache, where there is one."""
-    call()
-    if device == "cuda":
-        from triton.testing import do_bench
+    if device != "cuda":
+        return wall_median_s(call, device)
+    from triton.testing import do_bench
 
-        return cast(float, do_bench(call, return_mode="median")) / 1e3
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    call()
+    return cast(float, do_bench(call, return_mode="median")) / 1e3
 
 
 def graph_s(call: Callable[[], Any], device: str) -> float | None:

@@ -5,7 +5,6 @@ python benchmarks/readme_table.py             # rewrite the table from the newes
 python benchmarks/readme_table.py --check     # only say whether it is up to date
 """
 
-import argparse
 import json
 import shlex
 import statistics
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import describe_machine, machine_name
+from moe_runtime.benchmarks.harness.scripting import describe_machine, machine_name, parser_of
 from moe_runtime.benchmarks.suite.comparing import counted
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
@@ -130,9 +129,7 @@ def replaced(text: str, begin: str, end: str, body: str) -> str:
 
 def main() -> int:
     """Measures, rewrites or checks; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
     parser.add_argument("--measure", action="store_true", help="measure first, all caps")
     parser.add_argument("--cap", choices=[cap or "none" for cap in CAPS], help="of --measure: one")

@@ -341,13 +341,11 @@ def main() -> None:
     metrics = {name: Metric("s") for name in rows}
     save_results("scaling", {"machines": machines}, systems, metrics, options.output)
     if options.write_machine:
-        _write_machine(measured[0]["cluster"], options.write_machine)
-
-
-def _write_machine(cluster: dict[str, Any], path: Path) -> None:
-    fields = {**cluster, **{name: Link(**cluster[name]) for name in ("intra", "inter")}}
-    write_machine(Cluster(**fields), path, "Measured by benchmarks/scaling.py.")
-    print(f"wrote {path}")
+        cluster = measured[0]["cluster"]
+        fields = cluster | {name: Link(**cluster[name]) for name in ("intra", "inter")}
+        said = "Measured by benchmarks/scaling.py."
+        write_machine(Cluster(**fields), options.write_machine, said)
+        print(f"wrote {options.write_machine}")
 
 
 if __name__ == "__main__":

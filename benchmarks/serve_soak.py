@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from scipy.stats import theilslopes
 
-from moe_runtime.benchmarks.harness.scripting import present_folder, save_results
+from moe_runtime.benchmarks.harness.scripting import parser_of, present_folder, save_results
 from moe_runtime.benchmarks.load.client import draw_words
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
@@ -271,9 +271,7 @@ def save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add(
         "--model",

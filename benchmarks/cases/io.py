@@ -21,10 +21,10 @@ from moe_runtime.benchmarks.suite.memory_cap import forget
 from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.layout import ExpertLayout, TensorRange
+from moe_runtime.kernels.quantized.storage_order import put_in_order
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.slab import Slab, host_view
-from moe_runtime.memory.source import CheckpointFile, ExpertSource
+from moe_runtime.memory.source import CheckpointFile, ExpertLayout, ExpertSource, TensorRange
 from moe_runtime.types import ExpertKey
 
 METRICS = {
@@ -167,9 +167,12 @@ class PlainReads(ReadSystem):
 
         with ThreadPoolExecutor(self.plan.in_flight) as pool:
             took_s = [s for one in pool.map(work, range(self.plan.in_flight)) for s in one]
-        for slot, key in lies.items():
-            _put_in_order(self.plan.layouts[key], self.slab.slot(slot))
-        return {key: self.slab.slot(slot) for slot, key in lies.items()}, took_s
+        slots = {key: self.slab.slot(slot) for slot, key in lies.items()}
+        for key, slot in slots.items():
+            for order, source, place in self.plan.layouts[key].steps:
+                found = put_in_order(order, slot[source : source + order.stored_bytes])
+                slot[place : place + found.numel()] = found
+        return slots, took_s
 
     def close(self) -> None:
         for file in self._files.values():
@@ -211,11 +214,3 @@ def _plain_bytes(tensor: TensorRange) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _put_in_order(layout: ExpertLayout, slot: torch.Tensor) -> None:
-    from moe_runtime.kernels.quantized.storage_order import put_in_order
-
-    for order, source, place in layout.steps:
-        found = put_in_order(order, slot[source : source + order.stored_bytes])
-        slot[place : place + found.numel()] = found

@@ -380,8 +380,8 @@ def bench_ablation(
     def steps_of(configured: int) -> int:
         return steps or max(1, configured // 10)
 
-    is_told = run.quick or steps is not None
-    variants = read_variants(config_file, vary or (), steps_of=steps_of if is_told else None)
+    is_given = run.quick or steps is not None
+    variants = read_variants(config_file, vary or (), steps_of=steps_of if is_given else None)
     folder = config_file.resolve().parent
     if run.output is not None:
         read = [file for one in variants for file in text_files(one.config.data, folder)]

@@ -53,6 +53,12 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help shows a script's docstring as it is."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
 def run_script(main: Callable[[], int]) -> int:
     """Exit code of a script: 130 where it was interrupted, 2 where it was refused, and a line."""
     try:

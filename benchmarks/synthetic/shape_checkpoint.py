@@ -56,7 +56,10 @@ def shape_checkpoint(
     needs_copy = needs_gguf and not kept.gguf.is_file()
     if needs_copy:
         require_copy(shape)
-    _check_folder(folder, shape.name)
+    try:
+        check_output_folder(folder, f"files of {shape.name}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; XDG_CACHE_HOME names another folder for caches") from None
     with ExitStack() as stack:
         stack.enter_context(_folders_for_now(folder))
         for left in (folder, *folder.iterdir()):
@@ -99,13 +102,6 @@ def _write_missing(
 
 def _files_in(place: Path) -> ShapeFiles:
     return ShapeFiles(place / "model", place / "model.gguf")
-
-
-def _check_folder(folder: Path, name: str) -> None:
-    try:
-        check_output_folder(folder, f"files of {name}")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; XDG_CACHE_HOME names another folder for caches") from None
 
 
 @contextmanager

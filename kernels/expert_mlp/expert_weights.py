@@ -28,8 +28,8 @@ class ExpertShape(NamedTuple):
     Attributes:
         dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
         formats: Where a matrix is quantised or in the lossless code, or biases have a dtype of
-            their own beside bf16: of gate, up and down the format, the dtype of one that is not
-            quantised, or None for none; then the dtype of the biases, or None. Else empty.
+            their own and matrices bf16: of gate, up and down the format, the dtype of one that is
+            not quantised, or None for none; then the dtype of the biases, or None. Else empty.
     """
 
     dim_in: int

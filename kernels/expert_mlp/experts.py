@@ -165,7 +165,7 @@ class StackedExperts:
         return GateLayout(self.has_gate, self.is_concatenated)
 
     def static(self) -> dict[str, Any]:
-        """What makes experts of other such tensors, beside the slot table."""
+        """What makes experts of other such tensors, but for the slot table."""
         return {**self.layout._asdict(), "is_transposed": self.is_transposed}
 
     def products(self) -> tuple[Tensor, Tensor | None, None, Tensor]:

@@ -19,7 +19,7 @@ from moe_runtime.kernels.expert_mlp.operators import (
     call,
     call_with_gradients,
     composed_expert_mlp,
-    composed_grouped_expert_mlp,
+    composed_rows,
     resolve_path,
     wants_gradient,
 )
@@ -32,6 +32,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     EVERY_GRADIENT,
     ParameterGradients,
     RoutedBatch,
+    already_sorted,
     groups_between,
     sort_rows,
 )
@@ -69,7 +70,7 @@ def expert_mlp(
     `weights` and every parameter. No token is dropped and none is padded.
 
     Args:
-        x_TD: ``[T, D]`` in the dtype of the experts; any floating dtype beside quantised ones.
+        x_TD: ``[T, D]`` in the dtype of the experts; any floating dtype for quantised ones.
         ids_TK: ``[T, K]`` int32 or int64. An id that names no expert (negative, or the number of
             experts and above) marks a slot that is not dispatched: it adds zero, reads no weight
             and gives zero gradients.
@@ -109,8 +110,7 @@ def expert_mlp(
             )
     formula = spec if isinstance(spec, ActivationSpec) and post_expert is None else None
     if not isinstance(experts, QuantizedExperts):
-        rounds = _rounds(x_TD, experts, formula, impl)
-        x_TD, experts = _autocast(x_TD, experts, rounds=rounds)
+        x_TD, experts = _autocast(x_TD, experts, formula, impl)
         _validate_rows("x", x_TD, experts)
     validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
@@ -185,7 +185,7 @@ def grouped_expert_mlp(
     impl = differentiable_impl(impl)
     dtype = x_RD.dtype
     formula = spec if isinstance(spec, ActivationSpec) else None
-    x_RD, experts = _autocast(x_RD, experts, rounds=_rounds(x_RD, experts, formula, impl))
+    x_RD, experts = _autocast(x_RD, experts, formula, impl)
     _validate_rows("x", x_RD, experts)
     if list(counts_E.shape) != [experts.num_experts] or counts_E.dtype.is_floating_point:
         raise ValueError(
@@ -196,7 +196,7 @@ def grouped_expert_mlp(
         return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(dtype)
     if not isinstance(spec, ActivationSpec):
         _refuse_functions(impl)
-        return composed_grouped_expert_mlp(x_RD, counts_E, experts, spec).to(dtype)
+        return composed_rows(x_RD, None, already_sorted(counts_E), experts, spec).to(dtype)
     return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
 
 
@@ -322,29 +322,25 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
     return activation
 
 
-def _autocast(x: Tensor, experts: AnyExperts, *, rounds: bool = False) -> tuple[Tensor, AnyExperts]:
+def _autocast(
+    x: Tensor, experts: AnyExperts, formula: ActivationSpec | None, impl: str
+) -> tuple[Tensor, AnyExperts]:
     """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`.
 
-    With `rounds` parameters may stay as they are: the implementation rounds each expert's when its
-    turn comes, to the same bits.
+    Parameters stay as they are where the implementation rounds each expert's when its turn comes,
+    to the same bits.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, experts
     dtype = torch.get_autocast_dtype(device)
     x = x.to(dtype)
-    if rounds and experts.dtype == torch.float32 and wants_gradient((x, *experts.tensors())):
+    rounds = isinstance(experts, StackedExperts) and formula is not None and x.is_cpu
+    rounds = rounds and impl in ("auto", "native", "torch") and experts.dtype == torch.float32
+    if rounds and wants_gradient((x, *experts.tensors())):
         return x, experts
     named = zip(experts.names, experts.tensors(), strict=True)
     return x, replace(experts, **{name: None if t is None else t.to(dtype) for name, t in named})
-
-
-def _rounds(
-    x: Tensor, experts: RoutedExperts, formula: ActivationSpec | None, impl: ExpertMlpImpl
-) -> bool:
-    """Whether what computes these experts can round them one by one."""
-    is_apart = isinstance(experts, StackedExperts) and formula is not None
-    return is_apart and x.is_cpu and impl in ("auto", "native", "torch")
 
 
 def check_impl(impl: str) -> None:

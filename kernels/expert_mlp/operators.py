@@ -81,12 +81,8 @@ def path_of(impl: str, x: Tensor) -> Path:
 
 
 def resolve_path(impl: str, x: Tensor) -> str:
-    """Which implementation a name means.
-
-    Args:
-        impl: `triton`, `native`, `torch`, or `auto`, which goes by the device: Triton on a GPU, the
-            C kernels on a CPU that has them, torch otherwise.
-        x: The input: where it lies, and its dtype.
+    """Which implementation a name means; `auto` is Triton on a GPU, the C kernels on a CPU that has
+    them, torch otherwise.
 
     Raises:
         NativeUnavailableError: `impl="native"` and the library was not built.
@@ -346,7 +342,7 @@ def composed_expert_mlp(
     num_tokens, top_k = ids_TK.shape
     ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
     rows = sort_rows(ids_TK, experts.num_experts)
-    y_RD = _rows(x_TD, rows.order_R // top_k, rows, experts, activation)
+    y_RD = composed_rows(x_TD, rows.order_R // top_k, rows, experts, activation)
     if post_expert is not None:
         y_RD = post_expert(y_RD)
     inverse_R = torch.argsort(rows.order_R)
@@ -356,24 +352,14 @@ def composed_expert_mlp(
     return (weights_TK[..., None] * y_TKD).sum(1).to(x_TD.dtype)
 
 
-def composed_grouped_expert_mlp(
-    x_RD: Tensor,
-    counts_E: Tensor,
-    experts: StackedExperts,
-    activation: ActivationSpec | PreactivationFunction,
-) -> Tensor:
-    """`grouped_expert_mlp` with a function of the caller between the products."""
-    return _rows(x_RD, None, already_sorted(counts_E), experts, activation)
-
-
-def _rows(
+def composed_rows(
     x_TD: Tensor,
     tokens_R: Tensor | None,
     rows: SortedRows,
     experts: StackedExperts,
     activation: ActivationSpec | PreactivationFunction,
 ) -> Tensor:
-    """The experts' outputs in sorted order."""
+    """The experts' outputs in sorted order; rows of `x` are read by token, or in their order."""
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
     project = torch.ops.moe_runtime.expert_projection
     offsets, how = rows.offsets_E1, (experts.slot_of_expert, experts.is_transposed)

@@ -108,7 +108,7 @@ class QuantizedExperts:
     ) -> tuple[
         QuantizedStack, Tensor | None, tuple[QuantizedStack, Tensor | None] | None, QuantizedStack
     ]:
-        """Matrix and bias of the gate, or of up without one; those of up beside a gate; down."""
+        """Matrix and bias of the gate, or of up without one; those of up with a gate; down."""
         if self.gate is None:
             return self.up, self.up_bias, None, self.down
         return self.gate, self.gate_bias, (self.up, self.up_bias), self.down

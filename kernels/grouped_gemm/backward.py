@@ -27,12 +27,8 @@ _GATE_ROWS = 32
 
 
 class ActivationGrads(NamedTuple):
-    """What `activation_backward` found.
-
-    Attributes:
-        dpre: `[R, Z]`, rows of experts with a slot.
-        hidden: `[R, F]` hidden values times the gate weight, or None.
-        gate_weight_grad: `[T*K]` fp32 gradient of the gate weights in slot order, or None.
+    """`[R, Z]` gradients of pre-activations, `[R, F]` hidden values times the gate weight, and
+    `[T*K]` fp32 gradients of the gate weights in slot order; None for what was not needed.
     """
 
     dpre: Tensor
@@ -205,15 +201,10 @@ def bias_grad(
     scale_R: Tensor | None = None,
     accumulates: bool = False,
 ) -> Tensor:
-    """`out[slot] = sum of scale * x` over each expert's rows.
+    """`out[slot] = sum of scale * x` over each expert's rows, written or with `accumulates` added.
 
-    Args:
-        x: `[*, N]`.
-        groups: The rows.
-        out_SN: `[S, N]`, unit stride along N.
-        divisor: As `left_divisor` of `weight_grad`; must not be 0 when there is a scale.
-        scale_R: One factor a slot, in slot order, or None.
-        accumulates: Adds to `out` instead of writing it.
+    `out_SN` has unit stride along N. `divisor` is as `left_divisor` of `weight_grad`, and not 0
+    when there is a scale, one factor a slot in slot order.
     """
     dim = groups.width_of(out_SN.shape[1])
     if not dim:
@@ -229,13 +220,6 @@ def bias_grad(
         HAS_SCALE=scale_R is not None, ACCUMULATES=accumulates, BLOCK_R=32, BLOCK_N=block_n,
     )  # fmt: skip
     return out_SN
-
-
-def like_parameter(parameter: Tensor, groups: Groups) -> Tensor:
-    """Memory for a gradient, zero where the kernels may leave slots without an expert."""
-    if groups.slot_of_expert is not None:
-        return torch.zeros_like(parameter)
-    return torch.empty_like(parameter)
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -261,6 +245,8 @@ class _GroupedGemm(torch.autograd.Function):
         dout, groups, moves = grads[0], ctx.groups, ctx.moves
         left = 1 if moves["scatters"] else 0
         right = groups.num_choices if moves["gathers"] else 0
+        # The kernels write every expert with a slot; slots of none are zero.
+        make = torch.empty_like if groups.slot_of_expert is None else torch.zeros_like
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             by_slot, to_rows = replace(groups, num_choices=1), weight_SNK.transpose(1, 2)
@@ -269,11 +255,11 @@ class _GroupedGemm(torch.autograd.Function):
             if right:
                 dx = launch_combine_fwd(dx, None, inverse_R, groups.offsets_E1[-1:], right)
         if ctx.needs_input_grad[1]:
-            out = like_parameter(weight_SNK, groups)
+            out = make(weight_SNK)
             divisors = {"left_divisor": left, "right_divisor": right}
             dweight = weight_grad(dout, x, groups, out_SNK=out, **divisors)
         if ctx.needs_input_grad[2]:
-            out = like_parameter(bias_SN, groups)
+            out = make(bias_SN)
             dbias = bias_grad(dout, groups, out_SN=out, divisor=left)
         return dx, dweight, dbias, None, None, None
 

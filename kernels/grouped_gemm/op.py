@@ -48,7 +48,7 @@ def grouped_gemm(
         weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides. Or quantised
             `[S, N, K]`, which has no gradient, and under Triton gives none to `x`.
         offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
-        bias_SN: `[S, N]` in the dtype of the weights, or None; any beside quantised weights.
+        bias_SN: `[S, N]` in the dtype of the weights, or None; any with quantised weights.
         slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
             place; below 0 for an expert that is left out, so that residents can run now and others
             later, into the same `out`. None: expert e lies in slot e.

@@ -35,7 +35,7 @@ class GpuLimits:
 
     Attributes:
         shared_bytes: Shared memory a program can have.
-        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands, and there are
+        has_wide_accumulators: Whether 128 x 256 sums fit next to the operands, and there are
             descriptors of tensors: the matrix units of Hopper and of Blackwell's servers read
             operands from shared memory, others through registers.
         num_multiprocessors: Programs that run at once, at one each.
@@ -70,7 +70,7 @@ class Tile:
     max_registers: int = 0
 
     def options(self, *, num_stages: int | None = None) -> dict[str, int]:
-        """What the compiler is told; `num_stages` instead of the tile's."""
+        """The compiler's options; `num_stages` instead of the tile's."""
         options = {"num_warps": self.num_warps, "num_stages": num_stages or self.num_stages}
         return {**options, "maxnreg": self.max_registers} if self.max_registers else options
 
@@ -92,7 +92,7 @@ class Tile:
         if tile.is_persistent and not device.has_wide_accumulators:
             tile = replace(tile, is_persistent=False)
         if tile.block_m * tile.block_n >= 128 * 128 and not device.has_wide_accumulators:
-            # operands go through registers, and four warps have none left beside the sums
+            # operands go through registers, and four warps have none left next to the sums
             tile = replace(tile, num_warps=max(8, tile.num_warps))
         limit = device.shared_bytes - _RESERVED_BYTES
         while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
@@ -249,7 +249,7 @@ TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     "down_act_backward": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
     "dw": ((_UNBOUNDED, Tile(64, 64, 32, 4, 3)),),
 }
-# Decoded codes take registers beside the sums, and a group's sums take as many again where scales
+# Decoded codes take registers next to the sums, and a group's sums take as many again where scales
 # multiply these. A step is no deeper than a group then.
 TILES_PACKED: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scaled codes": (

@@ -92,8 +92,8 @@ class LanguageModel(nn.Module):
     def through_blocks(
         self, x: Tensor, ids_BC: Tensor, previous_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream `[B, C, D]` after the blocks that are here, and the last gate's
-        scores or None.
+        """The residual stream `[B, C, D]` after the blocks here, and the last gate's scores or
+        None.
         """
         for block in self.own_blocks():
             if self.recompute and torch.is_grad_enabled():
@@ -106,9 +106,7 @@ class LanguageModel(nn.Module):
         return x, previous_logits
 
     def hidden_states(self, ids_BC: Tensor) -> Tensor:
-        """Last hidden states `[B, C, D]` of token ids `[B, C]`, or this process's part of them,
-        normed.
-        """
+        """Last hidden states `[B, C, D]` of token ids `[B, C]`, or this process's part, normed."""
         return self.norm(self.through_blocks(self.embed(ids_BC), ids_BC)[0])
 
     def forward(self, ids_BC: Tensor) -> Tensor:

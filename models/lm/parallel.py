@@ -328,9 +328,7 @@ class StageModule(nn.Module):
         model.is_whole = False
 
     def forward(self, *received: Tensor, windows: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """What the next stage receives for windows `[B, C + 1]`; of the last stage the
-        cross-entropy.
-        """
+        """What the next stage receives for windows `[B, C + 1]`; of the last one the loss."""
         ids_BC, targets_BC = windows[:, :-1], windows[:, 1:]
         model = self.model
         with self._autocast():

@@ -287,9 +287,7 @@ class HeldOut:
 
 
 def copy_model(run: Path, folder: Path) -> dict[str, float]:
-    """Copies the checkpoint that a run exported; gives `steps`, `tokens` and `elapsed_s` of the
-    run.
-    """
+    """Copies the checkpoint that a run exported; gives what the run spent."""
     with replace_folder(folder, keeps=lambda path: True) as new:
         for name in CHECKPOINT_FILES:
             shutil.copyfile(run / "model" / name, new / name)

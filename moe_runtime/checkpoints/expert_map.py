@@ -33,7 +33,7 @@ from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, Packing, Weight, sig
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.memory.layout import ExpertLayout, lay_out
+from moe_runtime.memory.source import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:

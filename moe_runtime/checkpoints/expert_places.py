@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.memory.layout import TensorRange
+from moe_runtime.memory.source import TensorRange
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Names of an expert's tensors, in the order in which layouts list those that exist.
@@ -34,9 +34,7 @@ class _Copy:
 
 
 class Provenance(TorchDispatchMode):
-    """Records, while active, how tensors on the meta device are made of those that ``source``
-    makes.
-    """
+    """Records, while active, how tensors on the meta device are made of those of ``source``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +58,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds elements, by their ``int64`` offsets in a tensor's storage: source indices,
-        positions there.
+        """Finds elements by ``int64`` offsets in a tensor's storage: source indices, and places
+        there.
         """
         storage = _storage_of(tensor)
         if storage in self._sources:

@@ -21,16 +21,13 @@ from moe_runtime.checkpoints.expert_places import expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.linear import values_of
-from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, TensorRange
 from moe_runtime.types import ExpertKey
 
 
 def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An expert's matrices `[out, in]` and biases `[out]` as views into slices of a module's
-    parameters.
-    """
+    """An expert's matrices `[out, in]` and biases `[out]` as views into a module's parameters."""
     stacked = {name: tensor[None] for name, tensor in named.items()}
     found = {}
     for name, rows in expert_rows(module, stacked):

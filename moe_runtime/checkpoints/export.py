@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,28 +182,23 @@ class LikeCheckpoint:
     ) -> None:
         """Writes what is given and copies what is not, experts too where nothing gives them."""
         place_of = {name: output for output in outputs.values() for name in output.offsets}
-        files = {}
-        try:
+        written = self._expert_names() if tensors_of is not None else set()
+        with ExitStack() as stack:
+            files: dict[Path, int] = {}
             for output in outputs.values():
-                files[output.path] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
+                files[output.path] = stack.enter_context(output.path.open("w+b")).fileno()
                 os.truncate(files[output.path], output.num_bytes)
                 write_at(files[output.path], output.header, 0)
-            copied = {*self._checkpoint.entries} - dense.keys()
-            if tensors_of is not None:
-                copied -= self._expert_names()
             for name, entry in self._checkpoint.entries.items():
                 output = place_of[name]
-                offset = output.offsets[name]
+                file, offset = files[output.path], output.offsets[name]
                 if name in dense:
                     content = dense[name].detach().to("cpu", output.dtypes[name]).contiguous()
-                    _write_tensor(files[output.path], content, offset)
-                elif name in copied:
-                    copy_tensor(entry, files[output.path], offset)
+                    _write_tensor(file, content, offset)
+                elif name not in written:
+                    copy_tensor(entry, file, offset)
             if tensors_of is not None:
                 self._write_experts(files, place_of, tensors_of)
-        finally:
-            for descriptor in files.values():
-                os.close(descriptor)
 
     def _write_experts(
         self, files: Mapping[Path, int], place_of: Mapping[str, _Output], tensors_of: TensorsOf

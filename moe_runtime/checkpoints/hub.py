@@ -374,9 +374,7 @@ class _Repository:
 
 
 def download(name: HubName, *, weights: bool, progress: Progress | None = None) -> Path:
-    """Downloads what the hub's cache lacks of a repository; gives its folder, or its first GGUF
-    file.
-    """
+    """Downloads what the hub's cache lacks; gives the repository's folder or first GGUF file."""
     found = _ask(name)
     chosen = found.chosen()
     _fetch(found, chosen, progress)

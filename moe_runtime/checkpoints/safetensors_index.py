@@ -103,9 +103,7 @@ def header_of(
 
 
 def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes, int]:
-    """Lays tensors out widest elements first, so that all are aligned: as `header_of`, and their
-    bytes.
-    """
+    """Lays tensors out widest elements first, all aligned: as `header_of`, and their bytes."""
     ordered = sorted(tensors, key=lambda one: -(one.num_bytes // max(1, math.prod(one.shape))))
     described = [(one.name, one.dtype, one.shape, one.num_bytes) for one in ordered]
     return *header_of(described), sum(one.num_bytes for one in ordered)

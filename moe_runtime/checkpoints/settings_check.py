@@ -26,9 +26,7 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
 def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
-    """The same error by key, what was expected and what was found, where a value's type is at
-    fault.
-    """
+    """The same error by key, expectation and value, where a value's type is at fault."""
     reason = " ".join(str(error.__cause__).split())
     if unknown := _NO_DTYPE.fullmatch(reason):
         expected = "a floating-point type of torch, such as 'bfloat16'"

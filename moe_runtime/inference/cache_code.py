@@ -20,7 +20,6 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.packed_experts import (
     PART_ALIGNMENT,
-    MatrixForm,
     Part,
     PlanesPacking,
     aligned,
@@ -32,10 +31,9 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
-from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.reads import Read
 from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertLayout, ExpertSource, Extent, TensorRange
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
 from moe_runtime.policies.eviction import LayerShares
@@ -183,11 +181,11 @@ class CodingFetcher(TierFetcher):
             return escapes
 
 
-def _form(name: str, tensor: TensorRange) -> MatrixForm:
+def _form(name: str, tensor: TensorRange) -> Part:
     """A matrix that can be coded, or as many elements that stay as they are."""
     if len(tensor.shape) == 2 and tensor.stride[1] != 1:
-        return MatrixForm(name, tensor.dtype, (math.prod(tensor.shape),))
-    return MatrixForm(name, tensor.dtype, tensor.shape)
+        return Part(name, tensor.dtype, (math.prod(tensor.shape),))
+    return Part(name, tensor.dtype, tensor.shape)
 
 
 def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
@@ -200,5 +198,5 @@ def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
     return TensorRange(file, part.offset, part.num_bytes, part.dtype, shape, stride)
 
 
-def _room(form: MatrixForm) -> int:
+def _room(form: Part) -> int:
     return aligned(math.prod(form.shape) // ROOM_SHARE + TAIL_BYTES, PART_ALIGNMENT)

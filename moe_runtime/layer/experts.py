@@ -169,10 +169,7 @@ class HeterogeneousExperts(ExpertNetworks):
     up_proj: nn.Parameter
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_sizes: Sequence[int],
-        **options: Unpack[ExpertOptions],
+        self, hidden_size: int, intermediate_sizes: Sequence[int], **options: Unpack[ExpertOptions]
     ) -> None:
         super().__init__(**options)
         columns = ExpertColumns.of(intermediate_sizes, block_columns=128)

@@ -22,6 +22,16 @@ def rounded_up(num_tokens: int) -> int:
     return -(-num_tokens // PIECE) * PIECE
 
 
+def digests_of(
+    tokens: Sequence[int], block_tokens: int, digest: bytes, num_bytes: int, key: bytes = b""
+) -> Iterator[bytes]:
+    """Of the whole blocks of some tokens, each with all before it; ``digest`` comes first."""
+    for first in range(0, len(tokens) - block_tokens + 1, block_tokens) if block_tokens else ():
+        block = array("q", tokens[first : first + block_tokens]).tobytes()
+        digest = hashlib.blake2b(digest + block, digest_size=num_bytes, key=key).digest()
+        yield digest
+
+
 class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
@@ -116,12 +126,7 @@ class KVAccount(Generic[T]):
                 del self._prefixes[digest]
 
     def _digests(self, tokens: Sequence[int], root: str) -> Iterator[bytes]:
-        size, digest = self.block_tokens, root.encode()
-        if size:
-            for first in range(0, len(tokens) - size + 1, size):
-                block = array("q", tokens[first : first + size]).tobytes()
-                found = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES, key=self._secret)
-                yield (digest := found.digest())
+        return digests_of(tokens, self.block_tokens, root.encode(), _DIGEST_BYTES, self._secret)
 
     def _use(self, path: Sequence[bytes]) -> None:
         """The last block first, so that beginnings stay longest."""

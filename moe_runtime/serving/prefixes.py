@@ -13,7 +13,6 @@ import re
 import stat
 import time
 import warnings
-from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from transformers.cache_utils import DynamicCache
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
-from moe_runtime.serving.kv_account import KVAccount
+from moe_runtime.serving.kv_account import KVAccount, digests_of
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.scheduling import Sequence
@@ -145,13 +144,10 @@ class PrefixFiles:
         os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
     def _files(self, tokens: Items[int], owner: str) -> Iterator[Path]:
-        size, digest = self._block_tokens, self._root
+        root = self._root
         if owner:
-            root = hashlib.blake2b(digest + owner.encode(), digest_size=_DIGEST_BYTES)
-            digest = root.digest()
-        for first in range(0, len(tokens) - size + 1, size):
-            block = array("q", tokens[first : first + size]).tobytes()
-            digest = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()
+            root = hashlib.blake2b(root + owner.encode(), digest_size=_DIGEST_BYTES).digest()
+        for digest in digests_of(tokens, self._block_tokens, root, _DIGEST_BYTES):
             yield self._folder / digest.hex()
 
     def _read(self, file: Path) -> torch.Tensor | None:

@@ -232,11 +232,7 @@ def read_corpora(data: DataConfig, folder: Path) -> dict[str, Corpus]:
 
 
 def encode_corpora(
-    corpora: Mapping[str, Corpus],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    cache: Path,
-    keeps: bool,
+    corpora: Mapping[str, Corpus], tokenizer: "PreTrainedTokenizerBase", *, cache: Path, keeps: bool
 ) -> dict[str, TokenStreams]:
     return {
         name: encode_corpus(corpus, tokenizer, cache=cache, name=name, keeps=keeps)
@@ -402,12 +398,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        streams: Mapping[str, Ids],
-        weights: Mapping[str, float],
-        *,
-        context: int,
-        seed: int,
+        self, streams: Mapping[str, Ids], weights: Mapping[str, float], *, context: int, seed: int
     ) -> None:
         weighted = [name for name in streams if weights.get(name, 0) > 0]
         if weighted and len(weighted) < len(streams):

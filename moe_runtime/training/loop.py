@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
+from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
     Progress,
     TrainingState,
+    named_checkpoint,
     random_states,
     require_like,
     restore_random_states,
@@ -147,16 +149,40 @@ class Trainer:
         self._first_step = 1
         self._saved_step = -1
 
-    def restore(self, state: TrainingState) -> None:
+    def resume(self, last: Path, state: Progress, shards: ShardedCheckpoints | None = None) -> None:
+        """Goes on from the last checkpoint of a run; one that does not fit ends the sinks.
+
+        Args:
+            shards: this process's parts, which a checkpoint of other processes may be read into.
+        """
+        with contextlib.ExitStack() as refused, named_checkpoint(last):
+            for sink in self.sinks:
+                refused.callback(sink.close)
+            if isinstance(state, TrainingState) and (self._ranks.size == 1 or shards is None):
+                self._restore(state)
+            elif shards is None:
+                raise CheckpointError(
+                    "the checkpoint is of a run whose experts were in memory; go on without "
+                    "run.host_memory"
+                )
+            elif not isinstance(state, TrainingState):
+                shards.load(last)
+            elif "experts" in state.optimizer:
+                raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
+            else:
+                shards.take(state)
+            self._go_on(state)
+            refused.pop_all()
+
+    def _restore(self, state: TrainingState) -> None:
         model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
         require_like(state.model, own, "the checkpoint does not fit the model: it")
         model.load_state_dict(dict(state.model))
         self.optimizer.load_state_dict(dict(state.optimizer))
-        self.go_on(state)
 
-    def go_on(self, state: Progress) -> None:
+    def _go_on(self, state: Progress) -> None:
         """Takes up where a checkpoint left off, without its weights."""
         self._run.batches.seek(state.taken)
         restore_random_states(state.random)

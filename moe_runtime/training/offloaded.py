@@ -218,10 +218,7 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
 
 
 def offload_plan(
-    config: TrainConfig,
-    model: LanguageModel,
-    ranks: OneRank,
-    place: torch.device = CPU,
+    config: TrainConfig, model: LanguageModel, ranks: OneRank, place: torch.device = CPU
 ) -> dict[str, Any]:
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
 
@@ -319,6 +316,7 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
+    """Of one token in one layer: what the backward pass needs."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:

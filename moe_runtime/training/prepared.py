@@ -32,12 +32,7 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.data import Batches, TokenStreams
-from moe_runtime.training.metrics import (
-    METRICS_FILE,
-    JsonLines,
-    MetricsSink,
-    TensorBoard,
-)
+from moe_runtime.training.metrics import METRICS_FILE, JsonLines, MetricsSink, TensorBoard
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
 from moe_runtime.training.sharded import read_progress
 

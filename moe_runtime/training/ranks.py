@@ -49,10 +49,7 @@ def autocast_of(precision: str, device_type: str) -> torch.autocast:
     alone, and inside of a caller's the next step would compute with weights from before the update.
     """
     return torch.autocast(
-        device_type,
-        dtype=torch.bfloat16,
-        enabled=precision == "bfloat16",
-        cache_enabled=False,
+        device_type, dtype=torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False
     )
 
 

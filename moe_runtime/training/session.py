@@ -7,7 +7,6 @@ and `summary.json`.
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,19 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import make_folders
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.checkpoint import (
-    Progress,
-    TrainingState,
-    checkpoints_in,
-    load_checkpoint,
-    named_checkpoint,
-)
+from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.data import (
     check_groups,
     encode_corpora,
@@ -189,31 +182,8 @@ def start(
         trace=_open_trace(preparation, ranks, first_step),
     )
     if last is not None and state is not None:
-        with ExitStack() as refused, named_checkpoint(last):
-            for sink in trainer.sinks:
-                refused.callback(sink.close)
-            _restore(trainer, shards, last, state, ranks)
-            refused.pop_all()
+        trainer.resume(last, state, shards)
     return trainer
-
-
-def _restore(
-    trainer: Trainer, shards: ShardedCheckpoints | None, last: Path, state: Progress, ranks: OneRank
-) -> None:
-    if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
-        trainer.restore(state)
-        return
-    if shards is None:
-        raise CheckpointError(
-            "the checkpoint is of a run whose experts were in memory; go on without run.host_memory"
-        )
-    if isinstance(state, TrainingState):
-        if "experts" in state.optimizer:
-            raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
-        shards.take(state)
-    else:
-        shards.load(last)
-    trainer.go_on(state)
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:

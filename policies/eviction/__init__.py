@@ -48,7 +48,7 @@ POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
         "mrs": f"{__name__}.learned:RecentScores.maker",
         "activation-aware": f"{__name__}.learned:ActivationMatrices.maker",
         "expert-buffering": f"{__name__}.learned:ExpertBuffering.maker",
-        "reuse": f"{__name__}.learned:ReuseEstimator.maker",
+        "reuse": f"{__name__}.reuse:make_reuse",
         "predicted": f"{__name__}.learned:PredictedUse.maker",
         "static": f"{__name__}.classic:StaticPopularity.maker",
         "random": f"{__name__}.classic:RandomChoice.maker",

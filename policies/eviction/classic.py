@@ -364,9 +364,7 @@ class AgingLFU(Ranked[K]):
 
 
 class Costed(Ranked[K]):
-    """Ranks by uses and by ``cost``, what a miss of a key costs: 1 when omitted, only ratios
-    matter.
-    """
+    """Ranks by uses and by ``cost``, what a miss of a key costs: 1 each when omitted."""
 
     name: str
 
@@ -483,9 +481,7 @@ class StaticPopularity(Ranked[K]):
 
 
 class Future:
-    """When every key is used, by a clock that advances with the events in the order of their
-    routing.
-    """
+    """When every key is used, by a clock that advances with the events."""
 
     def __init__(self, events: Sequence[Sequence[Hashable]]) -> None:
         self._events = events
@@ -507,7 +503,7 @@ class Future:
         pass
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key, its place there as a fraction; else
+        """The number of the next event that uses the key, its place there as a fraction; or
         infinite.
         """
         uses = self._uses.get(key, [])

@@ -9,6 +9,8 @@ from moe_runtime.policies.prediction.estimator import sigmoid
 
 # n rows, F features of each expert, X features of the token, E experts
 
+_BATCH_ROWS = 256
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogisticFit:
@@ -54,9 +56,6 @@ def fit_logistic(
     *,
     seed: int,
     epochs: int = 6,
-    batch_rows: int = 256,
-    rate: float = 4e-3,
-    decay: float = 0.02,
 ) -> LogisticFit:
     """Fits by cross-entropy; equal input and seed give equal weights on one machine.
 
@@ -73,8 +72,8 @@ def fit_logistic(
     w_F = np.zeros(num_features, dtype=np.float32)
     w_XE = np.zeros((dense.shape[1], num_experts), dtype=np.float32)
     b_E = np.log(base_E / (1 - base_E)).astype(np.float32)
-    batches = max(num_rows // batch_rows, 1)
-    adam = Adam([w_F, w_XE, b_E], num_steps=epochs * batches, rate=rate, decay=decay)
+    batches = max(num_rows // _BATCH_ROWS, 1)
+    adam = Adam([w_F, w_XE, b_E], num_steps=epochs * batches, rate=4e-3, decay=0.02)
     rng = np.random.default_rng(seed)
     bounds = np.linspace(0, num_rows, batches + 1).astype(int).tolist()
     for _ in range(epochs):

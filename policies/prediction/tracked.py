@@ -25,9 +25,7 @@ GUESSES_PER_CHOICE = 2
 
 
 class TrackedPredictor:
-    """A ``Predictor`` made of an estimator and the memory of every running sequence; not
-    thread-safe.
-    """
+    """A ``Predictor`` made of an estimator and the memory of every running sequence."""
 
     needs_history = True
 
@@ -66,9 +64,7 @@ class TrackedPredictor:
         return guesses
 
     def chances(self, now: int, layer: int) -> np.ndarray:
-        """``[E]``: chances that a layer's experts are visited in its next turn; all 0 during a
-        prompt.
-        """
+        """``[E]``: chances that a layer's experts are visited next; all 0 during a prompt."""
         contexts = self._contexts
         if contexts is None:
             return np.zeros(self.shape.num_experts, np.float32)

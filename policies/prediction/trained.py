@@ -32,9 +32,7 @@ _MEMO_SIZE = 1 << 20  # most numbers for each feature that are kept for a step's
 
 
 class TokenIdentity(Popularity):
-    """``P(e | token id)``, smoothed towards popularity for rare tokens. Strongest in the first
-    layers.
-    """
+    """``P(e | token id)``, smoothed towards popularity; strongest in the first layers."""
 
     name = "token-identity"
 

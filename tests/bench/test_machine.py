@@ -1,10 +1,15 @@
-"""The commit and the machine that a results file names."""
+"""Parts of the scripts: the machine and commit of results, sizes, waits of a service."""
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
+import pytest
+
+from moe_runtime.benchmarks.elastic import TokenTimes
 from moe_runtime.benchmarks.harness.scripting import commit, describe_machine, machine_name
+from moe_runtime.benchmarks.house import ROOT, sizes
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -39,3 +44,22 @@ def test_machine_name_is_a_file_name() -> None:
     older = facts | {"cpu": "AMD EPYC", "cpu_features": ["avx2", "fma"]}
     assert machine_name(older) == "amd-epyc-avx2-2c-25g"
     assert machine_name(older | {"cpu_features": ["avx2", "avx512f"]}) == "amd-epyc-2c-25g"
+
+
+def test_the_product_is_its_rooms() -> None:
+    found = sizes(ROOT)
+    rooms = [one for name, one in found.items() if name not in ("product", "tests")]
+    for what in ("lines", "files"):
+        assert found["product"][what] == sum(one[what] for one in rooms) > 0
+    assert found["moe_runtime"]["files"] == len([*Path(ROOT, "moe_runtime").glob("*.py")])
+
+
+def test_waits_that_overlap_the_stretch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = TokenTimes(2)
+    for request, moment in [(0, 1.0), (1, 1.5), (0, 2.0), (1, 6.5), (0, 3.0), (0, 3.5)]:
+        monkeypatch.setattr(time, "perf_counter", lambda moment=moment: moment)
+        times.add(request, token=7)
+    assert times.longest_wait_s(0.0, 10.0) == 5.0
+    assert times.longest_wait_s(3.0, 3.2) == 5.0  # the second request waits all the while
+    assert times.longest_wait_s(0.0, 1.2) == 1.0
+    assert times.longest_wait_s(7.0, 9.0) == 0.0

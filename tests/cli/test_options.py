@@ -134,7 +134,7 @@ def test_options_without_effect_are_refused(trace: str, tmp_path: Path, capsys: 
                 ("generate", ["--prompts", "x", "-o", str(tmp_path / "out")]),
             )
         ),
-        (["replay", trace, "--train", trace], "--train has nothing to train"),
+        (["replay", trace, "--train", trace, "--policy", "lru"], "--train has nothing to train"),
     ):
         assert main(words) == 2
         assert complaint in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from synthetic_routes import make_routes
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
+from moe_runtime.lab.replay import teaching
 from moe_runtime.lab.traces import Trace, write_trace
 from moe_runtime.lab.traces.learned import read_predictor, write_predictor
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.policies.eviction import reuse, reuse_network
 from moe_runtime.policies.prediction import PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature
 
@@ -179,3 +182,62 @@ def test_one_prompt_does_not_suffice_and_the_error_says_what_does(
     assert main(["run", str(pocket_path()), "-p", "Lists are", "-n", "9", "--trace", path]) == 0
     assert main(["predictor", "evaluate", path]) == 2
     assert "record more prompts, as `run --prompts FILE --trace` does" in capsys.readouterr().err
+
+
+def chained_trace(path: Path, *, is_random: bool = False) -> Path:
+    """Routing of the pocket model's sizes, in which the last token says where the next one goes."""
+    rng = np.random.default_rng(0)
+    shape = Shape(num_layers=6, num_experts=16, top_k=2)
+    homes = rng.permuted(np.tile(np.arange(16), (14, 6, 1)), axis=2)[..., :2]
+    states, state = [], 0
+    for _ in range(600):
+        state = (5 * state + 3) % 14 if rng.random() < 0.9 else int(rng.integers(14))
+        states.append(state)
+    ids = homes[states] if not is_random else rng.permuted(homes[states], axis=0)
+    number = np.arange(600)
+    trace = Trace(
+        version=1,
+        signature=ModelSignature(model_type="qwen3_moe", **asdict(shape), vocab_size=4096),
+        step_phase=np.ones(600, dtype=np.uint8),
+        step_start=np.arange(601, dtype=np.int64),
+        token_request=(number // 60).astype(np.int32),
+        token_id=np.zeros(600, np.int32),
+        token_position=(number % 60).astype(np.int32),
+        expert_ids=ids.astype(np.uint8),
+        gate_weights=np.full(ids.shape, 0.5, np.float16),
+    )
+    write_trace(path, trace)
+    return path
+
+
+@pytest.fixture
+def few_tokens_suffice(monkeypatch):
+    monkeypatch.setattr(reuse, "LEAST_TOKENS", 200)
+    monkeypatch.setattr(teaching, "LEAST_TOKENS", 200)
+
+
+def test_a_model_is_taught_what_saves_misses(tmp_path, monkeypatch, capsys, few_tokens_suffice):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = chained_trace(tmp_path / "trace.npz")
+    assert main(["predictor", "teach", str(pocket_path()), str(trace), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["taught_misses"] < facts["reuse_misses"]
+    state = np.load(facts["file"])
+    assert state["network_exit"].shape == (6, reuse_network.WIDTH, 16)
+    words = ["--prompt", "The for statement", "--max-new-tokens", "60", "--policy", "reuse"]
+    assert main(["run", str(pocket_path()), *words, "--host-memory", "20MiB"]) == 0
+    after = np.load(facts["file"])
+    np.testing.assert_array_equal(after["network_exit"], state["network_exit"])
+    assert (after["gram"] != state["gram"]).any()  # the run went on from it
+
+
+def test_what_teaching_needs_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = str(pocket_path())
+    for words, said in (
+        ([model], "no routing of"),
+        ([model, str(save(tmp_path / "other.npz"))], "is a trace of olmoe"),
+        ([model, str(chained_trace(tmp_path / "few.npz"))], "600 tokens were recorded"),
+    ):
+        assert main(["predictor", "teach", *words]) == 2
+        assert said in capsys.readouterr().err

@@ -64,6 +64,7 @@ NOT_RUN = {
     "moe-runtime bench dispatch*": "several processes: tests/cli/test_bench.py",
     "moe-runtime bench latency *": "a process for each system: tests/cli/test_bench.py",
     "moe-runtime bench throughput *": "a process for each system: tests/cli/test_bench.py",
+    "moe-runtime predictor teach MODEL*": "needs more tokens than a test decodes: tests/cli",
     "moe-runtime bench kernels*": "needs a GPU: tests/bench/test_product_times.py",
     "moe-runtime bench experts": "the command's name alone",
     "moe-runtime bench experts MODEL --tokens *": "takes seconds: tests/bench",

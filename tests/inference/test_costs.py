@@ -12,7 +12,7 @@ import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.loading import policy_maker
-from moe_runtime.memory.layout import TensorRange, lay_out
+from moe_runtime.memory.source import TensorRange, lay_out
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.policies.eviction.base import PolicyChoice

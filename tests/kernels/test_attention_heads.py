@@ -1,5 +1,6 @@
 """`attention_heads` against fp64, and against its parts one by one."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from moe_runtime.kernels.decode_step.attention_step import (
     heads_reference,
     rotated,
 )
-from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
 
 KINDS = ("plain", "grouped", "norm of a head", "norm of all heads", "angles of some pairs")
@@ -78,25 +78,16 @@ def test_fp32_against_fp64(kind):
             assert (got.double() - wanted).abs().max() <= bound
 
 
-@needs_native
-def test_a_row_does_not_depend_on_the_others_or_on_threads():
+def test_a_row_does_not_depend_on_the_others_or_on_threads(library):
     inputs = make("norm of a head", torch.bfloat16, batch=2, tokens=9, shared=False)
     query, key, layer, cos, sin = inputs
-    library = native_library()
-    assert library is not None
-    before = library.num_threads
     with torch.inference_mode():
         together = attention_heads(*inputs)
-        try:
-            library.set_num_threads(1)
-            for b in range(2):
-                for t in range(9):
-                    q, k, c, s = (part[b : b + 1, t : t + 1] for part in (query, key, cos, sin))
-                    alone = attention_heads(q, k, layer, c, s)
-                    for one, all_ in zip(alone, together, strict=True):
-                        assert torch.equal(one[0, :, 0], all_[b, :, t])
-        finally:
-            library.set_num_threads(before)
+        library.set_num_threads(1)
+        for b, t in itertools.product(range(2), range(9)):
+            q, k, c, s = (part[b : b + 1, t : t + 1] for part in (query, key, cos, sin))
+            for one, all_ in zip(attention_heads(q, k, layer, c, s), together, strict=True):
+                assert torch.equal(one[0, :, 0], all_[b, :, t])
 
 
 def test_gradients_are_those_of_the_reference():

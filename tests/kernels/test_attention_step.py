@@ -108,22 +108,15 @@ def test_fp32_against_fp64(kind, impl):
         assert (got.double() - wanted).abs().max() <= bound
 
 
-@needs_native
-def test_a_sequence_does_not_depend_on_the_others_or_on_threads():
+def test_a_sequence_does_not_depend_on_the_others_or_on_threads(library):
     layer = make_layer(torch.bfloat16, key_heads=2, norm="head")
     inputs = make_inputs(layer)
     together = call(layer, inputs, "native")
-    library = native_library()
-    assert library is not None
-    before = library.num_threads
-    try:
-        library.set_num_threads(1)
-        for b in range(3):
-            alone = call(layer, [part[b : b + 1] for part in inputs], "native")
-            for one, all_ in zip(alone, together, strict=True):
-                assert torch.equal(one[0], all_[b])
-    finally:
-        library.set_num_threads(before)
+    library.set_num_threads(1)
+    for b in range(3):
+        alone = call(layer, [part[b : b + 1] for part in inputs], "native")
+        for one, all_ in zip(alone, together, strict=True):
+            assert torch.equal(one[0], all_[b])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -225,16 +225,6 @@ def test_rows_gathered_while_they_are_read(impl: BlockSparseImpl) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_the_same_bits_twice(impl: BlockSparseImpl) -> None:
-    device = DEVICE if impl == "triton" else "cpu"
-    pattern = Pattern(counts=(20, 3), widths=(20, 40), num_rows=23)
-    for run in RUNS[:3]:
-        operands = inputs(run, pattern, 20, torch.bfloat16)
-        first, second = (computed(run, pattern, *operands, impl, device) for _ in range(2))
-        assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-
-
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_gradients_of_the_specification(run: Run) -> None:
     pattern = Pattern(counts=(3, 0, 2), widths=(2, 3, 17), num_rows=6, block_columns=16)
@@ -306,11 +296,6 @@ def test_topology_of_any_experts(
     covered = sum(-(-n // block_rows) * -(-w // block_columns) for n, w in experts)
     assert topology.trimmed().num_blocks == covered <= topology.num_blocks
     assert columns.most_blocks(topology.num_rows, block_rows) == topology.num_blocks
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_topology_of_the_patterns(pattern: Pattern) -> None:
-    check(pattern.topology())
 
 
 def test_room_for_the_worst_case_is_enough() -> None:

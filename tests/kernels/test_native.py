@@ -27,9 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
+    paths = [str(ROOT / "tests/support/kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    words = [sys.executable, "-P", "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_describe(library: NativeLibrary) -> None:
@@ -140,20 +141,10 @@ for torch_threads in (1, 2):
 def test_nothing_is_read_beyond_a_tensor(library: NativeLibrary) -> None:
     """Weights, rows and biases end where unreadable memory begins."""
     code = """
-import ctypes, itertools, mmap, torch
+import itertools, torch
+from guarded_memory import at_the_end
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
-libc = ctypes.CDLL(None, use_errno=True)
-
-def at_the_end(values):
-    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    guard = ctypes.c_void_p(address + size)
-    assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    flat = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(),
-                            offset=size - values.nbytes)
-    return flat.copy_(values.flatten()).view(values.shape)
 
 library = native_library()
 for isa, dtype in itertools.product(library.isas(), (torch.float32, torch.bfloat16, torch.float16)):

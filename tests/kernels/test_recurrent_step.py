@@ -95,24 +95,17 @@ def test_conv_against_fp64(
     assert torch.equal(state, inputs[..., 1:])
 
 
-def test_a_sequence_has_the_same_bits_alone_beside_others_and_with_any_threads():
-    library = native_library()
-    if library is None:
-        pytest.skip("the native library was not built")
+def test_a_sequence_has_the_same_bits_alone_beside_others_and_with_any_threads(library):
     batch = 5
     inputs = delta_inputs(batch, 6, 3, 20, 45, 1, torch.bfloat16)
     conv = (torch.randn(batch, 2500, 4), torch.randn(batch, 2500), torch.randn(2500, 4))
     runs: list[tuple[Tensor, ...]] = []
-    threads = library.num_threads
-    try:
-        for count in (1, 3):
-            library.set_num_threads(count)
-            states = inputs[0].clone(), conv[0].clone()
-            out = delta_rule_step(states[0], *inputs[1:], unit_eps=1e-6, impl="native")
-            mixed = conv_step(states[1], *conv[1:], impl="native")
-            runs.append((out, mixed, *states))
-    finally:
-        library.set_num_threads(threads)
+    for count in (1, 3):
+        library.set_num_threads(count)
+        states = inputs[0].clone(), conv[0].clone()
+        out = delta_rule_step(states[0], *inputs[1:], unit_eps=1e-6, impl="native")
+        mixed = conv_step(states[1], *conv[1:], impl="native")
+        runs.append((out, mixed, *states))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
     out, mixed, *states = runs[0]
     for row in range(batch):

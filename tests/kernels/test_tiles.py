@@ -82,15 +82,7 @@ def test_every_shipped_tile(kind: ProductKind, tile: Tile, dtype: torch.dtype) -
         down = case.draw(3, case.dim_k, case.dim_n, dtype=dtype)
         pre = case.draw(num_rows, 2 * case.dim_n, dtype=dtype)
         found = activation_backward(
-            x,
-            down,
-            pre,
-            None,
-            groups,
-            SILU,
-            GateLayout(),
-            tile=tile,
-            needs_gate_weight_grad=False,
+            x, down, pre, None, groups, SILU, GateLayout(), tile=tile, needs_gate_weight_grad=False
         )
         d = torch.cat([x[p].double() @ w.double() for p, w in zip(parts, down, strict=True)])
         gate, up = pre.double().chunk(2, dim=1)

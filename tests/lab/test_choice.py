@@ -8,7 +8,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.replay import choice as choice_module
-from moe_runtime.lab.replay.choice import ONLINE_POLICIES, choose_policy
+from moe_runtime.lab.replay.choice import ONLINE_POLICY_S, choose_policy
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces import Trace, recent
 from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
@@ -88,6 +88,7 @@ def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept() -> None:
 
 def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "KEPT_STEPS", 6)
+    monkeypatch.setattr(recent, "FILE_STEPS", 6)
     monkeypatch.setattr(recent, "PERIOD", 100)
     record(4)
     record(4, first_expert=3)
@@ -102,6 +103,7 @@ def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.M
     assert [t % 8 for t in (4, 5, 9, 10, 19, 20)] == kept_routing().expert_ids[:, 0, 0].tolist()
     assert kept_routing().token_position.tolist() == [4, 5, 9, 10, 19, 20]
     monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
+    monkeypatch.setattr(recent, "FILE_TOKENS", 8)
     recording = RecentRouting(MODEL, CHECKPOINT)
     take_steps(recording, 6, num_sequences=3)
     assert [step.num_tokens for step in recording._steps] == [3, 3]
@@ -110,6 +112,7 @@ def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.M
 def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     record(6, num_sequences=3)  # five steps, of more tokens than are kept from now on
     monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
+    monkeypatch.setattr(recent, "FILE_TOKENS", 8)
     recording = RecentRouting(MODEL, CHECKPOINT)
     take_steps(recording, 2, first_expert=4)
     recording.close()
@@ -195,7 +198,7 @@ def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPa
     )  # only online policies stand against it
     trace = trace_of(hot_and_cold())
     by_misses = choose_policy(trace.signature, trace, num_slots=15)
-    assert by_misses.policy in ONLINE_POLICIES
+    assert by_misses.policy in ONLINE_POLICY_S
     large = choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1 << 40)
     assert large == by_misses
     assert choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1000).policy == "lru"

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.memory import source as source_module
-from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange, lay_out
 from moe_runtime.memory.slab import Slab, aligned_bytes
-from moe_runtime.memory.source import CheckpointFile, ExpertSource
+from moe_runtime.memory.source import (
+    BLOCK_BYTES,
+    CheckpointFile,
+    ExpertSource,
+    TensorRange,
+    lay_out,
+)
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierFetcher
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares

@@ -23,12 +23,7 @@ from moe_runtime.training.offload.device_updates import (
     measure_speeds,
     planned_updates,
 )
-from moe_runtime.training.offload.records import (
-    ExpertTensor,
-    RecordLayout,
-    Sections,
-    StateFormat,
-)
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections, StateFormat
 from moe_runtime.types import ExpertKey
 
 CPU = torch.device("cpu")

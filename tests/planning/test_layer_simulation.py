@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,15 @@ from moe_runtime.lab.simulate.layer_simulation import (
     _phases,
     predict_layer,
 )
-from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, rank_shares, sweep_scaling
+from moe_runtime.lab.simulate.scaling import (
+    ASSUMED,
+    Imbalance,
+    SimulatedLayer,
+    rank_shares,
+    read_machine,
+    sweep_scaling,
+    write_machine,
+)
 from moe_runtime.parallel.cluster import Cluster, Link, fit_link
 
 FAST = Link(alpha_s=0.0, bytes_per_s=1.0)
@@ -269,3 +278,20 @@ class TestLinks:
         # the least that bytes take, rounding is far below that.
         assert predicted[0] <= 1.01 * max(times)
         assert predicted[-1] >= min(times) / 1.01
+
+
+def test_a_machine_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    measured = Cluster(
+        num_ranks=1,
+        ranks_per_node=4,
+        processors_per_node=2,
+        flops_per_s=5.5e10,
+        launch_s=7e-3,
+        copy_bytes_per_s=1.9e9,
+        intra=Link(alpha_s=9e-4, bytes_per_s=8.1e8, occupies_compute=True),
+        inter=Link(alpha_s=1e-3, bytes_per_s=1e8),
+    )
+    for machine in (measured, ASSUMED):
+        write_machine(machine, path, "measured somewhere\non a Monday")
+        assert read_machine(path) == machine

@@ -10,7 +10,8 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction.learned import ActivationMatrices, ReuseEstimator
+from moe_runtime.policies.eviction.learned import ActivationMatrices
+from moe_runtime.policies.eviction.reuse import ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,

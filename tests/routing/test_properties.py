@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import MoELayer
-from moe_runtime.routing import (
-    GATES,
-    LOSSES,
-    Capacity,
-    RoutingContext,
-    expert_counts,
-    make_gate,
-)
+from moe_runtime.routing import GATES, LOSSES, Capacity, RoutingContext, expert_counts, make_gate
 from moe_runtime.routing.assigned import best_assignment, log_transport_plan
 
 D = 16
@@ -40,9 +33,6 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def rows(num_tokens: int, seed: int = 0) -> Tensor:
     return torch.randn(num_tokens, D, generator=seeded(seed))
-
-
-# --- every gate ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -143,9 +133,6 @@ def test_gradient_reaches_every_gate_but_hash() -> None:
                 assert parameter.grad.any(), (label, name)
 
 
-# --- GShard --------------------------------------------------------------------------------------
-
-
 def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight() -> None:
     gate = make_gate("gshard", 2, 2, 2)
     gap = 1.2
@@ -161,14 +148,7 @@ def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight() -> None:
 
 
 def test_gshard_groups_equal_groups_on_their_own() -> None:
-    grouped = make_gate(
-        "gshard",
-        D,
-        4,
-        2,
-        capacity=Capacity(0.8),
-        num_groups=3,
-    ).eval()
+    grouped = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8), num_groups=3).eval()
     alone = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8)).eval()
     alone.load_state_dict(grouped.state_dict())
     x = rows(30)
@@ -178,9 +158,6 @@ def test_gshard_groups_equal_groups_on_their_own() -> None:
     assert torch.equal(whole.weights_TK, torch.cat([p.weights_TK for p in parts]))
     mean = sum(p.losses["first_choice_balance"] for p in parts) / 3
     torch.testing.assert_close(whole.losses["first_choice_balance"], mean)
-
-
-# --- Switch, M6-T --------------------------------------------------------------------------------
 
 
 def test_one_prototype_is_switch_bit_for_bit() -> None:
@@ -208,9 +185,6 @@ def test_prototype_capacity_of_top_1() -> None:
         assert gate.slot_limit(gate.capacity, 60) == limit
 
 
-# --- noisy top-k ---------------------------------------------------------------------------------
-
-
 def test_noisy_expected_load_is_what_redrawn_noise_gives() -> None:
     """The load that the loss uses, against the mean over many draws of one expert's noise."""
     torch.manual_seed(0)
@@ -224,9 +198,6 @@ def test_noisy_expected_load_is_what_redrawn_noise_gives() -> None:
         again[:, e] = clean[0, e] + torch.randn(num, generator=seeded(e)).double() * sigma[0, e]
         rate = (again.topk(2).indices == e).any(dim=1).double().mean()
         assert abs(rate - load[e]) < 4 * math.sqrt(0.25 / num)
-
-
-# --- expert choice, assignment -------------------------------------------------------------------
 
 
 def test_expert_choice_is_balanced_and_caps_experts_of_a_token() -> None:
@@ -278,9 +249,6 @@ def test_base_against_all_assignments_and_equal_shares() -> None:
     assert routing.counts_E.max() <= 12
 
 
-# --- hash, SAM, dense-to-sparse ------------------------------------------------------------------
-
-
 def test_hash_table_is_balanced_on_a_zipf_corpus() -> None:
     """The load can be no more even than the most frequent token allows; 1.1 times that is asked."""
     vocab, experts = 2000, 8
@@ -320,9 +288,6 @@ def test_dense_to_sparse_uses_fewer_experts_as_it_cools() -> None:
     assert used == sorted(used, reverse=True)
     assert used[-1] < 1.3 * 200
     assert "num_steps" in gate.state_dict()
-
-
-# --- DeepSeek, cosine ----------------------------------------------------------------------------
 
 
 def test_group_limit_and_biased_selection_with_unbiased_weights() -> None:

@@ -1,7 +1,9 @@
 """`moe-runtime chat`: turns that go on from one another, what can be typed, how answers end."""
 
+import ast
 import contextlib
 import copy
+import importlib.util
 import io
 import json
 import os
@@ -46,6 +48,22 @@ def talking(pocket: Any, tokenizer: Any) -> Any:
             max_new_tokens=12,
             system="Be brief.",
         )
+
+
+def test_chat_and_generate_import_nothing_that_only_the_server_needs() -> None:
+    """Without `pip install moe-runtime[serve]` its packages may be absent."""
+    pending, seen = ["moe_runtime.serving.conversation"], set[str]()
+    pending.append("moe_runtime.serving.batches.batch_run")
+    while pending:
+        seen.add(module := pending.pop())
+        spec = importlib.util.find_spec(module) if "moe_runtime.serving" in module else None
+        code = Path(spec.origin).read_text() if spec and spec.origin else ""
+        for node in ast.parse(code).body:
+            found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            pending += [one for one in found if one not in seen]
+    assert "moe_runtime.serving.http.tool_formats" in seen
+    assert seen.isdisjoint({"pydantic", "llguidance", "starlette", "uvicorn", "prometheus_client"})
 
 
 def scripted(tokenizer: Any, events: list[Any], *end_ids: int) -> Conversation:

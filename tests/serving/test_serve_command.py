@@ -174,7 +174,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
 
 
 def test_a_later_server_finds_prefixes_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     announce = command.announce
@@ -203,9 +203,6 @@ def test_a_later_server_finds_prefixes_on_the_disk(
         threads[-1].join()
     assert found[0][0] == found[1][0]
     assert [cached for _, cached in found] == [0, 32, 0]
-    capsys.readouterr()
-    assert main(["serve", str(pocket_path()), *SMALL, "--prefix-disk", "5B", "--dry-run"]) == 2
-    assert "error: --prefix-disk must be at least" in capsys.readouterr().err
 
 
 def test_lines_of_a_file_of_keys_may_be_comments(tmp_path: Path) -> None:

@@ -111,9 +111,7 @@ def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
         assert 4 * rounding < 1e-3 * truth.norm(), name
 
 
-def test_adapters_on_attention_are_those_that_transformers_has_a_module_for(
-    tmp_path: Path,
-) -> None:
+def test_adapters_on_attention_are_those_that_transformers_has_a_module_for(tmp_path: Path) -> None:
     """Not on Qwen3-Next's projection in the two parts of its file."""
     folder, plain = bases("qwen3next-q5_1.gguf", tmp_path)
     preparation = prepare(config_of(folder, tmp_path, lora={"rank": 3}))

@@ -22,8 +22,7 @@ from moe_runtime.training.session import prepare, start
 ENDLESS = ("run.steps=1000000", "run.checkpoint_every=5")
 # Gates that use randomness and state between steps, so that a resumed run must restore both.
 NOISY = CONFIG.replace(
-    "loss_weights = { load_balance = 0.01, z = 1e-3 }",
-    'gate = "noisy_topk"\ncapacity_factor = 1.0',
+    "loss_weights = { load_balance = 0.01, z = 1e-3 }", 'gate = "noisy_topk"\ncapacity_factor = 1.0'
 )
 
 

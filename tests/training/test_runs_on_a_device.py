@@ -101,9 +101,7 @@ def test_command_and_configuration_compute_on_the_cpu_unless_told(
         assert device_of(with_run(config, device="auto")) == torch.device(there)
 
 
-def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(tmp_path: Path) -> None:
     """Written while the next step computes: what it holds is what there was when it was taken."""
     settings = moe_runtime.AdamW()
     with computing_on(NAME) as place:

@@ -85,9 +85,7 @@ def prepared(
     if share is not None:
         num_slots, slot_bytes = len(experts.layouts), experts_on_device(experts).slot_bytes
         there = dataclasses.replace(
-            memory.device or memory.host,
-            num_slots=round(share * num_slots),
-            slot_bytes=slot_bytes,
+            memory.device or memory.host, num_slots=round(share * num_slots), slot_bytes=slot_bytes
         )
         memory = FrozenMemory(host=memory.host, device=there)
     return dataclasses.replace(preparation, sites=sites, memory=memory)

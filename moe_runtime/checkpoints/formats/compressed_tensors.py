@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moe_runtime.checkpoints.formats.packed_weight import (
     Contents,
@@ -51,12 +51,8 @@ class _Module:
         what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
         return part_of(self.entries, self.name, [f".weight{suffix}"], what)
 
-    def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
-        """What the configuration says, which must be among what can be read."""
-        return self.how.choice(name, known)
-
     def groups(self) -> tuple[int, int]:
-        strategy = self.refuse_unless(
+        strategy = self.how.choice(
             "strategy", ("group", "tensor_group", "channel", "tensor", "block")
         )
         if strategy == "block":
@@ -130,8 +126,8 @@ def _how(
 
 def _packed_integers(module: _Module) -> PackedWeight:
     """Codes of 4 or 8 bits in words, without a sign: `q + 2 ** (bits - 1)`, as zero points."""
-    module.refuse_unless("type", ("int",))
-    bits = module.refuse_unless("num_bits", (4, 8))
+    module.how.choice("type", ("int",))
+    bits = module.how.choice("num_bits", (4, 8))
     zeros = _zero_points(module)
     kind = WeightFormat("uint4" if bits == 4 else "uint8", "f32", *module.groups(), 1 << (bits - 1))
     codes, shape = module.part("_packed"), module.part("_shape")
@@ -156,8 +152,8 @@ def _packed_integers(module: _Module) -> PackedWeight:
 
 def _integers(module: _Module) -> PackedWeight:
     """Bytes with a sign; those with zero points, which have one too, are read without."""
-    module.refuse_unless("type", ("int",))
-    module.refuse_unless("num_bits", (8,))
+    module.how.choice("type", ("int",))
+    module.how.choice("num_bits", (8,))
     zeros = _zero_points(module)
     codes, kind = module.part(""), WeightFormat("int8", "f32", *module.groups())
     sizes = codes_shape(codes, ["I8"], [2])
@@ -212,8 +208,8 @@ def _floats(module: _Module) -> PackedWeight:
             f"{zeros.name}: zero points of floats cannot be read yet; expected symmetric ones"
         )
     if form is _FLOAT_FORMATS["float-quantized"]:
-        module.refuse_unless("type", ("float",))
-        module.refuse_unless("num_bits", (8,))
+        module.how.choice("type", ("float",))
+        module.how.choice("num_bits", (8,))
     codes = module.part(form.suffix)
     rows, width = codes_shape(codes, [form.dtype], [2])
     scales, dtypes, groups = form.scales
@@ -241,9 +237,7 @@ FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
 
 
 def _zero_points(module: _Module) -> TensorEntry | None:
-    """The zero points of codes, a row's or those of its groups, in order; None where they are
-    symmetric.
-    """
+    """The zero points of codes, a row's or those of its groups; None where they are symmetric."""
     groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
     if groups in module.entries:
         raise UnsupportedModelError(
@@ -252,7 +246,7 @@ def _zero_points(module: _Module) -> TensorEntry | None:
         )
     if module.how.get("actorder") in ("group", "dynamic", True):
         module.how.unsupported("actorder of groups", "groups in the order of the columns")
-    if module.refuse_unless("symmetric", (True, False, None)) is not False:
+    if module.how.choice("symmetric", (True, False, None)) is not False:
         if zeros in module.entries:
             raise CheckpointError(
                 f"{zeros}: expected no zero points of codes that the quantization_config of "

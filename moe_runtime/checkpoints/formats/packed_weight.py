@@ -21,7 +21,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
 from moe_runtime.kernels.quantized.storage_order import StorageOrder
-from moe_runtime.memory.layout import TensorRange
+from moe_runtime.memory.source import TensorRange
 
 CONFIG = "quantization_config of config.json"
 """Where a checkpoint says how its weights are quantised, unless another file does."""
@@ -275,9 +275,7 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where the parts of `count` rows lie, of which `Packing.matrix` makes one matrix `[count,
-        K]`.
-        """
+        """Where parts of `count` rows lie: `Packing.matrix` makes `[count, K]` of them."""
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):
                 raise UnsupportedModelError(

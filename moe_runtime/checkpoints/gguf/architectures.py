@@ -750,9 +750,7 @@ def _logarithm(decay: Tensor) -> Tensor:
 
 
 class SplitProjection(nn.Module):
-    """`in_proj_qkvz` as projections of queries, keys and values, and of gates; in transformers'
-    order.
-    """
+    """`in_proj_qkvz` as projections of queries, keys and values, and of gates."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """``moe-runtime predictor``: train predictors from traces, and measure them honestly."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +75,7 @@ def predictor_app() -> typer.Typer:
     app.command("list", cls=StrictCommand)(expanded(show))
     app.command(cls=StrictCommand)(expanded(fit))
     app.command(cls=StrictCommand)(expanded(evaluate))
+    app.command(cls=StrictCommand)(expanded(teach))
     return app
 
 
@@ -205,6 +206,66 @@ def evaluate(
         for recall in result.recalls
     ]
     console.print_table("recall on held-out sequences", header, rows)
+
+
+def teach(
+    ctx: typer.Context,
+    model: options.Model,
+    traces: Traces = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train the network of the policy reuse for a model, from what it routed.
+
+    Without traces it learns from the routing that runs of the model kept. It is compared with reuse
+    without a network on the latest fifth, which it does not learn from. If it misses less, later
+    runs with `--policy reuse` begin with it.
+    """
+    import numpy as np
+
+    from moe_runtime.inference.inspection import inspect_checkpoint
+    from moe_runtime.lab.replay.teaching import teach_reuse
+    from moe_runtime.lab.traces.format import join_traces
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.recent import read_recent
+    from moe_runtime.lab.traces.routes import same_model, shown_model
+
+    console.quiet_transformers(ctx.obj)
+    summary = inspect_checkpoint(model)
+    recorded, num_requests = [], 0
+    for path in traces or ():
+        trace = read_any_trace(path)
+        trace.require_choices(path)
+        if not same_model(trace.signature, summary.signature):
+            raise ValueError(
+                f"{path}: is a trace of {shown_model(trace.signature)}, but {model} is "
+                f"{shown_model(summary.signature)}"
+            )
+        requests = trace.token_request + np.int32(num_requests)
+        num_requests = int(requests.max(initial=0)) + 1
+        recorded.append(replace(trace, token_request=requests, signature=summary.signature))
+    if not traces:
+        recent = read_recent(summary.signature, summary.path)
+        if recent is None:
+            raise ValueError(
+                f"no routing of {model} was kept yet: run it with `--policy auto`, or give traces "
+                "of `run --trace`"
+            )
+        recorded = [recent]
+    with console.loading_bar() as progress:
+        lesson = teach_reuse(join_traces(recorded), summary.path, lambda what: progress(what, 0, 0))
+    facts = {
+        "tokens": lesson.tokens,
+        "held_out_tokens": lesson.held_out_tokens,
+        "lru_misses": lesson.lru_misses,
+        "reuse_misses": lesson.plain_misses,
+        "taught_misses": lesson.taught_misses,
+        "file": None if lesson.kept is None else str(lesson.kept),
+    }
+    if as_json:
+        console.print_json(facts)
+        return
+    shown = {**facts, "file": facts["file"] or "none: it would miss no less than without"}
+    console.print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:

@@ -72,7 +72,7 @@ KnownAhead = Annotated[
         min=0.0,
     ),
 ]
-LEARNERS = frozenset({"static", "activation-aware"})
+LEARNERS = frozenset({"static", "activation-aware", "reuse"})
 """Policies that learn from `--train`."""
 ExpertTime = Annotated[float, option("Seconds that one expert computes.", min=0.0)]
 

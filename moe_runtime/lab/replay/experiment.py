@@ -98,12 +98,12 @@ class Row:
 
 def usual_capacities(signature: ModelSignature, scope: str) -> list[float]:
     """An eighth, a quarter and a half of all experts, as far as a token's experts fit."""
-    total, least = signature.num_layers * signature.num_experts, _least_slots(signature, scope)
+    total, least = signature.num_layers * signature.num_experts, least_slots(signature, scope)
     fitting = [share for share in (0.125, 0.25, 0.5) if round(share * total) >= least]
     return fitting or [least / total]
 
 
-def _least_slots(signature: ModelSignature, scope: str) -> int:
+def least_slots(signature: ModelSignature, scope: str) -> int:
     """Slots without which a token's experts do not fit."""
     return signature.top_k * (signature.num_layers if scope == "per-layer" else 1)
 
@@ -122,7 +122,7 @@ def run_experiment(
     experiment = _with_predictor(workload, experiment, on_progress)
     for capacity in experiment.capacities:
         num_slots = round(capacity * total)
-        least = _least_slots(signature, experiment.scope)
+        least = least_slots(signature, experiment.scope)
         if num_slots < least:
             raise ValueError(
                 f"a capacity of {capacity:.3g} is {num_slots} of {total} experts; a token needs "

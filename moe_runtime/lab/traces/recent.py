@@ -20,11 +20,10 @@ from moe_runtime.files import make_folders
 from moe_runtime.lab.traces.format import Trace, join_traces, one_step, read_trace, write_trace
 from moe_runtime.types import ModelSignature
 
-KEPT_STEPS = 512
-"""Decode steps in the file, the latest ones."""
-KEPT_TOKENS = 4096
-"""Tokens in the file at most, which bounds the memory of steps of many sequences; the latest step
-is kept whatever it has."""
+KEPT_STEPS, KEPT_TOKENS = 512, 4096
+"""Decode steps and tokens that a run keeps in memory at most, the latest ones."""
+FILE_STEPS, FILE_TOKENS = 12288, 12288
+"""The same of the file, which holds those of many runs; the latest step is kept in any case."""
 PERIOD, BURST = 1024, 64
 """Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
 listening to the layers takes time of theirs."""
@@ -167,6 +166,6 @@ def _read(path: Path, signature: ModelSignature) -> Trace | None:
 
 
 def _latest(trace: Trace) -> Trace:
-    first = int(np.searchsorted(trace.step_start, trace.num_tokens - KEPT_TOKENS))
-    first = max(first, trace.num_steps - KEPT_STEPS)
+    first = int(np.searchsorted(trace.step_start, trace.num_tokens - FILE_TOKENS))
+    first = max(first, trace.num_steps - FILE_STEPS)
     return trace.steps(min(first, trace.num_steps - 1), trace.num_steps)

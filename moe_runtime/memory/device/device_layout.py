@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_runtime.memory.layout import ExpertLayout, Extent
+from moe_runtime.memory.source import ExpertLayout, Extent
 
 ALIGNMENT = 256
 """Bytes: tensors begin at multiples of it, so that kernels load 16 bytes at once."""

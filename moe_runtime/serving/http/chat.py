@@ -25,9 +25,10 @@ from moe_runtime.serving.http.generating import (
     Prepared,
     chat_logprobs,
     check_choices,
-    check_messages,
+    check_tokens,
     choices_for,
-    encode_prompt,
+    encode_text,
+    too_long,
 )
 from moe_runtime.serving.http.schema import (
     ChatBody,
@@ -50,7 +51,8 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
     if tools and template.tools is None and not template.is_harmony:
         raise unsupported("tools", "this model's way of calling them is not known")
     prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
-    ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
+    ids = encode_text(prompt, model, "messages", add_special_tokens=False)
+    check_tokens(ids, model, "messages")
     functions = [tool.function for tool in tools]
     tokens = model.vocabulary.mark_tokens
     how = _format_of_calls(body, template) if functions else None
@@ -125,7 +127,9 @@ def prompt_of(
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
     if continues and messages[-1].role != "assistant":
         raise FieldError("continue_final_message", "needs a last message of the assistant")
-    check_messages(messages, model)
+    most = model.engine.most_request_tokens
+    if len(messages) > most:  # surely too long, before its template is rendered
+        raise too_long(f"messages: has {len(messages)} messages", most, "messages")
     return template_of(model).render(
         messages,
         tools,

@@ -17,7 +17,7 @@ from moe_runtime.serving.http.generating import (
     check_tokens,
     choices_for,
     completion_logprobs,
-    encode_prompt,
+    encode_text,
 )
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.schema import CompletionBody
@@ -65,10 +65,9 @@ def prepare(
     adds = body.add_special_tokens is not False
     prompts = []
     for one in given:
-        if isinstance(one, str):
-            ids = encode_prompt(one, model, "prompt", add_special_tokens=adds)
-        else:
-            check_tokens(ids := one, model, "prompt")
+        is_text = isinstance(one, str)
+        ids = encode_text(one, model, "prompt", add_special_tokens=adds) if is_text else one
+        check_tokens(ids, model, "prompt")
         prompts.append(ids)
     asked = body.response_format
     grammar = None if asked is None else of_response_format(asked)

@@ -19,7 +19,11 @@ from moe_runtime.inference.budget import (
     resolve_budget,
     smallest_budget,
 )
-from moe_runtime.inference.handle import RuntimeHandle, is_resizable, resize_cache
+from moe_runtime.inference.hugging_face.loaded_model import (
+    RuntimeHandle,
+    is_resizable,
+    resize_cache,
+)
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns

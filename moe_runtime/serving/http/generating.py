@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.strict_json import clipped
@@ -17,7 +18,7 @@ from moe_runtime.serving.engine import EngineHandle
 from moe_runtime.serving.http.answer_text import AnswerText, AnswerToken, Piece
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
 from moe_runtime.serving.http.metrics import RequestTimes
-from moe_runtime.serving.http.schema import GenerationFields, Message
+from moe_runtime.serving.http.schema import GenerationFields
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
@@ -89,21 +90,17 @@ class Generation:
         """Hands all sequences to the engine, or none."""
         loop = asyncio.get_running_loop()
 
-        def listener(index: int):
-            def hear(event: Event) -> None:
-                # From the engine's thread, whose times count. A server that was stopped at once
-                # hears nothing more.
-                now_s = self.times.clock()
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(self._events.put_nowait, (index, event, now_s))
-
-            return hear
+        def put(index: int, event: Event) -> None:
+            # in the engine's thread, whose times count; the loop may have been stopped at once
+            now_s = self.times.clock()
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, event, now_s))
 
         with contextlib.ExitStack() as undo:
             undo.callback(self.cancel)
             for index, choice in enumerate(self.choices):
                 try:
-                    handle = self.model.engine.submit(choice.request, listener(index))
+                    handle = self.model.engine.submit(choice.request, partial(put, index))
                 except (ValueError, MoERuntimeError) as error:
                     raise of_engine(error) from None
                 self._handles.append(handle)
@@ -127,11 +124,14 @@ class Generation:
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.cancel)
             while num_open:
-                index, event, now_s = await self._next()
+                try:
+                    # Not `wait_for`, which forgets a cancellation that comes with an event.
+                    async with asyncio.timeout_at(self.deadline_s):
+                        index, event, now_s = await self._events.get()
+                except TimeoutError:
+                    raise too_slow(self.limit_s) from None
                 choice = self.choices[index]
-                if choice.finished:
-                    continue
-                piece = self._take(index, choice, event, now_s)
+                piece = None if choice.finished else self._take(index, choice, event, now_s)
                 if piece is None:
                     continue
                 if piece.finish is not None:
@@ -139,14 +139,6 @@ class Generation:
                     num_open -= 1
                     self._end(index, choice, piece.finish, now_s)
                 yield index, piece
-
-    async def _next(self) -> tuple[int, Event, float]:
-        try:
-            # Not `wait_for`, which forgets a cancellation that comes together with an event.
-            async with asyncio.timeout_at(self.deadline_s):
-                return await self._events.get()
-        except TimeoutError:
-            raise too_slow(self.limit_s) from None
 
     def _take(self, index: int, choice: AnswerChoice, event: Event, now_s: float) -> Piece | None:
         if isinstance(event, Started):
@@ -215,14 +207,6 @@ def _token(text: str, size: int) -> int:
     return int(text)
 
 
-def encode_prompt(
-    text: str, model: ServedModel, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    ids = encode_text(text, model, param, add_special_tokens=add_special_tokens)
-    check_tokens(ids, model, param)
-    return ids
-
-
 def encode_text(
     text: str, model: ServedModel, param: str, *, add_special_tokens: bool
 ) -> list[int]:
@@ -238,15 +222,8 @@ def encode_text(
         len(text.encode(errors="replace")) > most * vocabulary.longest_token
     )
     if is_too_long or vocabulary.is_longer(text, most):
-        raise _too_long(f"{param}: has {len(text)} characters", most, param)
+        raise too_long(f"{param}: has {len(text)} characters", most, param)
     return vocabulary.encode(text, add_special_tokens=add_special_tokens)
-
-
-def check_messages(messages: Sequence[Message], model: ServedModel) -> None:
-    """Refuses a conversation that is surely too long, before its template is rendered."""
-    most = model.engine.most_request_tokens
-    if len(messages) > most:
-        raise _too_long(f"messages: has {len(messages)} messages", most, "messages")
 
 
 def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
@@ -266,10 +243,10 @@ def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     if wrong is not None:
         raise FieldError(param, f"has token {wrong}, expected ids from 0 to {size - 1}")
     if len(ids) > most:
-        raise _too_long(f"{param}: has {len(ids)} tokens", most, param)
+        raise too_long(f"{param}: has {len(ids)} tokens", most, param)
 
 
-def _too_long(what: str, most: int, param: str) -> ApiError:
+def too_long(what: str, most: int, param: str) -> ApiError:
     message = f"{what}; prompt and answer may have {most} tokens together"
     return ApiError(message, param=param, code="context_length_exceeded")
 

@@ -152,9 +152,6 @@ def _compile(
     return matcher, trial
 
 
-class _RefusedError(Exception): ...
-
-
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the server, not before
@@ -189,9 +186,9 @@ def _templates() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def render(work: dict[str, Any]) -> dict[str, Any]:
         try:
-            with blamed_on("messages: this model's chat template refuses them", _RefusedError):
+            with blamed_on("messages: this model's chat template refuses them"):
                 return {"text": render_jinja_template(**work)[0][0]}
-        except _RefusedError as error:
+        except MoERuntimeError as error:
             return {"problem": str(error)}
 
     return render

@@ -59,6 +59,9 @@ _EXPERT_COUNTERS = {
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
     "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
 }
+_EXPERT_GAUGES = {
+    "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
+}
 
 
 class EngineCollector:
@@ -67,27 +70,24 @@ class EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         found = {name: engine.statistics() for name, engine in self._engines.items()}
-        for metric, (field, text) in _GAUGES.items():
-            yield _family(GaugeMetricFamily, metric, text, _values(found, field))
-        for metric, (field, text) in _COUNTERS.items():
-            yield _family(CounterMetricFamily, metric, text, _values(found, field))
         experts = {name: one.experts for name, one in found.items()}
-        for metric, (field, text) in _EXPERT_COUNTERS.items():
-            yield _family(CounterMetricFamily, metric, text, _values(experts, field))
+        for kind, table, counted in (
+            (GaugeMetricFamily, _GAUGES, found),
+            (CounterMetricFamily, _COUNTERS, found),
+            (CounterMetricFamily, _EXPERT_COUNTERS, experts),
+            (GaugeMetricFamily, _EXPERT_GAUGES, experts),
+        ):
+            for metric, (field, text) in table.items():
+                values = {(name,): getattr(one, field) for name, one in counted.items()}
+                yield _family(kind, metric, text, values)
         read = {
             (name, tier): n for name, one in experts.items() for tier, n in one.bytes_read.items()
         }
         text = "Bytes of experts read, by tier."
         yield _family(CounterMetricFamily, "moe:expert_bytes_read", text, read, "tier")
-        text = "Experts that fit into the fastest tier."
-        yield _family(GaugeMetricFamily, "moe:expert_slots", text, _values(experts, "expert_slots"))
         text = "How experts are kept; always 1."
         policies = {(name, one.policy): 1.0 for name, one in experts.items()}
         yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
-
-
-def _values(found: Mapping[str, Any], field: str) -> dict[tuple[str, ...], float]:
-    return {(name,): getattr(one, field) for name, one in found.items()}
 
 
 def _family(

@@ -44,7 +44,7 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
+from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.data import (
     TokenStreams,
     encode_corpora,
@@ -399,6 +399,8 @@ def start(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     last, state = preparation.find_state(resume=resume, reschedule=reschedule)
+    if state is not None and not isinstance(state, TrainingState):
+        raise CheckpointError(f"{last}: is of a run of several processes, expected one of finetune")
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
@@ -418,10 +420,7 @@ def start(
         trace=_open_trace(preparation, first_step),
     )
     if last is not None and state is not None:
-        with named_checkpoint(last):
-            if not isinstance(state, TrainingState):
-                raise CheckpointError("is of a run of several processes, expected one of finetune")
-            trainer.restore(state)
+        trainer.resume(last, state)
     return trainer
 
 

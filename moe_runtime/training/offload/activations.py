@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -308,12 +308,6 @@ class Pass(NamedTuple):
     written_bytes: int
 
 
-@dataclass(slots=True)
-class _Measured:
-    forward: dict[int, list[Pass]] = field(default_factory=dict)
-    backward: dict[int, list[Pass]] = field(default_factory=dict)
-
-
 class ActivationPolicy:
     """Keeps, recomputes or swaps, layer by layer.
 
@@ -339,7 +333,9 @@ class ActivationPolicy:
             raise ValueError("activations='swap' needs a storage_dir to swap to")
         self._swap = swap
         self._budget_bytes = budget_bytes
-        self._measured = _Measured() if kind == "auto" else None
+        self._measured: dict[str, dict[int, list[Pass]]] | None = None
+        if kind == "auto":
+            self._measured = {"forward": {}, "backward": {}}
         self.choices: list[ActivationChoice] = [
             "recompute" if kind == "auto" or (kind == "model" and own)
             else "keep" if kind == "model" else kind
@@ -357,17 +353,23 @@ class ActivationPolicy:
 
     def observe(self, direction: Literal["forward", "backward"], layer: int, found: Pass) -> None:
         if self._measured is not None:
-            getattr(self._measured, direction).setdefault(layer, []).append(found)
+            self._measured[direction].setdefault(layer, []).append(found)
 
     def finish_step(self) -> None:
-        if self._measured is None or not self._measured.backward:
+        if self._measured is None or not self._measured["backward"]:
             return
         measured, self._measured = self._measured, None
-        layers = [_layer(measured.forward.get(n, ())) for n in range(len(self.choices))]
+        by_layer = (measured["forward"].get(n, ()) for n in range(len(self.choices)))
+        layers = [
+            LayerActivations(
+                num_bytes=sum(x.saved_bytes for x in passes),
+                recompute_s=sum(x.seconds * x.recompute_share for x in passes),
+            )
+            for passes in by_layer
+        ]
         write_speed, read_speed = (1.0, 1.0) if self._swap is None else self._swap.measure()
         forward, backward = (
-            [x for passes in side.values() for x in passes]
-            for side in (measured.forward, measured.backward)
+            [x for passes in side.values() for x in passes] for side in measured.values()
         )
         again_s = sum(layer.recompute_s for layer in layers)
         speeds = StepSpeeds(
@@ -387,13 +389,6 @@ class ActivationPolicy:
     def close(self) -> None:
         if self._swap is not None:
             self._swap.close()
-
-
-def _layer(passes: Sequence[Pass]) -> LayerActivations:
-    return LayerActivations(
-        num_bytes=sum(x.saved_bytes for x in passes),
-        recompute_s=sum(x.seconds * x.recompute_share for x in passes),
-    )
 
 
 def _disk_seconds(passes: Sequence[Pass], read_speed: float, write_speed: float) -> float:

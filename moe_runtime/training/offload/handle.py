@@ -24,11 +24,7 @@ from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
-from moe_runtime.training.offload.passes import (
-    LayerExecutor,
-    OffloadedTrainingExperts,
-    run_window,
-)
+from moe_runtime.training.offload.passes import LayerExecutor, OffloadedTrainingExperts, run_window
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates

@@ -441,9 +441,7 @@ class MicroBatchBarrier(Generic[T]):
 
 
 def run_window(
-    model: nn.Module,
-    work: Sequence[Callable[[], T]],
-    modules: Sequence[AbsentExperts],
+    model: nn.Module, work: Sequence[Callable[[], T]], modules: Sequence[AbsentExperts]
 ) -> list[T]:
     """Runs micro-batches: one alone as it is, several in a window that the experts know of."""
     try:

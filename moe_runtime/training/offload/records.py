@@ -26,8 +26,8 @@ from torch import Tensor
 
 from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.reads import Read
+from moe_runtime.memory.source import BLOCK_BYTES
 from moe_runtime.types import ExpertKey
 
 MomentStorage = Literal["full", "bf16", "fp8"]

@@ -257,14 +257,6 @@ def test_a_function_as_activation(library: NativeLibrary, generator: torch.Gener
         assert relative_error(out, exact) <= 1e-6
 
 
-def test_all_implementations_agree(library: NativeLibrary, generator: torch.Generator) -> None:
-    layer = make_layer(generator, torch.float32)
-    exact = layer.exact()
-    for impl in ("auto", "native", "torch", "reference"):
-        # a thousand fp32 roundings at most lie between any two orders of summation
-        assert relative_error(layer.run(impl)[: len(exact)], exact) <= 1000 * 2.0**-24
-
-
 def test_nothing_to_do(library: NativeLibrary, generator: torch.Generator) -> None:
     x, out = torch.ones(2, 8), torch.full((3, 8), torch.nan)
     expert_ffn(x, [], [], [], [], out, activation="silu")

@@ -38,11 +38,7 @@ def test_reference_gradcheck(layout: dict[str, bool]) -> None:
 
     def function(x, weights, gate_up, down, gate_up_bias, down_bias):  # type: ignore[no-untyped-def]
         some = StackedExperts(
-            gate_up=gate_up,
-            down=down,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            **layout,
+            gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **layout
         )
         return expert_mlp(x, ids, weights, some, activation="silu", impl="reference")
 

@@ -204,25 +204,6 @@ def test_ids_out_of_range_read_nothing(impl: ExpertMlpImpl, is_training: bool) -
         expert_mlp(x, ids, weights, experts, activation="silu", impl=impl, checks_ids=True)
 
 
-def test_the_same_bits_twice() -> None:
-    experts = rounded(make_experts(4), torch.bfloat16)
-    routing = make_routing(20, 3, 4, kind="skewed", dtype=torch.float32)
-    x = torch.randn(20, experts.dim_model).bfloat16()
-    first, second = (run("triton", torch.bfloat16, experts, routing, x) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_inference_equals_training() -> None:
-    experts = moved(make_experts(4), torch.float32, DEVICE)
-    ids, weights = (t.to(DEVICE) for t in make_routing(20, 2, 4, dtype=torch.float32))
-    x = torch.randn(20, experts.dim_model, device=DEVICE)
-    trained = expert_mlp(x, ids, weights, experts, activation="silu", impl="triton")
-    with torch.no_grad():
-        inferred = expert_mlp(x, ids, weights, experts, activation="silu", impl="triton")
-    assert trained.requires_grad
-    torch.testing.assert_close(inferred, trained, rtol=1e-5, atol=1e-6)
-
-
 # Every layout at seven tokens; the fewest and the most in two layouts.
 FEW_TOKENS = [
     *[(7, "gaps", layout) for layout in LAYOUTS],
@@ -279,37 +260,6 @@ def test_few_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         exact = expert_mlp(x, ids, weights, experts, activation="silu", impl="reference")
     torch.testing.assert_close(found.cpu(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_experts_get_no_gradient() -> None:
-    experts = make_experts(4, dtype=torch.float32)
-    ids, weights = make_routing(6, 2, 4, dtype=torch.float32)
-    x = torch.randn(6, experts.dim_model, requires_grad=True)
-    out = expert_mlp(
-        x.to(DEVICE),
-        ids.to(DEVICE),
-        weights.to(DEVICE),
-        moved_frozen(experts),
-        activation="silu",
-        impl="triton",
-    )
-    out.sum().backward()
-    exact = x.detach().double().requires_grad_()
-    doubled = replace(
-        experts,
-        **{n: t.double() for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None},
-    )
-    expert_mlp(exact, ids, weights, doubled, activation="silu", impl="reference").sum().backward()
-    assert x.grad is not None
-    assert exact.grad is not None
-    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
-
-
-def moved_frozen(experts: StackedExperts) -> StackedExperts:
-    tensors = {
-        n: t.to(DEVICE) for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None
-    }
-    return replace(experts, **tensors)
 
 
 def test_rows_that_are_sorted_already() -> None:

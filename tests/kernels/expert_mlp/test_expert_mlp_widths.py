@@ -186,13 +186,7 @@ def test_kept_for_the_backward_pass(impl: ExpertMlpImpl, recompute: bool) -> Non
     weights = torch.rand(32, 1, device=device)
     kept = saved_bytes(
         lambda: expert_mlp(
-            x,
-            ids,
-            weights,
-            experts,
-            activation=SWIGLU,
-            impl=impl,
-            recompute=recompute,
+            x, ids, weights, experts, activation=SWIGLU, impl=impl, recompute=recompute
         ),
         but=[getattr(experts, name) for name in NAMES[:3]],
     )

@@ -44,9 +44,7 @@ def one_by_one(
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "ids_TK",
-    [[[0, 1]], [[5, 2]], [[3, 3]], [[4, 1, 0], [1, 5, 4]], [[2], [2], [2]]],
-    ids=str,
+    "ids_TK", [[[0, 1]], [[5, 2]], [[3, 3]], [[4, 1, 0], [1, 5, 4]], [[2], [2], [2]]], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["same dtype", "fp32 rows"])

@@ -96,9 +96,7 @@ def test_a_gradient_that_is_held_is_added_to_or_left_alone() -> None:
     backward(experts, 0)
     backward(experts, 1)
     for gradient, expected in zip(
-        (experts.gate_up.grad, experts.down.grad),
-        fresh_gradients(torch.float32, 0, 1),
-        strict=True,
+        (experts.gate_up.grad, experts.down.grad), fresh_gradients(torch.float32, 0, 1), strict=True
     ):
         assert torch.equal(gradient, expected)
     held, kept = experts.down.grad[2:], experts.down.grad.clone()

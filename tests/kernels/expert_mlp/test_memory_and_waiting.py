@@ -15,12 +15,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
 from moe_runtime.kernels.combine import combine
-from moe_runtime.kernels.expert_mlp import (
-    ActivationSpec,
-    PackedExperts,
-    StackedExperts,
-    expert_mlp,
-)
+from moe_runtime.kernels.expert_mlp import ActivationSpec, PackedExperts, StackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
 from moe_runtime.kernels.expert_mlp.rows import RoutedBatch, SortedRows
 from moe_runtime.kernels.expert_mlp.triton_path import TritonPath

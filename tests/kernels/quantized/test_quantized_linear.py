@@ -251,25 +251,12 @@ def test_many_rows_take_the_values(
 def test_nothing_is_read_beyond_codes_and_scales(library: NativeLibrary) -> None:
     """Codes, scales and zero points end where unreadable memory begins."""
     code = """
-import ctypes, mmap, torch
+import torch
 from dataclasses import replace
+from guarded_memory import at_the_end
 from quantized_matrices import PUBLISHED, random_matrix
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.native import native_library
-libc = ctypes.CDLL(None, use_errno=True)
-
-def at_the_end(values):
-    if values is None:
-        return None
-    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    guard = ctypes.c_void_p(address + size)
-    assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=values.nbytes,
-                            offset=size - values.nbytes)
-    flat.copy_(values.contiguous().view(torch.uint8).flatten())
-    return flat.view(values.dtype).view(values.shape)
 
 library = native_library()
 generator = torch.Generator().manual_seed(7)

@@ -11,7 +11,7 @@ from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, save_text_checkpoint
 
 import moe_runtime
 from moe_runtime.inference.budget import MIN_SLOTS
-from moe_runtime.inference.handle import resize_cache
+from moe_runtime.inference.hugging_face.loaded_model import resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http import dividing

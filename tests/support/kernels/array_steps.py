@@ -57,11 +57,7 @@ def view_of(name: str, args: Any, result: Any) -> tuple[Any, Callable[[Any], Any
 
 
 def step_of(
-    name: str,
-    function: Callable[..., Any],
-    args: Any,
-    result: Any,
-    source: Callable[[Any], Any],
+    name: str, function: Callable[..., Any], args: Any, result: Any, source: Callable[[Any], Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """A function of arrays that gives what a call gave, and the handles of these arrays.
 

@@ -1,0 +1,538 @@
+"""The eviction rule `reuse`: which expert is needed last, learned from the routing.
+
+Legend in ``prediction.base``; M remembered tokens, F features, C width of the network's context.
+"""
+
+import ctypes
+import functools
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from moe_runtime.policies.eviction.base import Maker, Setting
+from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
+from moe_runtime.policies.eviction.learned import Scored
+from moe_runtime.policies.eviction.reuse_network import (
+    DISCOUNT,
+    FLOOR,
+    HORIZON,
+    MEMORIES,
+    WIDTH,
+    RequestContexts,
+    ReuseNetwork,
+    fit_network,
+)
+from moe_runtime.policies.prediction.base import (
+    REMEMBERED_TOKENS,
+    Event,
+    LayerRouted,
+    Routes,
+    Shape,
+    StepBegins,
+)
+from moe_runtime.policies.prediction.estimator import State, take_array
+
+_WEIGHT_MEMORY = 0.95
+_PRIOR_STRENGTH = 30.0
+VERSION = 1  # of what ``reuse.c`` exports
+LEAST_TOKENS = 1000
+"""Tokens that a network is trained on at least: fewer do not say what follows what."""
+_NUM_FEATURES = len(MEMORIES) + 6
+_RECENCY = len(MEMORIES)
+_KEPT = ("gram", "moment", "uses", "gates")
+_FAR = 7.0  # a moment that weighs less than e^-7 of the most similar one does not count
+_SHARPNESS = 20.0  # exponent of the similarity: full agreement weighs e^20 times as much as none
+_NUM_FOLLOWERS = 8
+_FOLLOWER_DISCOUNT = 0.7
+"""Of each further token that followed; after eight of them 6 % of the weight is left out."""
+_LONGEST_STEP = 32
+"""Tokens of a request that are remembered of one step: a prompt must not fill the memory."""
+
+
+@dataclass(slots=True)
+class _Example:
+    """Features of some experts at one moment, to be judged by what comes."""
+
+    step: int
+    experts: np.ndarray
+    features: np.ndarray
+
+
+def make_reuse(setting: Setting) -> Maker:
+    """Makes what orders experts by ``reuse``; with training it begins with a network."""
+    estimator = new_estimator(setting.shape)
+    if setting.training is not None:
+        teach(estimator, setting.training)
+    return partial(Scored, estimator, may_decline=True)
+
+
+def new_estimator(shape: Shape) -> "ReuseEstimator | CompiledReuse":
+    """An estimator that knows nothing; the compiled one, if there is one."""
+    return ReuseEstimator(shape) if _library() is None else CompiledReuse(shape)
+
+
+def teach(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
+    """Trains a network on most requests, and lets the estimator watch the others with it."""
+    num_watched = max(1, routes.num_sequences // 5)
+    taught = range(routes.num_sequences - num_watched)
+    if not taught or routes.select(taught).num_tokens < LEAST_TOKENS:
+        return
+    estimator.take_network(fit_network(routes.select(taught)))
+    watch(estimator, routes.select(range(len(taught), routes.num_sequences)))
+
+
+def watch(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
+    """Shows an estimator recorded requests, one after another."""
+    for sequence in range(routes.num_sequences):
+        rows = routes.tokens_of(sequence)
+        for token in range(rows.start, rows.stop):
+            token_ids = routes.token_ids[token : token + 1]
+            estimator.observe(StepBegins(sequences=np.array([-1]), token_ids=token_ids))
+            for layer in range(routes.shape.num_layers):
+                ids = routes.expert_ids[token : token + 1, layer]
+                gates = routes.gate_weights[token : token + 1, layer]
+                estimator.observe(LayerRouted(layer=layer, expert_ids=ids, gate_weights=gates))
+                estimator.scores(layer)
+        estimator.finish(-1)
+
+
+def _prior(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weighted least squares that begins with what LRU knows: the longer ago, the worse.
+
+    Returns:
+        ``[F, F]`` products of features, ``[F]`` moments, ``[F]`` weights.
+    """
+    weights = np.zeros(num_features)
+    weights[_RECENCY] = -1.0
+    gram = _PRIOR_STRENGTH * np.eye(num_features)
+    return gram, gram @ weights, weights
+
+
+def _restored(shape: Shape, state: State) -> tuple[ReuseNetwork | None, *tuple[np.ndarray, ...]]:
+    """The network and the arrays of ``_KEPT`` in what was learned, verified.
+
+    Raises:
+        ValueError: an array is missing, of another form, or holds what cannot be.
+    """
+    network = ReuseNetwork.from_state(shape, state)
+    features = _NUM_FEATURES + (network is not None)
+    sizes = (shape.num_layers, shape.num_experts)
+    axes = ((features,) * 2, (features,), (sizes[0], len(MEMORIES), sizes[1]), sizes)
+    gram, moment, uses, gates = (
+        take_array(state, name, dtype, one)
+        for name, dtype, one in zip(_KEPT, ("<f8", "<f8", "<f4", "<f4"), axes, strict=True)
+    )
+    if min(uses.min(), gates.min()) < 0:
+        raise ValueError("arrays 'uses' and 'gates' must hold averages, got negative numbers")
+    np.linalg.cholesky(gram)  # refuses what cannot be the products of features
+    return network, gram, moment, uses, gates
+
+
+class ReuseEstimator:
+    """Scores experts by their expected discounted uses, as log odds: what comes back soonest stays.
+
+    Ours. It estimates Belady's order from what was used, how often and how heavily, and from what
+    followed similar moments: a logistic regression, fitted while it runs to the uses that it tried
+    to predict. ``memory`` tokens are searched for similar moments; one of ``learn_every`` estimates
+    is learned from.
+    """
+
+    name = "reuse"
+
+    def __init__(
+        self, shape: Shape, *, memory: int = REMEMBERED_TOKENS, learn_every: int = 4
+    ) -> None:
+        self._shape = shape
+        self._episodes = Episodes(shape, capacity=memory)
+        self._contexts: RequestContexts | None = None
+        self._learn_every = learn_every
+        layers, experts = shape.num_layers, shape.num_experts
+        self._uses = np.zeros((layers, len(MEMORIES), experts), np.float32)
+        self._gates = np.zeros((layers, experts), np.float32)
+        self._now_gates = np.zeros((layers, experts), np.float32)
+        self._last_use = np.full((layers, experts), -(10**4), np.int64)
+        self._step = np.zeros(layers, np.int64)
+        self._recent: list[deque[np.ndarray]] = [deque(maxlen=HORIZON) for _ in range(layers)]
+        self._examples: list[deque[_Example]] = [deque() for _ in range(layers)]
+        self._scores: list[list[float] | None] = [None] * layers
+        self._last_scores = [[0.0] * experts for _ in range(layers)]
+        self._routed = -1
+        self._num_estimates = self._num_learned = 0
+        self._gram, self._moment, self._weights = _prior(_NUM_FEATURES)
+        self._worth = (1 - DISCOUNT) * DISCOUNT ** np.arange(HORIZON)
+
+    def observe(self, event: Event) -> None:
+        """Updates the averages of a layer and learns from estimates that can be judged now."""
+        if isinstance(event, StepBegins):
+            self._episodes.begin(event)
+            if self._contexts is not None:
+                self._contexts.begin(event)
+            return
+        layer = event.layer
+        self._episodes.route(event)
+        if self._contexts is not None:
+            self._contexts.route(event)
+        self._routed = layer
+        self._scores[layer] = None
+        self._update(layer, event)
+        self._learn(layer)
+
+    def finish(self, sequence: int) -> None:
+        self._episodes.finish(sequence)
+        if self._contexts is not None:
+            self._contexts.finish(sequence)
+
+    def learned(self) -> State:
+        """The regression and the averages of uses; the remembered tokens are too many to keep.
+
+        Returns:
+            ``gram`` ``[F, F]`` and ``moment`` ``[F]`` float64, ``uses`` ``[L, memories, E]`` and
+            ``gates`` ``[L, E]`` float32; nothing before the first estimate was judged.
+        """
+        network = {} if self._contexts is None else self._contexts.network.state()
+        if not self._num_learned and not network:
+            return {}
+        arrays = (self._gram, self._moment, self._uses, self._gates)
+        return dict(zip(_KEPT, arrays, strict=True)) | network
+
+    def take_network(self, network: ReuseNetwork) -> None:
+        """Begins anew with a network, whose log odds are one more feature."""
+        self._contexts = RequestContexts(network, self._shape)
+        self._gram, self._moment, self._weights = _prior(_NUM_FEATURES + 1)
+
+    def restore(self, state: State) -> None:
+        network, gram, moment, uses, gates = _restored(self._shape, state)
+        self._contexts = None if network is None else RequestContexts(network, self._shape)
+        self._weights = np.linalg.solve(gram, moment)
+        self._gram, self._moment = gram.copy(), moment.copy()
+        self._uses, self._gates = uses.copy(), gates.copy()
+
+    def scores(self, layer: int) -> list[float]:
+        """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""
+        known = self._scores[layer]
+        if known is None and layer == self._routed:
+            features = self._features(layer)
+            known = self._scores[layer] = (features @ self._weights).tolist()
+            self._last_scores[layer] = known
+            self._num_estimates += 1
+            if self._num_estimates % self._learn_every == 0:
+                self._remember(layer, features)
+        return known or self._last_scores[layer]
+
+    def _update(self, layer: int, event: LayerRouted) -> None:
+        num_experts = self._shape.num_experts
+        ids, gates = event.expert_ids.ravel(), event.gate_weights.ravel()
+        if len(event.expert_ids) > 1:
+            gates = np.bincount(ids, weights=gates, minlength=num_experts + 1)
+            ids = np.unique(ids)
+            gates = gates[ids] / len(event.expert_ids)
+        if ids.size and ids.max() >= num_experts:
+            ids, gates = ids[ids < num_experts], gates[ids < num_experts]
+        self._step[layer] += 1
+        uses = self._uses[layer]
+        uses *= MEMORIES[:, None]
+        uses[:, ids] += (1 - MEMORIES)[:, None]
+        self._gates[layer] *= _WEIGHT_MEMORY
+        self._gates[layer, ids] += (1 - _WEIGHT_MEMORY) * gates
+        self._now_gates[layer] = 0
+        self._now_gates[layer, ids] = gates
+        self._last_use[layer, ids] = self._step[layer]
+        self._recent[layer].append(ids)
+
+    def _features(self, layer: int) -> np.ndarray:
+        """``[E, F]`` float32."""
+        ages = self._step[layer] - self._last_use[layer]
+        features = np.empty((self._shape.num_experts, len(self._weights)), np.float32)
+        features[:, :_RECENCY] = np.log(self._uses[layer] + FLOOR).T
+        features[:, _RECENCY] = np.log1p(ages)
+        features[:, _RECENCY + 1] = ages == 0
+        features[:, _RECENCY + 2] = self._gates[layer]
+        features[:, _RECENCY + 3] = self._now_gates[layer]
+        features[:, _RECENCY + 4] = np.log(self._episodes.recall(layer) + 0.01)
+        features[:, _RECENCY + 5] = 1.0
+        if self._contexts is not None:
+            features[:, _NUM_FEATURES] = self._contexts.log_odds(layer)
+        return features
+
+    def _remember(self, layer: int, features: np.ndarray) -> None:
+        """Keeps the more recently used half of the experts: the others are hardly ever held."""
+        half = self._shape.num_experts // 2
+        experts = np.argsort(-self._last_use[layer], kind="stable")[: half + 1]
+        self._examples[layer].append(
+            _Example(int(self._step[layer]), experts, features[experts].astype(np.float64))
+        )
+
+    def _learn(self, layer: int) -> None:
+        examples = self._examples[layer]
+        if not examples or examples[0].step + HORIZON > self._step[layer]:
+            return
+        example = examples.popleft()
+        target = np.zeros(self._shape.num_experts)
+        for worth, ids in zip(self._worth, self._recent[layer], strict=True):
+            target[ids] += worth
+        # One step of iteratively reweighted least squares at the present weights.
+        features = example.features
+        logits = features @ self._weights
+        chance = 1 / (1 + np.exp(-logits))
+        certainty = chance * (1 - chance) + 0.02
+        wanted = logits + (target[example.experts] - chance) / certainty
+        weighted = features * certainty[:, None]
+        self._gram += weighted.T @ features
+        self._moment += weighted.T @ wanted
+        self._num_learned += 1
+        if self._num_learned % 32 == 0:
+            self._weights = np.linalg.solve(self._gram, self._moment)
+
+
+@dataclass(slots=True)
+class _Request:
+    """One running request: its last remembered tokens, the youngest last."""
+
+    rows: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_FOLLOWERS + 1))
+    token_id: int = -1
+    overlap: np.ndarray | None = None  # [M] of its last token with all remembered ones
+
+
+class Episodes:
+    """A ring of the latest tokens of all requests, with their paths and what followed.
+
+    Two moments are alike when their tokens, the tokens before, and the experts visited so far
+    agree. What followed alike moments, weighted by likeness, predicts what follows now.
+    """
+
+    def __init__(self, shape: Shape, *, capacity: int = REMEMBERED_TOKENS) -> None:
+        self._shape = shape
+        self._capacity = capacity
+        self._visited = np.zeros((shape.num_layers, shape.num_experts + 1, capacity), np.uint8)
+        self._followed = np.zeros((shape.num_layers, capacity, shape.num_experts + 1), np.float32)
+        self._token_id = np.full(capacity, -1, np.int64)
+        self._token_before = np.full(capacity, -1, np.int64)
+        self._row_before = np.zeros(capacity, np.int64)
+        # Added to the likeness: only tokens whose followers are all known may be recalled.
+        self._closed = np.full(capacity, -np.inf, np.float32)
+        self._requests: dict[int, _Request] = {}
+        self._next_row = 0
+        self._weights = (1 - _FOLLOWER_DISCOUNT) * _FOLLOWER_DISCOUNT ** np.arange(
+            _NUM_FOLLOWERS, dtype=np.float32
+        )
+        self._step: list[tuple[int, int, list[int], bool]] = []  # token, row, rows it follows, last
+        self._queries: list[np.ndarray] = []
+        self._before: list[np.ndarray] = []
+        self._num_compared = 0
+
+    def begin(self, event: StepBegins) -> None:
+        """Opens a row for every token of the step that will be remembered."""
+        self._step, self._queries, self._before = [], [], []
+        self._num_compared = 0
+        sequences = event.sequences
+        for sequence in dict.fromkeys(sequences.tolist()):
+            tokens = np.flatnonzero(sequences == sequence)[-_LONGEST_STEP:].tolist()
+            request = self._requests.setdefault(sequence, _Request())
+            for token in tokens:
+                self._open_row(request, token, int(event.token_ids[token]), token == tokens[-1])
+
+    def route(self, event: LayerRouted) -> None:
+        """Notes where a layer sent the tokens, and compares their paths with all others."""
+        layer, query = event.layer, 0
+        visited, followed = self._visited[layer], self._followed[layer]
+        self._num_compared += 1
+        for token, row, followed_rows, is_last in self._step:
+            experts = event.expert_ids[token]
+            if is_last:
+                self._queries[query] += visited[experts].sum(axis=0, dtype=np.uint8)
+                query += 1
+            visited[experts, row] = 1
+            if followed_rows:
+                weights = self._weights[: len(followed_rows), None]
+                followed[np.array(followed_rows)[:, None], experts] += weights
+
+    def recall(self, layer: int) -> np.ndarray:
+        """What followed moments like the present one.
+
+        Returns:
+            ``[E]`` float32: for each expert the expected discounted uses by the next tokens, summed
+            over the running requests; a request that visits an expert at every token adds 1.
+        """
+        total = np.zeros(self._shape.num_experts + 1, np.float32)
+        num_agreements = self._num_compared * self._shape.top_k + 6
+        full_path = self._shape.num_layers * self._shape.top_k
+        for path, before in zip(self._queries, self._before, strict=True):
+            likeness = path * np.float32(_SHARPNESS / num_agreements)
+            likeness += before * np.float32(_SHARPNESS * 0.5 / full_path)
+            likeness += self._closed
+            highest = likeness.max()
+            if np.isfinite(highest):
+                likeness[likeness < highest - _FAR] = -np.inf
+                weights = np.exp(likeness - highest)
+                total += (weights @ self._followed[layer]) / weights.sum()
+        return total[:-1]
+
+    def finish(self, sequence: int) -> None:
+        """Forgets that a request was running; what it did stays remembered."""
+        self._requests.pop(sequence, None)
+
+    def _open_row(self, request: _Request, token: int, token_id: int, is_last: bool) -> None:
+        row = self._next_row
+        self._next_row = (row + 1) % self._capacity
+        self._visited[:, :, row] = 0
+        self._followed[:, row] = 0
+        self._closed[row] = -np.inf
+        rows_before = [r for r in reversed(request.rows) if r != row][:_NUM_FOLLOWERS]
+        if len(rows_before) == _NUM_FOLLOWERS:
+            # The step that begins completes what followed the oldest of them; its last layers are
+            # still to come, where it counts for slightly less.
+            self._closed[request.rows[0]] = 0.0
+        if is_last:
+            agreement = 4.0 * (self._token_id == token_id) * (token_id >= 0)
+            agreement += 2.0 * (self._token_before == request.token_id) * (request.token_id >= 0)
+            self._queries.append(agreement.astype(np.float32))
+            before = request.overlap
+            self._before.append(
+                np.zeros(self._capacity, np.float32) if before is None else before[self._row_before]
+            )
+            request.overlap = self._queries[-1]
+        self._token_id[row] = token_id
+        self._token_before[row] = request.token_id
+        self._row_before[row] = request.rows[-1] if request.rows else row
+        request.rows.append(row)
+        request.token_id = token_id
+        self._step.append((token, row, rows_before, is_last))
+
+
+class CompiledReuse:
+    """``ReuseEstimator`` in C (``reuse.c``): equal but for the order of sums, and much faster."""
+
+    name = ReuseEstimator.name
+
+    def __init__(
+        self, shape: Shape, *, memory: int = REMEMBERED_TOKENS, learn_every: int = 4
+    ) -> None:
+        library = _library()
+        assert library is not None, "is asked for only where it was built"
+        self._shape, self._library = shape, library
+        self._sizes = (shape.num_layers, shape.num_experts, shape.top_k, memory, learn_every)
+        self._network: ReuseNetwork | None = None
+        self._scores: list[list[float] | None] = [None] * shape.num_layers
+        self._state = _State(library, self._sizes)
+        self._begin(*_prior(_NUM_FEATURES))
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StepBegins):
+            sequences = np.ascontiguousarray(event.sequences, np.int64)
+            token_ids = np.ascontiguousarray(event.token_ids, np.int64)
+            if self._library.moe_reuse_begin(
+                *(self._state.at, sequences.ctypes.data, token_ids.ctypes.data, len(sequences))
+            ):
+                raise MemoryError(f"no memory for a step of {len(sequences)} tokens")
+            return
+        ids = np.ascontiguousarray(event.expert_ids, np.int64)
+        gates = np.ascontiguousarray(event.gate_weights, np.float32)
+        self._library.moe_reuse_route(
+            *(
+                self._state.at,
+                event.layer,
+                ids.ctypes.data,
+                gates.ctypes.data if gates.size else None,
+            ),
+            *ids.shape,
+        )
+        self._scores[event.layer] = None
+
+    def finish(self, sequence: int) -> None:
+        self._library.moe_reuse_finish(self._state.at, sequence)
+
+    def learned(self) -> State:
+        network = {} if self._network is None else self._network.state()
+        if not self._library.moe_reuse_num_learned(self._state.at) and not network:
+            return {}
+        return {name: self._array(name).copy() for name in _KEPT} | network
+
+    def take_network(self, network: ReuseNetwork) -> None:
+        """Begins anew with a network, whose log odds are one more feature."""
+        self._state = _State(self._library, self._sizes)
+        self._network = network
+        arrays = (network.entry, network.past, network.exit, network.bias)
+        if self._library.moe_reuse_take_network(
+            self._state.at, WIDTH, *(one.ctypes.data for one in arrays)
+        ):
+            raise MemoryError("no memory for the network of the policy 'reuse'")
+        self._begin(*_prior(_NUM_FEATURES + 1))
+
+    def restore(self, state: State) -> None:
+        network, gram, moment, uses, gates = _restored(self._shape, state)
+        if network is not None:
+            self.take_network(network)
+        elif self._network is not None:
+            self._state, self._network = _State(self._library, self._sizes), None
+        self._begin(gram, moment, np.linalg.solve(gram, moment))
+        self._array("uses")[:], self._array("gates")[:] = uses, gates
+
+    def scores(self, layer: int) -> list[float]:
+        """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""
+        known = self._scores[layer]
+        if known is None:
+            found = self._library.moe_reuse_scores(self._state.at, layer)
+            known = self._scores[layer] = found[: self._shape.num_experts]
+        return known
+
+    def _begin(self, gram: np.ndarray, moment: np.ndarray, weights: np.ndarray) -> None:
+        for name, values in (("gram", gram), ("moment", moment), ("weights", weights)):
+            self._array(name)[:] = values
+
+    def _array(self, name: str) -> np.ndarray:
+        """A view of an array of the C state."""
+        layers, experts = self._shape.num_layers, self._shape.num_experts
+        features = _NUM_FEATURES + (self._network is not None)
+        sizes = {
+            "gram": (features, features),
+            "moment": (features,),
+            "uses": (layers, len(MEMORIES), experts),
+            "gates": (layers, experts),
+            "weights": (features,),
+        }
+        kind = ctypes.c_float if name in ("uses", "gates") else ctypes.c_double
+        found = self._library.moe_reuse_array(self._state.at, [*sizes].index(name))
+        return np.ctypeslib.as_array(ctypes.cast(found, ctypes.POINTER(kind)), sizes[name])
+
+
+class _State:
+    """The memory of a C estimator, freed with this object."""
+
+    def __init__(self, library: ctypes.CDLL, sizes: tuple[int, ...]) -> None:
+        self._free = library.moe_reuse_free
+        self.at = library.moe_reuse_new(*sizes)
+        if not self.at:
+            raise MemoryError("no memory for the policy 'reuse'")
+
+    def __del__(self) -> None:
+        if getattr(self, "at", None):
+            self._free(self.at)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The C estimator; None where it was not built."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        version = library.moe_reuse_version()
+    except (OSError, AttributeError):
+        return None
+    if version != VERSION:
+        return None
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    for name, result, arguments in (
+        ("new", pointer, [number] * 5),
+        ("free", None, [pointer]),
+        ("begin", ctypes.c_int, [pointer, pointer, pointer, number]),
+        ("route", None, [pointer, number, pointer, pointer, number, number]),
+        ("finish", None, [pointer, long]),
+        ("scores", ctypes.POINTER(ctypes.c_float), [pointer, number]),
+        ("num_learned", long, [pointer]),
+        ("array", pointer, [pointer, ctypes.c_int]),
+        ("take_network", ctypes.c_int, [pointer, number, pointer, pointer, pointer, pointer]),
+    ):
+        function = getattr(library, f"moe_reuse_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
