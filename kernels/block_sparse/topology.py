@@ -29,12 +29,10 @@ class Strips(NamedTuple):
     """The strips of one side, and the blocks in each.
 
     Attributes:
-        first: First row (or column) of each strip, int64.
-        end: The one after its last, int64.
+        first: First row (or column) of each strip, int64; `end`: the one after its last.
         offsets: Strip g has places `offsets[g]` to `offsets[g + 1]` of the lists below; int32.
         block: Where the block of each place is stored, int32; None if in the same place.
-        first_across: First column (row) of the block of each place, int64.
-        end_across: The one after its last, int64.
+        first_across: First column (row) of the block of each place, int64, and `end_across`.
     """
 
     first: Tensor

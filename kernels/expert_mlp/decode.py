@@ -89,17 +89,8 @@ class _Rows(NamedTuple):
 class _Product(NamedTuple):
     """What the launch of a product depends on but for its rows.
 
-    Attributes:
-        device: What it must fit in.
-        precision: Of products.
-        dtype: Of the rows.
-        dim_n: Columns of the result.
-        dim_k: The summed dimension.
-        stride_w: Of the weights, or of their codes.
-        stride_b: Of the biases.
-        has_bias: Whether there are any.
-        packed: How packed weights are written; None for one token and weights whose rows are whole,
-            which kernels without matrix units multiply.
+    `packed` says how packed weights are written; None for one token and weights whose rows are
+    whole, which kernels without matrix units multiply.
     """
 
     device: GpuLimits
@@ -148,15 +139,8 @@ def _prepare_up(
     spec: ActivationSpec,
     layout: GateLayout,
 ) -> PreparedLaunch:
-    """The first product with the activation.
-
-    Args:
-        rows: Numbers of rows.
-        product: Its shape.
-        stride_x: Of `x`.
-        distances: From the gate to up, in weights and biases, where both are tensors of their own.
-        spec: The activation.
-        layout: Of the pre-activations.
+    """The first product with the activation; `distances` lead from the gate to up, in weights and
+    biases, where both are tensors of their own.
     """
     dim_f, stride_w, stride_b = product.dim_n, product.stride_w, product.stride_b
     # Rows from one hidden column to the next, and from a gate to its up.
@@ -242,17 +226,9 @@ def decode_expert_mlp(
 ) -> Tensor:
     """The whole routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
 
-    Args:
-        x_TD: `[T, D]`.
-        ids_TK: `[T, K]` integers; an id that names no expert adds nothing. A token may name an
-            expert twice.
-        weights_TK: `[T, K]` gate weights.
-        experts: Weights at any strides, or packed.
-        spec: The activation.
-        device: What the kernels must fit in, instead of the one that `x` lies on.
-
-    Returns:
-        `[T, D]` in the dtype of `x`.
+    `ids` that name no expert add nothing, and a token may name an expert twice. Weights of the
+    experts have any strides, or are packed. `device` is what the kernels must fit in, instead of
+    the one that `x` lies on.
     """
     products = DecodeProducts(x_TD, ids_TK, weights_TK, experts.num_experts, device)
     products.add(experts, spec)
@@ -345,9 +321,7 @@ class DecodeProducts:
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
         """Takes rows that were computed elsewhere, of experts that are never added here.
 
-        Args:
-            rows_N: Integers, places in the flattened ids.
-            y_ND: What their experts make of them, not yet weighted.
+        `rows_N` are places in the flattened ids; `y_ND` is not yet weighted.
         """
         self._dim = y_ND.shape[1]
         if self._partial is None:
@@ -362,10 +336,8 @@ class DecodeProducts:
         partial[0].index_copy_(0, rows_N, y_ND.float())
 
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
-        """The output, once every expert was added that an id names and that has a slot here.
-
-        Args:
-            slot_of_expert: `[E]`, below 0 for experts that take no part; None if all do.
+        """The output, once every expert was added that an id names and that has a slot in this
+        table.
         """
         if self._partial is None and self._given:
             shape = 1, self._ids_TK.numel(), self._dim

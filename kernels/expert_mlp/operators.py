@@ -81,12 +81,8 @@ def path_of(impl: str, x: Tensor) -> Path:
 
 
 def resolve_path(impl: str, x: Tensor) -> str:
-    """Which implementation a name means.
-
-    Args:
-        impl: `triton`, `native`, `torch`, or `auto`, which goes by the device: Triton on a GPU, the
-            C kernels on a CPU that has them, torch otherwise.
-        x: The input: where it lies, and its dtype.
+    """Which implementation a name means; `auto` is Triton on a GPU, the C kernels on a CPU that has
+    them, torch otherwise.
 
     Raises:
         NativeUnavailableError: `impl="native"` and the library was not built.

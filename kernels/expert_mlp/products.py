@@ -242,13 +242,7 @@ def experts_code_bytes(
     same numbers, one row included. A matrix's gradient is a sum over one of these numbers of rows,
     or one of two more for every doubling beyond the largest. A matrix is multiplied as it lies in
     one direction and turned in the other, so that each has code of its own; experts share it.
-
-    Args:
-        shapes: Of an expert's tensors; biases and small matrices leave nothing.
-        dtype: Of products.
-        num_rows: The most that one expert gets: all tokens of a step.
-        has_backward: Whether rows get gradients.
-        is_trained: Whether matrices do.
+    `num_rows` is the most that one expert gets: all tokens of a step.
     """
     library = native_library()
     if library is not None and is_faster_widened(library, dtype):

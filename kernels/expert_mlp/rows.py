@@ -53,13 +53,9 @@ class Group(NamedTuple):
 class RoutedBatch:
     """What the experts of a layer are given in one call.
 
-    Attributes:
-        x_TD: Tokens ``[T, D]``, or rows ``[R, D]`` in the order of their experts.
-        ids_TK: The choices of every token; None where `sorted_rows` says all about them.
-        weights_TK: Gate weights; None for sorted rows, whose own outputs are wanted.
-        experts: The parameters.
-        activation: What lies between the products.
-        sorted_rows: Where each expert's rows are, if the caller knows it.
+    `x_TD` are tokens, or rows ``[R, D]`` in the order of their experts, which have no gate weights
+    and whose own outputs are wanted. `ids_TK` is None where `sorted_rows` says all about the
+    choices.
     """
 
     x_TD: Tensor

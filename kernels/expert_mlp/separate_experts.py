@@ -247,9 +247,8 @@ def call_kernel(
 ) -> None:
     """The C kernel of whole experts, for what `expert_ffn` has checked.
 
-    Args:
-        records: The C struct `Expert` of each expert, one after another.
-        decodes: Whether quantised experts are multiplied by their values, in the dtype of `x`.
+    `records` are the C structs `Expert`, one after another. With `decodes` quantised experts are
+    multiplied by their values, in the dtype of `x`.
 
     Raises:
         ValueError: A row number is out of range.

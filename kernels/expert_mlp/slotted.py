@@ -95,9 +95,7 @@ class SlottedProducts:
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
         """Takes rows that were computed elsewhere, of experts that are never added.
 
-        Args:
-            rows_N: integers, places in the flattened ids.
-            y_ND: what their experts make of them; summed in the same order as all others.
+        `rows_N` are places in the flattened ids; `y_ND` is summed in the same order as all others.
         """
         assert self._few is not None, "rows are taken of few tokens only"
         self._few.give(rows_N, y_ND)
@@ -163,13 +161,9 @@ class LowRank:
     ) -> None:
         """Adds to the gradients of `A` and `B`; rows are summed in their order.
 
-        Args:
-            x: The product's input, times the weights of its rows if the gradient has none.
-            grad: The gradient of what the product gave.
-            grad_inner_RL: What `backward` returned for this gradient.
-            groups: The rows of all experts.
-            x_divisor: 0 if `x` is in sorted order, else row r reads `order[r] // divisor`.
-            grad_divisor: The same for `grad`.
+        `x` is the product's input, times the weights of its rows if `grad`, of what the product
+        gave, has none; `grad_inner` is what `backward` returned for it. Divisors are 0 for sorted
+        order, else row r reads `order[r] // divisor`.
         """
         first, second = self._parameters
         inner_RL = self._inner(x, groups, gathers=x_divisor > 0)
@@ -259,10 +253,7 @@ class SlottedTraining:
         """Makes room for Z pre-activations a row, and computes what adapters of the first product
         give.
 
-        Args:
-            dim_preactivation: Z.
-            low: Adapters of the first product and of the second, or None.
-            keeps: Whether there will be a backward pass.
+        `low`: adapters of the first product and of the second, or None.
         """
         self._low, self._keeps = low, keeps
         if low[0] is not None:

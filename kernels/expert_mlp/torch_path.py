@@ -78,16 +78,9 @@ class TorchSteps:
     ) -> Tensor:
         """Steps back over the activation, with the gate weight still to be multiplied.
 
-        Args:
-            z_nZ: Pre-activations, possibly in a narrower dtype than the rest.
-            layout: How `z` lies.
-            hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
-                values times the gate weight.
-            weights_n: Gate weights in fp32 or better; None for ones.
-            grad_z_nZ: Receives the gradient of `z`; may be `z`.
-
-        Returns:
-            The gradient of the gate weights ``[n]`` in fp32 or better.
+        `hidden` holds the gradient of the hidden values for a gate weight of one, and receives the
+        hidden values times the gate weight (None: one); `grad_z`, which may be `z`, receives the
+        gradient of `z`. Returns the gradient of the gate weights ``[n]`` in fp32 or better.
         """
         precise = precise_dtype(z_nZ)
         gate, up = layout.split(z_nZ.to(precise))
@@ -280,14 +273,8 @@ class Call:
     ) -> None:
         """One expert's part of all gradients.
 
-        Args:
-            group: The expert and its rows.
-            experts: All experts, for their layout.
-            one: Its parameters.
-            parameters: Where the gradients of the experts' `tensors` go; None for one that is not
-                needed. They are added to unless this `is_first` to write to the slot.
-            needs_x: Whether the gradient of `x` is.
-            is_first: See there.
+        Those of the experts' `tensors` go to `parameters`, None for one that is not needed. They
+        are added to unless this `is_first` to write to the slot.
         """
         grad_nD = self._rows(self._grad_TD, group, "grad")
         z_nZ, grad_z_nZ = self._kept_preactivations(group, one)
@@ -449,11 +436,9 @@ class GradientMemory:
         self._lock = threading.Lock()
 
     def take(self, parameter: Tensor, written: Collection[int]) -> Tensor:
-        """A gradient of a parameter ``[E, ...]``: zero but for the experts that will be written.
+        """A gradient of a parameter ``[E, ...]``: zero but for the experts that will be `written`.
 
-        Args:
-            parameter: of all experts; where it is a view, what it is a view of keeps the memory.
-            written: experts whose whole gradient the caller writes; it may be anything now.
+        Of a view, the tensor that it is a view of keeps the memory.
         """
         if not is_large(parameter):
             return untouched_zeros(parameter)

@@ -27,12 +27,8 @@ _GATE_ROWS = 32
 
 
 class ActivationGrads(NamedTuple):
-    """What `activation_backward` found.
-
-    Attributes:
-        dpre: `[R, Z]`, rows of experts with a slot.
-        hidden: `[R, F]` hidden values times the gate weight, or None.
-        gate_weight_grad: `[T*K]` fp32 gradient of the gate weights in slot order, or None.
+    """`[R, Z]` gradients of pre-activations, `[R, F]` hidden values times the gate weight, and
+    `[T*K]` fp32 gradients of the gate weights in slot order; None for what was not needed.
     """
 
     dpre: Tensor
@@ -205,15 +201,10 @@ def bias_grad(
     scale_R: Tensor | None = None,
     accumulates: bool = False,
 ) -> Tensor:
-    """`out[slot] = sum of scale * x` over each expert's rows.
+    """`out[slot] = sum of scale * x` over each expert's rows, written or with `accumulates` added.
 
-    Args:
-        x: `[*, N]`.
-        groups: The rows.
-        out_SN: `[S, N]`, unit stride along N.
-        divisor: As `left_divisor` of `weight_grad`; must not be 0 when there is a scale.
-        scale_R: One factor a slot, in slot order, or None.
-        accumulates: Adds to `out` instead of writing it.
+    `out_SN` has unit stride along N. `divisor` is as `left_divisor` of `weight_grad`, and not 0
+    when there is a scale, one factor a slot in slot order.
     """
     dim = groups.width_of(out_SN.shape[1])
     if not dim:

@@ -17,12 +17,8 @@ from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
 class TileMap(NamedTuple):
-    """Expert (-1: none) and first row of each tile, in device memory.
-
-    Attributes:
-        expert: int32.
-        first_row: int64.
-        num_used: `[1]` int32: tiles that have an expert; they come first.
+    """Expert (-1: none) and first row of each tile, in device memory; tiles that have an expert
+    come first, `num_used` of them.
     """
 
     expert: Tensor

@@ -56,11 +56,8 @@ def tile_map(
 
 @triton.jit
 def expert_columns(starts_ptr, values_ptr, offsets_ptr, expert, MULTIPLE: tl.constexpr):
-    """Where the columns of an expert of its own width are, see `ExpertColumns.value_offsets`.
-
-    Returns:
-        `(first, width, stride, base)`: its first column of all experts' and how many it has; its
-        hidden values of row r start at `base + r * stride`.
+    """`(first, width, stride, base)` of an expert of its own width: its first column of all
+    experts' and how many it has; its hidden values of row r start at `base + r * stride`.
     """
     first = tl.load(starts_ptr + expert)
     width = (tl.load(starts_ptr + expert + 1) - first).to(tl.int32)

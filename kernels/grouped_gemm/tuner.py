@@ -94,14 +94,10 @@ def tune(
 ) -> Iterator[Measured]:
     """Times every tile of every problem, one problem after another, and the fastest again in turn.
 
-    The rule's tile is timed first and wins ties. It must run; any other may be refused.
-
-    Args:
-        problems: What to tune. A product that two layers share is measured once.
-        candidates: Tiles to try besides the rule's.
-        seconds_of: Runs a call often enough and says what it takes.
-        refusals: What a tile that does not fit raises.
-        num_threads: That compile at once, before anything is timed.
+    The rule's tile is timed first and wins ties. It must run; any other may raise one of
+    `refusals`, where it does not fit. `seconds_of` runs a call often enough and says what it takes.
+    A product that two layers share is measured once. `num_threads` compile at once, before anything
+    is timed.
     """
     done: set[TileKey] = set()
     for problem in problems:

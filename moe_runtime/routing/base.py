@@ -23,7 +23,7 @@ from moe_runtime.config import is_number, type_in_words
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.routing.capacity import Capacity, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
-from moe_runtime.routing.value import Routing, expert_counts
+from moe_runtime.routing.value import Policy, Routing, expert_counts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,6 +58,7 @@ class Choice:
         logits_TE: Raw scores.
         probs_TE: Scores as shares of 1 in each row.
         own_losses: Losses that only this gate has.
+        policy: Of a choice that was sampled.
     """
 
     ids_TK: Tensor
@@ -65,6 +66,7 @@ class Choice:
     logits_TE: Tensor
     probs_TE: Tensor
     own_losses: Mapping[str, Callable[[], Tensor]] | None = None
+    policy: Policy | None = None
 
 
 class GateOptions(TypedDict, total=False):
@@ -225,10 +227,9 @@ class Gate(nn.Module, ABC):
         """Computes the losses of a choice and applies capacity to it."""
         losses = self.losses(choice, context)
         num_experts = choice.probs_TE.shape[1]
+        own = {"logits_TE": choice.logits_TE, "policy": choice.policy}
         if self.capacity is None:
-            return Routing(
-                choice.ids_TK, choice.weights_TK, num_experts, losses, logits_TE=choice.logits_TE
-            )
+            return Routing(choice.ids_TK, choice.weights_TK, num_experts, losses, **own)
         slots_TK, is_kept_TK = self.places(choice, self.capacity)
         return Routing(
             choice.ids_TK.masked_fill(~is_kept_TK, num_experts),
@@ -237,7 +238,7 @@ class Gate(nn.Module, ABC):
             losses,
             demand_E=expert_counts(choice.ids_TK, num_experts),
             slots_TK=slots_TK.masked_fill(~is_kept_TK, -1),
-            logits_TE=choice.logits_TE,
+            **own,
         )
 
     def losses(self, choice: Choice, context: RoutingContext) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from moe_runtime.routing.base import (
     place_of,
     score_dtype,
 )
-from moe_runtime.routing.value import Policy, Routing
+from moe_runtime.routing.value import Policy
 
 
 class Reinforce(Gate):
@@ -71,17 +71,17 @@ class Reinforce(Gate):
 
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
         choice = super().decide(x_TD, context)
-        if not isinstance(choice, _SampledChoice):
+        if choice.policy is None:
             return choice
         precise = score_dtype(x_TD)
         # The baseline learns the rewards from the tokens as they are, and does not shape them.
         values_T = x_TD.detach().to(precise) @ self.value_weight.to(precise)
         values_T = values_T + self.value_bias.to(precise)
-        assert choice.log_probs_T is not None, "sampled with it"
+        log_probs_T = choice.policy.log_probs_T
         # Without a reward all parameters get gradients of zeros: wrappers wait for one of each.
-        nothing_T1 = 0.0 * (choice.log_probs_T + values_T)[:, None]
-        weights_TK = choice.weights_TK + nothing_T1
-        return dataclasses.replace(choice, weights_TK=weights_TK, values_T=values_T)
+        weights_TK = choice.weights_TK + 0.0 * (log_probs_T + values_T)[:, None]
+        policy = Policy(log_probs_T, values_T)
+        return dataclasses.replace(choice, weights_TK=weights_TK, policy=policy)
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         log_probs_TE = logits_TE.log_softmax(dim=-1)
@@ -93,22 +93,11 @@ class Reinforce(Gate):
             return Choice(ids_T1, ones_T1, logits_TE, probs_TE, losses)
         policy_TE = nucleus(log_probs_TE, self.top_p)
         ids_T1 = _sample(policy_TE.detach().exp(), context.generator)
-        return _SampledChoice(
-            ids_T1,
-            torch.ones_like(ids_T1, dtype=probs_TE.dtype),
-            logits_TE,
-            probs_TE,
-            losses,
-            log_probs_T=policy_TE.gather(1, ids_T1).squeeze(1),
-        )
-
-    def finish(self, choice: Choice, context: RoutingContext) -> Routing:
-        routing = super().finish(choice, context)
-        if not isinstance(choice, _SampledChoice):
-            return routing
-        assert choice.log_probs_T is not None, "sampled with it"
-        assert choice.values_T is not None, "added by `decide`"
-        return dataclasses.replace(routing, policy=Policy(choice.log_probs_T, choice.values_T))
+        log_probs_T = policy_TE.gather(1, ids_T1).squeeze(1)
+        # `decide` adds the values of the baseline
+        policy = Policy(log_probs_T, torch.zeros_like(log_probs_T))
+        ones_T1 = torch.ones_like(ids_T1, dtype=probs_TE.dtype)
+        return Choice(ids_T1, ones_T1, logits_TE, probs_TE, losses, policy)
 
     def policy_loss(self, policy: Policy, rewards_T: Tensor) -> Tensor:
         """What to minimise, with `policy_weight`, so that rewarded choices become likelier.
@@ -129,12 +118,6 @@ class Reinforce(Gate):
         num_tokens = max(1, len(rewards_T))
         gain = (surprise_T.detach() * policy.log_probs_T).sum() / num_tokens
         return surprise_T.square().sum() / (2 * num_tokens) - gain
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _SampledChoice(Choice):
-    log_probs_T: Tensor | None = None
-    values_T: Tensor | None = None
 
 
 def nucleus(log_probs_TE: Tensor, top_p: float) -> Tensor:
