@@ -11,22 +11,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}b": 1000**_power}
+    _UNITS |= dict.fromkeys((_prefix, f"{_prefix}ib"), 1024**_power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _TOO_MANY_BYTES = 2**63

@@ -20,7 +20,7 @@ from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
 from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
-from moe_runtime.checkpoints.packed_experts import MatrixForm
+from moe_runtime.checkpoints.packed_experts import Part
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import (
     CapacityError,
@@ -416,7 +416,7 @@ def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
         if path.rpartition(".")[2] in _READ_AS_VALUES:
             return False
         is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
-        form = MatrixForm(name, torch.bfloat16, tuple(weight.shape))
+        form = Part(name, torch.bfloat16, tuple(weight.shape))
         if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):
             return False
     elif weight.lead or weight.is_transposed or (weight.convert and not weight.moves_codes):

@@ -47,12 +47,18 @@ _MAX_BYTES = 256 << 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class MatrixForm(NamedTuple):
-    """One matrix or bias, the same in all experts of a layer."""
+class Part(NamedTuple):
+    """A matrix or bias of each expert of a layer, or what the code makes of one, where it lies."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int = 0  # within an expert's bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without what fills it up."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def is_coded(self, code: Code) -> bool:
         """Whether it is written in the lossless code, which makes short rows longer."""
@@ -61,26 +67,12 @@ class MatrixForm(NamedTuple):
         return coded_row_bytes(self.shape[1]) < 2 * self.shape[1]
 
 
-class Part(NamedTuple):
-    """A run of elements within an expert's bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes without what fills it up."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
     """The experts of one module."""
 
     module: str
-    matrices: tuple[MatrixForm, ...]  # what each expert has, in the order of the parts
+    matrices: tuple[Part, ...]  # what each expert has, in the order of the parts
     rooms: list[tuple[int, ...]]  # for each expert the bytes of escapes of each coded matrix
 
     def parts(self, expert: int, code: Code) -> tuple[list[Part], int]:
@@ -117,7 +109,7 @@ def tensor_name(layer: int, expert: int) -> str:
 
 
 def lay_out_parts(
-    matrices: Sequence[MatrixForm], rooms: Sequence[int], code: Code
+    matrices: Sequence[Part], rooms: Sequence[int], code: Code
 ) -> tuple[list[Part], int]:
     """The parts of an expert, and the bytes of the run that they lie in."""
     parts: list[Part] = []
@@ -175,11 +167,11 @@ def _layer(value: Any, code: Code) -> PackedLayer:
     return PackedLayer(_of(fields.get("module"), str), matrices, rooms)
 
 
-def _form(value: Any) -> MatrixForm:
+def _form(value: Any) -> Part:
     fields = _of(value, list)
     if len(fields) != 3 or fields[1] not in _DTYPES or len(_of(fields[2], list)) not in (1, 2):
         raise ValueError(f"expected a matrix as name, type and shape, found {fields}")
-    return MatrixForm(_of(fields[0], str), _DTYPES[fields[1]], tuple(map(_size, fields[2])))
+    return Part(_of(fields[0], str), _DTYPES[fields[1]], tuple(map(_size, fields[2])))
 
 
 def _of(value: Any, kind: type) -> Any:

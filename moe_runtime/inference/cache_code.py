@@ -20,7 +20,6 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.packed_experts import (
     PART_ALIGNMENT,
-    MatrixForm,
     Part,
     PlanesPacking,
     aligned,
@@ -182,11 +181,11 @@ class CodingFetcher(TierFetcher):
             return escapes
 
 
-def _form(name: str, tensor: TensorRange) -> MatrixForm:
+def _form(name: str, tensor: TensorRange) -> Part:
     """A matrix that can be coded, or as many elements that stay as they are."""
     if len(tensor.shape) == 2 and tensor.stride[1] != 1:
-        return MatrixForm(name, tensor.dtype, (math.prod(tensor.shape),))
-    return MatrixForm(name, tensor.dtype, tensor.shape)
+        return Part(name, tensor.dtype, (math.prod(tensor.shape),))
+    return Part(name, tensor.dtype, tensor.shape)
 
 
 def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
@@ -199,5 +198,5 @@ def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
     return TensorRange(file, part.offset, part.num_bytes, part.dtype, shape, stride)
 
 
-def _room(form: MatrixForm) -> int:
+def _room(form: Part) -> int:
     return aligned(math.prod(form.shape) // ROOM_SHARE + TAIL_BYTES, PART_ALIGNMENT)

@@ -289,6 +289,12 @@ CASES = {
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
     ),
     "predictor list": Case((), (), {}),
+    "predictor teach": Case(
+        (),
+        (),
+        {},
+        dict.fromkeys(("model", "traces"), "tests/cli/test_predictor.py"),
+    ),
     **BENCH_CASES,
 }
 # tests/cli/test_options.py, tests/serving/test_chat_command.py and test_load_command.py

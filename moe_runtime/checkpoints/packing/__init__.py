@@ -24,8 +24,8 @@ from moe_runtime.checkpoints.packed_experts import (
     PART_ALIGNMENT,
     Code,
     Manifest,
-    MatrixForm,
     PackedLayer,
+    Part,
     aligned,
     lay_out_parts,
     read_manifest,
@@ -118,14 +118,14 @@ class PackedWriter(CheckpointWriter):
             layers.append(PackedLayer(module.name, self._forms[layer], rooms))
         return Manifest(self._code, tuple(layers), files).to_json()
 
-    def _forms_of(self, layer: int) -> tuple[MatrixForm, ...]:
+    def _forms_of(self, layer: int) -> tuple[Part, ...]:
         layout = self.experts.layouts[ExpertKey(layer, 0)]
         pairs = zip(self.experts.matrices[layer], layout.tensors, strict=True)
-        return tuple(MatrixForm(name, found.dtype, tuple(found.shape)) for name, found in pairs)
+        return tuple(Part(name, found.dtype, tuple(found.shape)) for name, found in pairs)
 
 
 def _packed(
-    forms: Sequence[MatrixForm], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
+    forms: Sequence[Part], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
 ) -> tuple[Tensor, list[int]]:
     """The bytes of an expert, and the rooms of its escapes."""
     coded = [form for form in forms if form.is_coded(code)]
@@ -148,7 +148,7 @@ def _packed(
     return content, rooms
 
 
-def _coded(form: MatrixForm, view: Tensor) -> PlanesMatrix:
+def _coded(form: Part, view: Tensor) -> PlanesMatrix:
     matrix = encode_planes(view if view.stride(-1) == 1 else view.contiguous())
     if not torch.equal(decode_planes(matrix).view(torch.int16), view.view(torch.int16)):
         raise CheckpointError(f"{form.name} does not come back from the lossless code")

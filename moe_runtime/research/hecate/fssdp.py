@@ -149,7 +149,16 @@ class SparseExperts(ParallelExperts):
         loads_E = loads_of_all(routing, self.transport)
         self._loads.append(loads_E)
         if self.rules.token_s:
-            plan = self._calibrated(plan, pending, loads_E)
+            extra = calibrate(
+                loads_E,
+                self._owners(),
+                plan.copies,
+                devices_per_node=self.rules.ranks_per_node,
+                slots_per_device=self.rules.slots_per_rank,
+                token_s=self.rules.token_s,
+                expert_s=self.rules.expert_s,
+            )
+            plan = plan.extend(extra, pending) if any(extra) else plan
         self.num_copied = plan.sent_experts
         stacked = self.stacked()
         is_there = [tensor is not None for tensor in stacked.tensors()]
@@ -201,20 +210,6 @@ class SparseExperts(ParallelExperts):
             max_experts=self.rules.max_experts,
             slots_per_device=self.rules.slots_per_rank,
         )
-
-    def _calibrated(
-        self, plan: SparseMaterialisation, pending: PendingParameters, loads_E: Sequence[int]
-    ) -> SparseMaterialisation:
-        extra = calibrate(
-            loads_E,
-            self._owners(),
-            plan.copies,
-            devices_per_node=self.rules.ranks_per_node,
-            slots_per_device=self.rules.slots_per_rank,
-            token_s=self.rules.token_s,
-            expert_s=self.rules.expert_s,
-        )
-        return plan.extend(extra, pending) if any(extra) else plan
 
 
 def reshard_layers(
