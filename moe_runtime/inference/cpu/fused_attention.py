@@ -157,7 +157,7 @@ class FusedAttention:
         return is_observed(*self._parts)
 
     def _may_fuse(self, num_sequences: int) -> bool:
-        """Whether the kernels take so many sequences, with the settings and weights of now."""
+        """Whether the kernels take so many sequences, with the current settings and weights."""
         own = vars(self._module)
         settings = [
             *self._places_now(),

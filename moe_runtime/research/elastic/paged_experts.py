@@ -27,10 +27,11 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_exp
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import set_up_libraries
-from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts, bind_weights
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_weights
 from moe_runtime.inference.generation import end_token_ids
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
-from moe_runtime.kernels.expert_mlp import ActivationName, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.parallel import Transport
@@ -229,10 +230,12 @@ class SpreadModule(OffloadedExperts):
         self._no_choice = torch.empty((0, 1), dtype=torch.int64)
 
     @property
-    def activation(self) -> ActivationName | GateFunction:
+    def activation(self) -> ExpertActivation:
         return self._activation
 
-    def expert_rows(self, hidden_TD: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def expert_outputs(
+        self, hidden_TD: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """A collective call."""
         return self._spread.compute(self, hidden_TD, top_k_index)
 
