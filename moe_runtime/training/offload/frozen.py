@@ -171,8 +171,11 @@ class SlottedExecutor:
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `TrainedExpertsExecutor.forward`; `then` are experts that come next, None for those of this
-        pass again."""
+        """As `TrainedExpertsExecutor.forward`.
+
+        Args:
+            then: experts that come next; None for those of this pass again.
+        """
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
         site = self._sites[layer]
