@@ -7,6 +7,7 @@ compiles nothing, and prints the kernels that each target would compile in turn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -14,12 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from aot_compile import Binary, compile_launches, launched_names
-from aot_slots import added_up, few_from_slab, from_slab, training_from_slab
-from aot_small import between_products, meta, small_kernels
+from torch import Tensor
 
+import moe_runtime.kernels.decode_step.expert_choice_kernel as choice_kernel
+import moe_runtime.kernels.decode_step.rotary_step_kernel as rotary_kernel
+import moe_runtime.kernels.linear.kernel as linear_kernel
+import moe_runtime.kernels.rms_norm.kernel as norm_kernel
 from moe_runtime.kernels.block_sparse.kernel import (
     choose_dsd_tile,
     choose_tile,
@@ -27,8 +32,13 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
+from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
+from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
+from moe_runtime.kernels.decode_step.rotary_step import RowNorm
+from moe_runtime.kernels.expert_fetch import FetchTables
+from moe_runtime.kernels.expert_fetch.op import launch_fetch_experts
 from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
+from moe_runtime.kernels.expert_mlp.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
@@ -42,14 +52,169 @@ from moe_runtime.kernels.grouped_gemm.tile import (
     ProductKind,
     Tile,
     packed_table,
+    tile_by_rule,
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
+from moe_runtime.kernels.rms_norm.op import MOST_COLUMNS
 from moe_runtime.kernels.token_sort import SortedTokens
+from moe_runtime.kernels.token_sort.kernel import token_sort_triton
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def small_kernels() -> None:
+    """What has no tile to choose."""
+    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
+    token_sort_triton(ids, 128)
+    token_sort_triton(ids[:16], 128)
+    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
+    launch_combine_fwd(y, weights, order, one, 8)
+    launch_combine_bwd(
+        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
+    )
+    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
+    bias_grad(y, groups, out_SN=meta(128, 2048))
+    for num_parts, word_bytes in ((1, 8), (9, 2)):
+        slots_E, landing = meta(128, dtype=torch.int32), meta(8, dtype=torch.int32)
+        sources = meta(128, num_parts, dtype=torch.int64)
+        parts = meta(2, num_parts, dtype=torch.int64)
+        tables = FetchTables(slots_E, sources, parts, landing)
+        slots = meta(1024, 9437184, dtype=torch.uint8)
+        launch_fetch_experts(ids[:16], tables, slots, slots_E, 8, word_bytes)
+
+
+def between_products(*, is_chained: bool) -> None:
+    """Those of Qwen3-30B-A3B, and the widest; launched before the one before them has ended."""
+    chain = {"IS_CHAINED": is_chained}
+    with contextlib.ExitStack() as patches:
+        for module in (choice_kernel, linear_kernel, norm_kernel, rotary_kernel):
+            patches.enter_context(patch.object(module, "dependent_launch", lambda _: chain))
+        _between_products()
+
+
+def _between_products() -> None:
+    norm_kernel.launch_rms_norm(meta(8, 1, 2048), meta(2048), 1e-6, "rounded")
+    linear_kernel.launch_linear_row(
+        meta(1, 2048), [(meta(n, 2048), None) for n in (4096, 512, 512)]
+    )
+    linear_kernel.launch_linear_row(meta(1, 2880), [(meta(201, 2880), meta(201))])
+    recorded = {"_are_parameters": lambda _: True, "_is_recorded": lambda: True}
+    with patch.multiple(linear_kernel, **recorded):
+        linear_kernel.launch_linear_row(meta(1, 4096), [(meta(2048, 4096), None)])
+    norm_kernel.launch_rms_norm(meta(8, 1, MOST_COLUMNS), meta(MOST_COLUMNS), 1e-6, "wide")
+    sums = meta(8, 1, 2048)
+    norm_kernel.launch_rms_norm(sums, meta(2048), 1e-6, "rounded", sums)
+    form = ChoiceForm("softmax", normalises=True)
+    choice_kernel.launch_choose_experts(meta(8, 128), 8, form, None, torch.bfloat16)
+    bias, form = meta(512, dtype=torch.float32), ChoiceForm("sigmoid", True, 2.5)
+    choice_kernel.launch_choose_experts(
+        meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32
+    )
+    for dtype, heads, key_heads, dim, is_whole in (
+        (torch.bfloat16, 32, 4, 128, False),
+        (torch.float32, 48, 8, 256, True),
+    ):
+        query, key = meta(8, heads * dim, dtype=dtype), meta(8, key_heads * dim, dtype=dtype)
+        widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
+        query_norm, key_norm = (RowNorm(meta(width, dtype=dtype), 1e-6) for width in widths)
+        angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 4096, dim, dtype=dtype)
+        for place in (meta(dtype=torch.int64), meta(8, dtype=torch.int64)):
+            rotary_kernel.launch_rotary_step(
+                (query, key, key), (angles, angles), (cache, cache), place,
+                (query_norm, key_norm), dim, None if place.ndim else meta(1, dtype=torch.int32),
+            )  # fmt: skip
+
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
 # transposed interleaved weights, a bounded gate and a width that no tile divides.
 QWEN3 = {"T": 4096, "K": 8, "E": 128, "D": 2048, "F": 768}
+T, K, E, D, F = QWEN3.values()
+SPEC, LAYOUT, RANK = ActivationSpec("silu"), GateLayout(), 16
+
+
+def _slab(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gate and up, and down, of all slots: an expert's lie one behind the other."""
+    slab = meta(E + 8, 3 * D * F, dtype=dtype)
+    up = slab.as_strided((E + 8, 2 * F, D), (3 * D * F, D, 1))
+    return up, slab.as_strided((E + 8, D, F), (3 * D * F, F, 1), 2 * F * D)
+
+
+def _groups(*, has_slots: bool = True) -> Groups:
+    slots = meta(E, dtype=torch.int32) if has_slots else None
+    return Groups(meta(E + 1, dtype=torch.int64), T * K, slots, meta(T * K, dtype=torch.int64), K)
+
+
+def few_from_slab(dtype: torch.dtype, device: GpuLimits) -> None:
+    """Of eight tokens, which the device can hold."""
+    ids, weights = meta(8, K, dtype=torch.int64), meta(8, K, dtype=dtype)
+    products = DecodeProducts(meta(8, D, dtype=dtype), ids, weights, E, device)
+    up, down = _slab(dtype)
+    slots = meta(E, dtype=torch.int32)
+    products.add(StackedExperts(gate_up=up, down=down, slot_of_expert=slots), SPEC)
+    products.sums()
+
+
+def from_slab(tile: Tile, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Of a prompt, in one tile."""
+    (up, down), groups, hidden = _slab(dtype), _groups(), meta(T * K, F, dtype=dtype)
+    more: dict[str, Any] = {"out": hidden, "pre": None, "gathers": True, "tile": tile}
+    activated_product(meta(T, D, dtype=dtype), up, groups, SPEC, LAYOUT, **more)
+    plain_product(hidden, down, groups, out=meta(T * K, D, dtype=dtype), tile=tile)
+
+
+def _tile(kind: ProductKind, dim_n: int, dtype: torch.dtype, device: GpuLimits) -> Tile:
+    """What the rule gives a product of so many columns, not persistent."""
+    tile = tile_by_rule(kind, num_rows=T * K, num_experts=E, dim_n=dim_n, dtype=dtype)
+    return replace(tile.fitted(dtype.itemsize, device), is_persistent=False)
+
+
+def training_from_slab(dtype: torch.dtype, device: GpuLimits) -> None:
+    """As `SlottedTraining` with adapters on both products."""
+    (up, down), groups, every = _slab(dtype), _groups(), _groups(has_slots=False)
+    x, rows, hidden = (meta(*size, dtype=dtype) for size in ((T, D), (T * K, D), (T * K, F)))
+    pre, weights = meta(T * K, 2 * F, dtype=dtype), meta(T * K)
+    more: dict[str, Any] = {"out": hidden, "pre": pre, "gathers": True, "adds_pre": True}
+    activated_product(
+        x, up, groups, SPEC, LAYOUT, tile=_tile("gated", 2 * F, dtype, device), **more
+    )
+    activation_backward(
+        x, down, pre, weights, groups, SPEC, LAYOUT, dpre=meta(T * K, 2 * F, dtype=dtype),
+        more_RF=hidden, tile=_tile("down_act_backward", F, dtype, device),
+    )  # fmt: skip
+    wide = _tile("plain", D, dtype, device)
+    plain_product(pre, up.transpose(1, 2), groups, out=rows, tile=wide)
+    launch_combine_fwd(rows, None, meta(T * K, dtype=torch.int64), meta(1, dtype=torch.int64), K)
+    inner, first = meta(T * K, RANK, dtype=dtype), meta(E, RANK, D, dtype=dtype)
+    narrow = _tile("plain", RANK, dtype, device)
+    plain_product(x, first, every, out=inner, gathers=True, tile=narrow)
+    shallow = replace(wide, block_k=RANK)
+    plain_product(inner, first.transpose(1, 2), every, out=rows, tile=shallow)
+    gradient = meta(E, RANK, D, dtype=torch.float32).transpose(1, 2)
+    tile = _tile("dw", RANK, dtype, device)
+    adds: dict[str, Any] = {"accumulates": True, "left_divisor": K, "tile": tile}
+    weight_grad(x, inner, every, out_SNK=gradient, **adds)
+
+
+def added_up(gradients: torch.dtype, device: GpuLimits) -> None:
+    """A product with biases whose rows go back to their slots; and gradients of some
+    type that are added to those there are, the products' two among them."""
+    dtype = torch.bfloat16
+    (_, down), groups, out = _slab(dtype), _groups(), meta(T * K, D, dtype=dtype)
+    more: dict[str, Any] = {"bias_SN": meta(E + 8, D, dtype=dtype)}
+    tile = _tile("plain", D, dtype, device)
+    hidden = meta(T * K, F, dtype=dtype)
+    plain_product(hidden, down, groups, out=out, scatters=True, tile=tile, **more)
+    adds: dict[str, Any] = {"accumulates": True, "tile": _tile("dw", F, dtype, device)}
+    bias_grad(out, groups, out_SN=meta(E + 8, D, dtype=gradients), accumulates=True)
+    of_down, of_up = (meta(E + 8, *size, dtype=gradients) for size in ((D, F), (2 * F, D)))
+    weight_grad(meta(T, D, dtype=dtype), hidden, groups, out_SNK=of_down, left_divisor=K, **adds)
+    pre = meta(T * K, 2 * F, dtype=dtype)
+    weight_grad(pre, meta(T, D, dtype=dtype), groups, out_SNK=of_up, right_divisor=K, **adds)
+
+
 GPT_OSS_GATE = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
 PACKED = {
@@ -115,7 +280,6 @@ def product(
 
 def product_of_widths(kind: ProductKind, tile: Tile, dtype: torch.dtype, width: int) -> None:
     """As `product`, for experts of which every other one is half as wide."""
-    T, K, E, D, _ = QWEN3.values()
     rows = T * K
     columns = ExpertColumns.of([width, width // 2] * (E // 2), block_columns=128, device="meta")
     groups = Groups(
@@ -242,7 +406,6 @@ def block_sparse(
     block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool, gathers: bool
 ) -> None:
     """The two products, as a layer and its backward pass launch them."""
-    T, K, E, D, F = QWEN3.values()
     block_columns = 64 if dtype == torch.float32 else 128
     width = F if is_even else F - 24
     columns = ExpertColumns.of([width] * E, block_columns=block_columns, device="meta")
