@@ -95,11 +95,7 @@ def _prepare(
 
 
 def launch_choose_experts(
-    logits_TE: Tensor,
-    num_choices: int,
-    form: ChoiceForm,
-    bias_E: Tensor | None,
-    dtype: torch.dtype,
+    logits_TE: Tensor, num_choices: int, form: ChoiceForm, bias_E: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As `choose_experts`, for what it has checked."""
     logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
