@@ -1,7 +1,7 @@
 """transformers' classes that have fast paths, by name, and what each of them computes.
 
 Other classes, and those whose code a program has replaced, compute as transformers has them.
-``tests/inference/test_known_classes.py`` proves each row with numbers, for all families and both
+``tests/support/known_rows.py`` proves each row with numbers, for all families and both
 ends of the supported versions.
 """
 

@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t ready, changed;
-    atomic_llong events; /* reads that ended, and resize_requests to be looked at */
+    atomic_llong events; /* reads that ended, and wakes from outside */
     List demands, aheads, serving, finished; /* a read stands in one of them: `serving` once its last block was begun */
     int num_idle, is_called; /* threads without work, and whether one of them is on its way */
     int closed, num_sleepers, num_threads;
