@@ -221,11 +221,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        account: KVAccount[Any],
-        *,
-        most_running: int,
-        adapters: Adapters | None = None,
+        self, account: KVAccount[Any], *, most_running: int, adapters: Adapters | None = None
     ) -> None:
         self.account = account
         self._adapters = adapters

@@ -52,12 +52,11 @@ from moe_runtime.training.offload.offloading import (
     open_states,
     plan_memory,
     require_whole_saves,
-    stacked_parameters,
 )
 from moe_runtime.training.offload.passes import (
     AbsentExperts,
     LayerInput,
-    MicroBatchBarrier,
+    MicroBatchWindow,
     streamed,
     visited,
 )
@@ -278,9 +277,9 @@ class SpsaExecutor:
 class SpsaExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for forward passes to both sides."""
 
-    def __init__(self, site: ExpertsModuleSpec, layer: int, passes: SpsaExecutor) -> None:
+    def __init__(self, site: ExpertsModuleSpec, layer: int, executor: SpsaExecutor) -> None:
         super().__init__(site, layer, has_gradient=lambda: False)
-        self._passes = passes
+        self._executor = executor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`; a backward pass is refused."""
@@ -290,7 +289,7 @@ class SpsaExperts(AbsentExperts):
         def together(entries: list[LayerInput]) -> list[Tensor]:
             # another thread's part may have left autocast or gradients on
             with torch.no_grad(), without_autocast(hidden_states.device.type):
-                return self._passes.forward(self.layer, entries)
+                return self._executor.forward(self.layer, entries)
 
         if self.window is None:
             (out_TD,) = together([entry])
@@ -367,10 +366,10 @@ class ZerothOrderTraining(ExpertTraining):
         super().__init__(model, sites, states, memory, checkpoints)
         self._settings = settings
         self._measured: _Measured | None = None
-        self._passes = SpsaExecutor(sites, states, settings)
+        self._executor = SpsaExecutor(sites, states, settings)
         self._modules: list[SpsaExperts] = []
         for layer, site in enumerate(sites):
-            module = SpsaExperts(site, layer, self._passes)
+            module = SpsaExperts(site, layer, self._executor)
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
@@ -378,7 +377,7 @@ class ZerothOrderTraining(ExpertTraining):
 
     @property
     def num_steps(self) -> int:
-        return self._passes.step - self.skipped_steps
+        return self._executor.step - self.skipped_steps
 
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
@@ -407,7 +406,7 @@ class ZerothOrderTraining(ExpertTraining):
         self._move_dense(plus, 1)
         minus = {name: tensor.clone() for name, tensor in plus.items()}
         self._move_dense(minus, -2)
-        window = MicroBatchBarrier(
+        window = MicroBatchWindow(
             self.model,
             [torch.no_grad()(part) for part in (*parts, *parts)],
             on_turn=lambda part: self._use(plus if part < len(parts) else minus),
@@ -447,7 +446,7 @@ class ZerothOrderTraining(ExpertTraining):
             if not is_skipped:
                 along = self._direction(name, tensor)
                 descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
-        self._passes.finish_step(None if is_skipped else slope, measured.rate)
+        self._executor.finish_step(None if is_skipped else slope, measured.rate)
         self.skipped_steps += is_skipped
         return ZerothOrderStep(
             gradient_norm=abs(slope),
@@ -458,7 +457,7 @@ class ZerothOrderTraining(ExpertTraining):
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters after the steps so far, by name."""
-        return self._passes.expert(key)
+        return self._executor.expert(key)
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's parameters as its module had them, experts first."""
@@ -475,8 +474,8 @@ class ZerothOrderTraining(ExpertTraining):
         return {
             "experts": self._checkpoints.begin(),
             "seed": self._settings.seed,
-            "slopes": list(self._passes.slopes),
-            "rates": list(self._passes.rates),
+            "slopes": list(self._executor.slopes),
+            "rates": list(self._executor.rates),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -494,16 +493,16 @@ class ZerothOrderTraining(ExpertTraining):
                 f"{self._settings.seed}"
             )
         self._checkpoints.restore(state["experts"], 2 * len(state["slopes"]) + 1)
-        self._passes.slopes[:] = state["slopes"]
-        self._passes.rates[:] = state["rates"]
-        self.skipped_steps = self._passes.slopes.count(None)
+        self._executor.slopes[:] = state["slopes"]
+        self._executor.rates[:] = state["rates"]
+        self.skipped_steps = self._executor.slopes.count(None)
 
     def _move_dense(self, tensors: Mapping[str, Tensor], times: int) -> None:
         for name, tensor in tensors.items():
             perturb(tensor, self._direction(name, tensor), times * self._settings.eps)
 
     def _direction(self, name: str, tensor: Tensor) -> Tensor:
-        return direction(tensor, seed=self._settings.seed, step=self._passes.step, name=name)
+        return direction(tensor, seed=self._settings.seed, step=self._executor.step, name=name)
 
     def _decay(self, name: str) -> float:
         return self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
@@ -512,8 +511,8 @@ class ZerothOrderTraining(ExpertTraining):
         for name, tensor in tensors.items():
             self._dense[name].data = tensor
 
-    def _set_window(self, window: MicroBatchBarrier[Tensor] | None, num_left: int) -> None:
-        self._passes.num_left = num_left
+    def _set_window(self, window: MicroBatchWindow[Tensor] | None, num_left: int) -> None:
+        self._executor.num_left = num_left
         for module in self._modules:
             module.window = window
 
@@ -551,7 +550,7 @@ def offload_zeroth_order(
     folder = None if storage_dir is None else Path(storage_dir)
     states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
-        fill(states, layouts, initial or stacked_parameters(sites))
+        fill(states, sites, initial)
     require_whole_saves(model, sites)
     return ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
 

@@ -214,7 +214,7 @@ def offload_training(
         opened.callback(states.close)
         link = open_link(states, place)  # may refuse: before every expert is written
         if not resumes:
-            fill(states, layouts, initial or stacked_parameters(sites))
+            fill(states, sites, initial)
         policy = _activation_policy(activations, sites, room, folder, direct)
         opened.callback(policy.close)
         require_whole_saves(model, sites)
@@ -366,10 +366,6 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
             )
         )
     return sites
-
-
-def stacked_parameters(sites: Sequence[ExpertsModuleSpec]) -> Callable[[ExpertKey], list[Tensor]]:
-    return lambda key: sites[key.layer].parameters_of(key.expert)
 
 
 def _activation_policy(

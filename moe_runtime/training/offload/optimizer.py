@@ -1,4 +1,4 @@
-"""Steps of AdamW for experts whose states come and go."""
+"""AdamW steps of the offloaded experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class ExpertOptimizer:
-    """Updates experts in their tier or on their way to it.
+    """The offloaded experts' part of `OffloadedTraining`: updates them in their tier or on the way.
 
     An expert on the disk is updated inside the backward pass, as soon as its gradient is final; one
     in memory at the end of it, which costs no transfer. Where the norm of all gradients is needed
@@ -107,7 +107,7 @@ class ExpertOptimizer:
             self.states.park_gradient(key)
             self.states.release(key, has=Sections.GRADIENT)
 
-    def finish(
+    def take_step(
         self, rate: float, dense_norm: float, dense_is_bad: bool
     ) -> tuple[float, float, bool]:
         """Takes the step for the experts whose gradients wait, or takes all of it back; a
@@ -236,7 +236,7 @@ class ExpertOptimizer:
         """Takes the step of an acquired record with its gradient, and gives the record back."""
         number = self.step + 1
 
-        def finish() -> None:
+        def write_back() -> None:
             self.states.set_content_step(key, number)
             self.states.write_state(key)
             self.states.release(key)
@@ -248,7 +248,7 @@ class ExpertOptimizer:
             expert.count += expert.pending is not None
             expert.layout.kept_gradient(record).copy_(gradient)
             expert.pending = self.step
-            finish()
+            write_back()
             return
         is_exact = self.settings.untouched == "dense_exact"
         step = UpdateStep(number if is_exact else expert.count + 1, rate)
@@ -257,8 +257,8 @@ class ExpertOptimizer:
         refreshes = expert.count % self.settings.galore_refresh == 0
         expert.count += 1
         if self.device_updates is not None and self.device_updates.takes(
-            expert.layout, record, self.settings, step, refreshes=refreshes, finish=finish
+            expert.layout, record, self.settings, step, refreshes=refreshes, finish=write_back
         ):
             return
         take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
-        finish()
+        write_back()
