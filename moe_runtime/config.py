@@ -13,8 +13,8 @@ from typing import Any
 
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
-    _UNITS |= {f"{_prefix}b": 1000**_power}
-    _UNITS |= dict.fromkeys((_prefix, f"{_prefix}ib"), 1024**_power)
+    _UNITS[f"{_prefix}b"] = 1000**_power
+    _UNITS[_prefix] = _UNITS[f"{_prefix}ib"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _TOO_MANY_BYTES = 2**63

@@ -192,7 +192,7 @@ def test_file_names_say_what_they_are() -> None:
 
 # Public classes of one name in several files that mean the same, and why there are several.
 SAME_CLASSES: dict[str, str] = {
-    "Peer": "what each file of benchmarks/peers is; they run in processes of their own",
+    "Peer": "what each file of benchmarks/peers is; they run in processes of their own"
 }
 
 

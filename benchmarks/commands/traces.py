@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    CaseRun,
-    case,
-    mean_cell,
-    show_rows,
-    with_numbers,
-)
+from moe_runtime.benchmarks.commands.shared import CaseRun, case, mean_cell, show_rows, with_numbers
 from moe_runtime.cli.commands.place import (
     Align,
     Fit,

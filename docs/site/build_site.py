@@ -38,10 +38,7 @@ CODE = "code"
 
 # Section -> (title, file of the repository, place in the site).
 WRITTEN = {
-    "Start": [
-        ("Overview", "README.md", "index.md"),
-        ("First steps", "docs/start.md", "start.md"),
-    ],
+    "Start": [("Overview", "README.md", "index.md"), ("First steps", "docs/start.md", "start.md")],
     "Guides": [
         ("The command line", "docs/cli.md", "guides/cli.md"),
         ("Files of prompts", "docs/batches.md", "guides/batches.md"),

@@ -95,7 +95,7 @@ PICTURES = {
                 ("KV cache", "of max_tokens"),
                 ("working space", "activations, buffers"),
                 ("expert slots", "all of the rest"),
-            ],
+            ]
         ],
     ),
     "lossless": (
@@ -106,7 +106,7 @@ PICTURES = {
                 ("never", "prefetch, I/O threads"),
                 ("kernel's order", "another processor"),
                 ("asked for", "int8, quantising"),
-            ],
+            ]
         ],
     ),
 }

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 256
 """Layers of other sizes, times numbers of tokens."""
+_Form = tuple[str, bool, float, float]
+"""The fields of `ChoiceForm`."""
 
 
 @triton.jit
@@ -79,16 +80,17 @@ def _prepare(
     num_tokens: int,
     num_experts: int,
     num_choices: int,
-    form: ChoiceForm,
+    form: _Form,
     stride: int,
     has_bias: bool,
     device: torch.device,
 ) -> PreparedLaunch:
+    scores, normalises, factor, least_sum = form
     return PreparedLaunch(
         choose_experts_fwd, (num_tokens,),
-        num_experts=num_experts, factor=float(form.factor),
-        least_sum=float(form.least_sum), stride_logits=stride,
-        SCORES=form.scores, NORMALISES=form.normalises, HAS_BIAS=has_bias,
+        num_experts=num_experts, factor=float(factor),
+        least_sum=float(least_sum), stride_logits=stride,
+        SCORES=scores, NORMALISES=normalises, HAS_BIAS=has_bias,
         NUM_CHOICES=num_choices, BLOCK_E=power_of_2(num_experts), BLOCK_K=power_of_2(num_choices),
         num_warps=1, **dependent_launch(device),
     )  # fmt: skip
@@ -97,7 +99,7 @@ def _prepare(
 def launch_choose_experts(
     logits_TE: Tensor,
     num_choices: int,
-    form: ChoiceForm,
+    form: _Form,
     bias_E: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:

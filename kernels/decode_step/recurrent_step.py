@@ -13,11 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.kernels.decode_step.single_query_attention import Impl
-from moe_runtime.kernels.native import (
-    DTYPE_CODES,
-    chosen_library,
-    needs_torch,
-)
+from moe_runtime.kernels.native import DTYPE_CODES, chosen_library, needs_torch
 
 MOST_WIDTH = 8192
 """Of a head's keys and values, which lie on the stack of a thread."""

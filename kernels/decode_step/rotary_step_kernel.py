@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.decode_step.rotary_step import RowNorm
 from moe_runtime.kernels.rms_norm.kernel import scaled_row
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
@@ -17,6 +16,8 @@ _MOST_PREPARED = 512
 """Layers of other sizes, times numbers of sequences, times lengths of caches."""
 _BLOCK_N = 2048
 """Values at a time of a row that is normalised as a whole."""
+_Norm = tuple[Tensor, float, str]
+"""The fields of `RowNorm`."""
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def launch_rotary_step(
     angles: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     place: Tensor,
-    norms: tuple[RowNorm | None, RowNorm | None],
+    norms: tuple[_Norm | None, _Norm | None],
     num_turned: int,
     arrivals: Tensor | None = None,
 ) -> Tensor:
@@ -174,15 +175,16 @@ def launch_rotary_step(
     prepared(
         query_ptr=query_BN, key_ptr=key_BN, value_ptr=value_BN, cos_ptr=cos_AR, sin_ptr=sin_AR,
         place_ptr=place if place.ndim == 0 else place.contiguous(),
-        query_weight_ptr=query_BN if query_norm is None else query_norm.weight.contiguous(),
-        key_weight_ptr=key_BN if key_norm is None else key_norm.weight.contiguous(),
+        query_weight_ptr=query_BN if query_norm is None else query_norm[0].contiguous(),
+        key_weight_ptr=key_BN if key_norm is None else key_norm[0].contiguous(),
         out_ptr=out, keys_ptr=keys_BGSD, values_ptr=values_BGSV,
         arrivals_ptr=place if arrivals is None else arrivals,
     )  # fmt: skip
     return out
 
 
-def _numbers(norm: RowNorm | None, dim: int) -> tuple[str, float, bool]:
+def _numbers(norm: _Norm | None, dim: int) -> tuple[str, float, bool]:
     if norm is None:
         return "none", 0.0, False
-    return norm.form, float(norm.eps), len(norm.weight) != dim
+    weight, eps, form = norm
+    return form, float(eps), len(weight) != dim

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = lazy_names(
-        __name__,
-        {".quantized": "frozen_linear quantized_linear quantized_row_limit values_of"},
+        __name__, {".quantized": "frozen_linear quantized_linear quantized_row_limit values_of"}
     )
 
 __all__ = [

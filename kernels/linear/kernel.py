@@ -16,12 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_runtime.kernels.linear.gpu import Layer
-from moe_runtime.kernels.triton_support import (
-    PreparedLaunch,
-    cdiv,
-    dependent_launch,
-    power_of_2,
-)
+from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, dependent_launch, power_of_2
 
 MOST_LAYERS = 3
 _BLOCK_N = 4

@@ -1,7 +1,7 @@
 """transformers' classes that have fast paths, by name, and what each of them computes.
 
 Other classes, and those whose code a program has replaced, compute as transformers has them.
-``tests/inference/test_known_classes.py`` proves each row with numbers, for all families and both
+``tests/support/known_rows.py`` proves each row with numbers, for all families and both
 ends of the supported versions.
 """
 
@@ -55,7 +55,7 @@ ROTARY_ATTENTION = _names(
     "Qwen3OmniMoeThinkerText Qwen3VLMoeText SolarOpen UnlimitedOcrText",
     "Attention",
 )
-"""Attention that projects, norms heads, turns them by angles, attends and projects again."""
+"""Attention that projects, norms heads, applies RoPE, attends and projects again."""
 PAIRS_SHARE = _names("GptOssAttention")
 """Those in which the two values of a pair share an angle."""
 

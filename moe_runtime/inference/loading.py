@@ -156,7 +156,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
-        CapacityError: the budget is too small, or memory cannot be had.
+        CapacityError: the budget is too small, or an allocation fails.
         RankFailureError: another process of the group died, stalled, or differs in something.
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.

@@ -48,7 +48,7 @@ class Guesses(Generic[W]):
     def start(
         self, guesses: Sequence[Guess], chance: Mapping[ExpertKey, float], admission: Admission
     ) -> int:
-        """Reads guessed experts behind all demands; returns how many reads were started.
+        """Reads guessed experts after all demands; returns how many reads were started.
 
         A guess takes a free slot, that of an unwanted earlier guess, or that of the expert of its
         layer that the policy values least.
@@ -321,7 +321,7 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the layers behind ``now`` and acts on the answer."""
+        """Asks for the layers after ``now`` and acts on the answer."""
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return

@@ -102,7 +102,7 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since
+        The file may end after ``needed_bytes``. Raises CheckpointError: the file has changed since
         it was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too
         early.
         """
@@ -110,7 +110,7 @@ class CheckpointFile:
         while done < needed_bytes:
             try:
                 moved = os.preadv(self._fd, [into[done:]], offset + done)
-            except OSError:  # as direct I/O behind the end of a file that got shorter
+            except OSError:  # as direct I/O past the end of a file that got shorter
                 self.require_unchanged()
                 raise
             if moved == 0:
@@ -399,7 +399,7 @@ class ExpertLayout:
         extents: the reads that fill a slot, in slot order.
         slot_offsets: byte offset in the slot of each of ``tensors``.
         read_offsets: where each was read to, before some are put in order.
-        more_bytes: of the slot behind the extents, for tensors that are put in order.
+        more_bytes: of the slot after the extents, for tensors that are put in order.
     """
 
     extents: tuple[Extent, ...]

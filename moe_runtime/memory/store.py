@@ -193,7 +193,7 @@ class Lease(Generic[W]):
             missing = self._pin_present()
             if self._listener is not None:
                 self._listener.entered([*self._resident], [*self._arriving], missing)
-            # a lease that streams one expert keeps what was read ahead behind it
+            # a lease that streams one expert keeps what was read ahead after it
             if store._unadmitted and not (self._streaming and len(self._keys) == 1):
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
@@ -510,7 +510,7 @@ class ExpertStore(Generic[W]):
                 self._hasten(key, entry, Priority.DEMAND)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        """Reads experts that will probably be leased next, behind all demands.
+        """Reads experts that will probably be leased next, after all demands.
 
         Takes free slots only, as many as streaming may use. What was read ahead for another layer
         and not leased is dropped.
@@ -589,7 +589,7 @@ class ExpertStore(Generic[W]):
     def resize(self, num_slots: int, *, shared_slots: int, stream_slots: int) -> int:
         """Changes the number of slots, over a slab of host memory that the store alone uses.
 
-        Experts in use or being read keep their slots, and memory for more may not be had: the
+        Experts in use or being read keep their slots, and allocating more may fail: the
         returned number may be another.
 
         Args:

@@ -61,10 +61,10 @@ class TierFetcher:
     streams stay such below. A demand waits for neither: it has threads of its own, and one slot
     below that no read-ahead takes.
 
-    Copies to a device run behind the work that was queued when the slot was given up. A demand for
+    Copies to a device run after the work that was queued when the slot was given up. A demand for
     what is resident below is queued by the thread that asks. Another thread waits for its end
     alone, since the copying threads may need the slots below that it releases. Work may be queued
-    behind the copy's event before that (``DeviceLease``); until then the slot is not given up.
+    after the copy's event before that (``DeviceLease``); until then the slot is not given up.
 
     Attributes:
         queued: copies to the device that have not ended; guarded by ``monitor``.
@@ -209,7 +209,7 @@ class TierFetcher:
     def wake_ends(self) -> None:
         """Has a thread wait for the copies that were queued by the asking thread.
 
-        Call it when all work behind these copies is queued: waking a thread takes longer than
+        Call it when all work after these copies is queued: waking a thread takes longer than
         queueing a copy. Otherwise the thread finds them within a second.
         """
         if self._has_sleeping_end:
@@ -292,7 +292,7 @@ class TierFetcher:
             self.monitor.notify_all()
 
     def finish_used(self) -> None:
-        """Waits until no work is queued behind a copy that may still fail. Raises MoERuntimeError:
+        """Waits until no work is queued after a copy that may still fail. Raises MoERuntimeError:
         one has failed."""
         self.wake_ends()
         with self.monitor:
@@ -303,7 +303,7 @@ class TierFetcher:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """MoERuntimeError, once, where a copy failed that work was queued behind."""
+        """MoERuntimeError, once, where a copy failed that work was queued after."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -365,7 +365,7 @@ class Return(Read):
 
 class ReturningSource:
     """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
-    events behind which no kernel of the device reads the host's slots."""
+    events after which no kernel of the device reads the host's slots."""
 
     def __init__(self, source: Fetcher, device: CudaDevice) -> None:
         self.monitor = source.monitor
@@ -384,7 +384,7 @@ class ReturningSource:
             self._source.fetch(key, slot, read)
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
-        """Events behind which these slots of the device are not read for the host any more."""
+        """Events after which these slots of the device are not read for the host any more."""
         found = (self._leaving.get(slot.data_ptr()) for slot in slots)
         return [event for event in found if event is not None and not event.query()]
 
@@ -480,7 +480,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Reads an expert behind all demands, if that evicts no other's only copy. Returns whether
+        """Reads an expert after all demands, if that evicts no other's only copy. Returns whether
         it is here or on its way."""
         with self._monitor:
             if key in self._entries:

@@ -325,11 +325,7 @@ class Adapters:
     """
 
     def __init__(
-        self,
-        model: Any,
-        folders: Mapping[str, AdapterFolder],
-        *,
-        max_bytes: int | None = None,
+        self, model: Any, folders: Mapping[str, AdapterFolder], *, max_bytes: int | None = None
     ) -> None:
         """Compares the adapters with the model, and reads none. ``max_bytes`` is that of all when
         omitted.

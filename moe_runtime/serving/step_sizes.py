@@ -35,10 +35,7 @@ class StepSizes:
     """
 
     def __init__(
-        self,
-        most_tokens: int,
-        max_slowdown: float,
-        clock: Callable[[], float] = time.perf_counter,
+        self, most_tokens: int, max_slowdown: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         sizes = [MIN_TOKENS]
         while sizes[-1] < most_tokens:

@@ -338,7 +338,7 @@ class SeveralRanks(OneRank):
 
     def any(self, flag: bool) -> bool:
         votes = torch.tensor(float(flag))
-        self.groups.all_reduce(votes, self._group, "resize_requests to stop")
+        self.groups.all_reduce(votes, self._group, "requests to stop")
         return bool(votes > 0)
 
     def first_text(self, text: str) -> str:

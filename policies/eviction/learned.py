@@ -11,12 +11,7 @@ import numpy as np
 
 from moe_runtime.policies.eviction.base import Evictable, Maker, ReplayRule, Setting, Watcher
 from moe_runtime.policies.eviction.classic import LRU, Stamped
-from moe_runtime.policies.prediction.base import (
-    COLLECTED_MATRICES,
-    Event,
-    LayerRouted,
-    Shape,
-)
+from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, Event, LayerRouted, Shape
 from moe_runtime.policies.prediction.estimator import State
 from moe_runtime.policies.prediction.matched import MatrixCollection
 from moe_runtime.policies.prediction.tracked import TrackedPredictor

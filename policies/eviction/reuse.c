@@ -1,9 +1,9 @@
-/* The estimates of `ReuseEstimator` (learned.py), at the speed of the machine.
+/* The estimates of `ReuseEstimator` (reuse.py), at the speed of the machine.
  *
- * learned.py says what is computed and why. Here the same is computed in one call for each routed
+ * reuse.py says what is computed and why. Here the same is computed in one call for each routed
  * layer; tests hold the two equal up to the order of sums.
  *
- * Legend: L layers, E experts of a layer, K experts of a token, M remembered tokens, F features, D
+ * Legend: L layers, E experts of a layer, K experts of a token, M remembered tokens, F features, C
  * width of the network's context.
  */
 
@@ -15,21 +15,22 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    MEMORIES = 5,
-    RECENCY = MEMORIES,
-    FEATURES = MEMORIES + 7,
+    NUM_USES = 5,
+    RECENCY = NUM_USES,
+    FEATURES = NUM_USES + 7,
     NETWORK = FEATURES - 1,
     HORIZON = 16,
     FOLLOWERS = 8,
     ROWS = FOLLOWERS + 1,
     LONGEST_STEP = 32,
     LANES = 16,
-    DECAYS = 2,
+    NUM_PASTS = 2,
 };
 
-static const float KEPT[MEMORIES] = {0.8f, 0.95f, 0.99f, 0.996f, 0.9995f};
-static const float CONTEXT_KEPT[DECAYS] = {0.70710678f, 0.95760328f};
-static const float GATES_KEPT = 0.95f, FLOOR = 0.003f, SHARPNESS = 20.0f, FAR = 7.0f;
+/* What is kept from token to token, as in reuse_network.py and reuse.py. */
+static const float USE_DECAYS[NUM_USES] = {0.8f, 0.95f, 0.99f, 0.996f, 0.9995f};
+static const float PAST_DECAYS[NUM_PASTS] = {0.70710678f, 0.95760328f};
+static const float GATE_DECAY = 0.95f, FLOOR = 0.003f, SHARPNESS = 20.0f, FAR = 7.0f;
 static const double DISCOUNT = 0.8, FOLLOWER_DISCOUNT = 0.7, CERTAINTY = 0.02;
 
 /* A running request. */
@@ -42,8 +43,8 @@ typedef struct request {
     float *before;  /* [M] the same of the token before, by the rows that follow */
     /* of the last tokens of its steps, for the network */
     int16_t *path, *path_before; /* [L][K] */
-    float *now, *last, *part;    /* [D] of the present one so far; of the one before, all and so far */
-    float *decayed, *pending;    /* [DECAYS][D] of all before; of the present one */
+    float *now, *last, *part;    /* [C] of the present one so far; of the one before, all and so far */
+    float *decayed, *pending;    /* [NUM_PASTS][C] of all before; of the present one */
 } request;
 
 /* A token of the running step. */
@@ -63,7 +64,7 @@ typedef struct {
 typedef struct {
     int32_t num_layers, num_experts, top_k, memory, learn_every, num_features, width;
     /* what was used */
-    float *uses, *gates, *now_gates; /* [L][MEMORIES][E], [L][E], [L][E] */
+    float *uses, *gates, *now_gates; /* [L][NUM_USES][E], [L][E], [L][E] */
     int64_t *last_use, *step;        /* [L][E], [L] */
     uint8_t *recent;                 /* [L][HORIZON][E] */
     int32_t *num_recent;             /* [L] */
@@ -86,9 +87,10 @@ typedef struct {
     open_token *open;
     int32_t num_open, most_open;
     /* the network, if there is one */
-    float *in, *past, *out, *bias; /* [L][E][D], [DECAYS][L][E][D], [L][D][E], [L][E] */
+    float *current, *past, *output; /* [L][E][C], [NUM_PASTS][L][E][C], [L][C][E] */
+    float *bias;                    /* [L][E] */
     /* scratch */
-    float *likeness, *sorted, *recalled, *features;
+    float *likeness, *log_none, *scratch, *recalled, *features;
 } reuse;
 
 EXPORT int moe_reuse_version(void) { return 1; }
@@ -110,7 +112,7 @@ EXPORT void moe_reuse_free(reuse *s) {
     void *all[] = {s->uses,   s->gates,    s->now_gates, s->last_use, s->step,         s->recent,
                    s->num_recent, s->scores, s->examples, s->first_example, s->num_examples,
                    s->visited, s->followed, s->paths, s->token_id, s->token_before, s->row_before,
-                   s->closed, s->open, s->in, s->past, s->out, s->bias, s->likeness, s->sorted,
+                   s->closed, s->open, s->current, s->past, s->output, s->bias, s->likeness, s->log_none, s->scratch,
                    s->recalled, s->features};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(s);
@@ -126,13 +128,13 @@ EXPORT reuse *moe_reuse_new(int32_t num_layers, int32_t num_experts, int32_t top
     s->memory = memory, s->learn_every = learn_every, s->routed = -1;
     s->num_features = NETWORK;
 #define NEW(member, number) (s->member = calloc((number), sizeof *s->member))
-    int ok = NEW(uses, L * MEMORIES * E) && NEW(gates, L * E) && NEW(now_gates, L * E) &&
+    int ok = NEW(uses, L * NUM_USES * E) && NEW(gates, L * E) && NEW(now_gates, L * E) &&
              NEW(last_use, L * E) && NEW(step, L) && NEW(recent, L * HORIZON * E) &&
              NEW(num_recent, L) && NEW(scores, L * E) && NEW(examples, L * (HORIZON + 1)) &&
              NEW(first_example, L) && NEW(num_examples, L) && NEW(visited, L * (E + 1) * M) &&
              NEW(followed, L * M * (E + 1)) && NEW(paths, M * L * top_k) && NEW(token_id, M) &&
-             NEW(token_before, M) && NEW(row_before, M) && NEW(closed, M) && NEW(likeness, M + E) &&
-             NEW(sorted, M + E) && NEW(recalled, E + 1) && NEW(features, E * FEATURES);
+             NEW(token_before, M) && NEW(row_before, M) && NEW(closed, M) && NEW(likeness, M) && NEW(log_none, E) &&
+             NEW(scratch, M + E) && NEW(recalled, E + 1) && NEW(features, E * FEATURES);
 #undef NEW
     for (size_t i = 0; ok && i < L * (HORIZON + 1); i++) {
         s->examples[i].experts = malloc(half * sizeof(int32_t));
@@ -155,20 +157,20 @@ EXPORT reuse *moe_reuse_new(int32_t num_layers, int32_t num_experts, int32_t top
 static request *request_of(reuse *s, int64_t id) {
     for (request *r = s->requests; r; r = r->next)
         if (r->id == id) return r;
-    size_t M = s->memory, D = s->width, places = (size_t)s->num_layers * s->top_k;
+    size_t M = s->memory, C = s->width, places = (size_t)s->num_layers * s->top_k;
     request *r = calloc(1, sizeof *r);
     if (!r) return NULL;
     r->id = id, r->token_id = -1;
     r->query = calloc(2 * M, sizeof(float));
     r->path = malloc(2 * places * sizeof(int16_t));
-    r->now = calloc((3 + 2 * DECAYS) * D + 1, sizeof(float));
+    r->now = calloc((3 + 2 * NUM_PASTS) * C + 1, sizeof(float));
     if (!r->query || !r->path || !r->now) {
         free_request(r);
         return NULL;
     }
     r->before = r->query + M, r->path_before = r->path + places;
-    r->last = r->now + D, r->part = r->last + D, r->decayed = r->part + D;
-    r->pending = r->decayed + DECAYS * D;
+    r->last = r->now + C, r->part = r->last + C, r->decayed = r->part + C;
+    r->pending = r->decayed + NUM_PASTS * C;
     for (size_t i = 0; i < 2 * places; i++) r->path[i] = (int16_t)s->num_experts;
     r->next = s->requests;
     return s->requests = r;
@@ -224,63 +226,63 @@ static void add(float *to, const float *from, int32_t width) {
 
 /* The last token of a request's step becomes the one before. */
 static void turn_context(reuse *s, request *r) {
-    size_t D = s->width, places = (size_t)s->num_layers * s->top_k;
+    size_t C = s->width, places = (size_t)s->num_layers * s->top_k;
     memcpy(r->path_before, r->path, places * sizeof *r->path);
     for (size_t i = 0; i < places; i++) r->path[i] = (int16_t)s->num_experts;
-    memcpy(r->last, r->now, D * sizeof(float));
-    memset(r->now, 0, D * sizeof(float)), memset(r->part, 0, D * sizeof(float));
-    for (size_t i = 0; i < DECAYS * D; i++) {
-        float kept = CONTEXT_KEPT[i / D];
+    memcpy(r->last, r->now, C * sizeof(float));
+    memset(r->now, 0, C * sizeof(float)), memset(r->part, 0, C * sizeof(float));
+    for (size_t i = 0; i < NUM_PASTS * C; i++) {
+        float kept = PAST_DECAYS[i / C];
         r->decayed[i] = kept * r->decayed[i] + (1 - kept) * r->pending[i];
     }
-    memset(r->pending, 0, DECAYS * D * sizeof(float));
+    memset(r->pending, 0, NUM_PASTS * C * sizeof(float));
 }
 
 /* Adds where the last token of a request's step went in a layer. */
 static void note_context(reuse *s, request *r, int32_t layer, const int64_t *ids, int32_t top_k) {
-    int32_t L = s->num_layers, E = s->num_experts, D = s->width;
+    int32_t L = s->num_layers, E = s->num_experts, C = s->width;
     int16_t *path = r->path + (size_t)layer * s->top_k;
     const int16_t *before = r->path_before + (size_t)layer * s->top_k;
     for (int32_t k = 0; k < top_k; k++) {
         size_t place = (size_t)layer * E + ids[k];
-        if (before[k] < E) add(r->part, s->in + ((size_t)layer * E + before[k]) * D, D);
+        if (before[k] < E) add(r->part, s->current + ((size_t)layer * E + before[k]) * C, C);
         if (ids[k] < 0 || ids[k] >= E) continue;
         path[k] = (int16_t)ids[k];
-        add(r->now, s->in + place * D, D);
-        for (int32_t j = 0; j < DECAYS; j++)
-            add(r->pending + j * D, s->past + ((size_t)j * L * E + place) * D, D);
+        add(r->now, s->current + place * C, C);
+        for (int32_t j = 0; j < NUM_PASTS; j++)
+            add(r->pending + j * C, s->past + ((size_t)j * L * E + place) * C, C);
     }
 }
 
 /* [E] log odds that the running requests use an expert soon, by the network; several are one in
  * which any of them does. */
 static void ask_network(const reuse *s, int32_t layer, float *odds) {
-    int32_t E = s->num_experts, D = s->width, num_asked = 0;
+    int32_t E = s->num_experts, C = s->width, num_asked = 0;
     float context[256];
     for (int32_t i = 0; i < s->num_open; i++) {
         if (!s->open[i].is_last) continue;
         const request *r = s->open[i].of;
         num_asked++;
-        for (int32_t d = 0; d < D; d++) {
-            context[d] = r->now[d] + r->last[d] - r->part[d];
-            for (int32_t j = 0; j < DECAYS; j++) context[d] += r->decayed[j * D + d];
+        for (int32_t c = 0; c < C; c++) {
+            context[c] = r->now[c] + r->last[c] - r->part[c];
+            for (int32_t j = 0; j < NUM_PASTS; j++) context[c] += r->decayed[j * C + c];
         }
         float *sums = num_asked == 1 ? odds : s->features;
         memcpy(sums, s->bias + (size_t)layer * E, E * sizeof(float));
-        for (int32_t d = 0; d < D; d++) {
-            const float *out = s->out + ((size_t)layer * D + d) * E;
-            for (int32_t e = 0; e < E; e++) sums[e] += context[d] * out[e];
+        for (int32_t c = 0; c < C; c++) {
+            const float *output = s->output + ((size_t)layer * C + c) * E;
+            for (int32_t e = 0; e < E; e++) sums[e] += context[c] * output[e];
         }
         for (int32_t e = 0; e < E; e++)
-            s->likeness[e] = (num_asked == 1 ? 0 : s->likeness[e]) - log1pf(expf(fminf(sums[e], 30)));
+            s->log_none[e] = (num_asked == 1 ? 0 : s->log_none[e]) - log1pf(expf(fminf(sums[e], 30)));
     }
     for (int32_t e = 0; num_asked > 1 && e < E; e++) {
-        float none = fminf(s->likeness[e], -1e-6f);
+        float none = fminf(s->log_none[e], -1e-6f);
         odds[e] = logf(-expm1f(none)) - none;
     }
 }
 
-/* A step begins. -1: no memory. */
+/* A step begins; the tokens of one request stand together. -1: no memory. */
 EXPORT int moe_reuse_begin(reuse *s, const int64_t *sequences, const int64_t *token_ids,
                            int32_t num_tokens) {
     s->num_open = s->num_compared = 0;
@@ -330,7 +332,7 @@ static void remember_paths(reuse *s, int32_t layer, const int64_t *ids, int32_t 
 static void use(reuse *s, int32_t layer, const int64_t *ids, const float *weights, int32_t num_tokens,
                 int32_t top_k) {
     int32_t E = s->num_experts;
-    float *uses = s->uses + (size_t)layer * MEMORIES * E, *gates = s->gates + (size_t)layer * E;
+    float *uses = s->uses + (size_t)layer * NUM_USES * E, *gates = s->gates + (size_t)layer * E;
     float *now = s->now_gates + (size_t)layer * E;
     int64_t *last_use = s->last_use + (size_t)layer * E, step = ++s->step[layer];
     uint8_t *mark = s->recent + ((size_t)layer * HORIZON + step % HORIZON) * E;
@@ -339,9 +341,9 @@ static void use(reuse *s, int32_t layer, const int64_t *ids, const float *weight
         if (ids[i] >= 0 && ids[i] < E) mark[ids[i]] = 1, now[ids[i]] += weights ? weights[i] : 0;
     for (int32_t e = 0; e < E; e++) {
         now[e] /= (float)num_tokens;
-        for (int32_t j = 0; j < MEMORIES; j++)
-            uses[j * E + e] = KEPT[j] * uses[j * E + e] + (mark[e] ? 1 - KEPT[j] : 0);
-        gates[e] = GATES_KEPT * gates[e] + (1 - GATES_KEPT) * now[e];
+        for (int32_t j = 0; j < NUM_USES; j++)
+            uses[j * E + e] = USE_DECAYS[j] * uses[j * E + e] + (mark[e] ? 1 - USE_DECAYS[j] : 0);
+        gates[e] = GATE_DECAY * gates[e] + (1 - GATE_DECAY) * now[e];
         if (mark[e]) last_use[e] = step;
     }
     if (s->num_recent[layer] < HORIZON) s->num_recent[layer]++;
@@ -453,15 +455,15 @@ static void recall(reuse *s, int32_t layer) {
         const request *r = s->open[i].of;
         float most = most_likely(s, r, path_weight, before_weight), sum = 0;
         if (!isfinite(most)) continue;
-        memset(s->sorted, 0, width * sizeof(float));
+        memset(s->scratch, 0, width * sizeof(float));
         for (int32_t m = 0; m < M; m++) {
             if (s->likeness[m] < most - FAR) continue;
             float weight = expf(s->likeness[m] - most);
             const float *from = followed + (size_t)m * width;
-            for (int32_t e = 0; e < width; e++) s->sorted[e] += weight * from[e];
+            for (int32_t e = 0; e < width; e++) s->scratch[e] += weight * from[e];
             sum += weight;
         }
-        for (int32_t e = 0; e < width; e++) s->recalled[e] += s->sorted[e] / sum;
+        for (int32_t e = 0; e < width; e++) s->recalled[e] += s->scratch[e] / sum;
     }
 }
 
@@ -473,8 +475,8 @@ static void keep_example(reuse *s, int32_t layer) {
     example *kept = &s->examples[(size_t)layer * (HORIZON + 1) + place];
     const int64_t *last_use = s->last_use + (size_t)layer * E;
     kept->step = s->step[layer];
-    for (int32_t e = 0; e < E; e++) s->sorted[e] = (float)(last_use[e] - kept->step);
-    float least = highest(s->sorted, E, half);
+    for (int32_t e = 0; e < E; e++) s->scratch[e] = (float)(last_use[e] - kept->step);
+    float least = highest(s->scratch, E, half);
     int32_t num_kept = 0;
     for (int32_t tied = 0; tied < 2; tied++)
         for (int32_t e = 0; e < E && num_kept < half; e++) {
@@ -494,14 +496,14 @@ EXPORT const float *moe_reuse_scores(reuse *s, int32_t layer) {
     if (layer != s->routed) return scores;
     recall(s, layer);
     if (F > NETWORK) {
-        ask_network(s, layer, s->sorted);
-        for (int32_t e = 0; e < E; e++) s->features[(size_t)e * F + NETWORK] = s->sorted[e];
+        ask_network(s, layer, s->scratch);
+        for (int32_t e = 0; e < E; e++) s->features[(size_t)e * F + NETWORK] = s->scratch[e];
     }
-    const float *uses = s->uses + (size_t)layer * MEMORIES * E;
+    const float *uses = s->uses + (size_t)layer * NUM_USES * E;
     for (int32_t e = 0; e < E; e++) {
         float *x = s->features + (size_t)e * F;
         int64_t age = s->step[layer] - s->last_use[(size_t)layer * E + e];
-        for (int32_t j = 0; j < MEMORIES; j++) x[j] = logf(uses[j * E + e] + FLOOR);
+        for (int32_t j = 0; j < NUM_USES; j++) x[j] = logf(uses[j * E + e] + FLOOR);
         x[RECENCY] = log1pf((float)age);
         x[RECENCY + 1] = age == 0;
         x[RECENCY + 2] = s->gates[(size_t)layer * E + e];
@@ -525,13 +527,14 @@ EXPORT void *moe_reuse_array(reuse *s, int which) {
 }
 
 /* Gives a new estimator a network. -1: no memory. */
-EXPORT int moe_reuse_take_network(reuse *s, int32_t width, const float *in, const float *past,
-                                  const float *out, const float *bias) {
+EXPORT int moe_reuse_take_network(reuse *s, int32_t width, const float *current, const float *past,
+                                  const float *output, const float *bias) {
     size_t places = (size_t)s->num_layers * s->num_experts, each = places * width * sizeof(float);
-    s->in = malloc(each), s->past = malloc(DECAYS * each), s->out = malloc(each);
+    s->current = malloc(each), s->past = malloc(NUM_PASTS * each), s->output = malloc(each);
     s->bias = malloc(places * sizeof(float));
-    if (!s->in || !s->past || !s->out || !s->bias) return -1;
-    memcpy(s->in, in, each), memcpy(s->past, past, DECAYS * each), memcpy(s->out, out, each);
+    if (!s->current || !s->past || !s->output || !s->bias) return -1;
+    memcpy(s->current, current, each), memcpy(s->past, past, NUM_PASTS * each);
+    memcpy(s->output, output, each);
     memcpy(s->bias, bias, places * sizeof(float));
     s->width = width, s->num_features = FEATURES;
     return 0;

@@ -18,7 +18,7 @@ from moe_runtime.policies.eviction.reuse_network import (
     DISCOUNT,
     FLOOR,
     HORIZON,
-    MEMORIES,
+    USE_DECAYS,
     WIDTH,
     RequestContexts,
     ReuseNetwork,
@@ -38,9 +38,9 @@ _WEIGHT_MEMORY = 0.95
 _PRIOR_STRENGTH = 30.0
 VERSION = 1  # of what ``reuse.c`` exports
 LEAST_TOKENS = 1000
-"""Tokens that a network is trained on at least: fewer do not say what follows what."""
-_NUM_FEATURES = len(MEMORIES) + 6
-_RECENCY = len(MEMORIES)
+"""Fewest tokens worth training on."""
+_NUM_FEATURES = len(USE_DECAYS) + 6
+_RECENCY = len(USE_DECAYS)
 _KEPT = ("gram", "moment", "uses", "gates")
 _FAR = 7.0  # a moment that weighs less than e^-7 of the most similar one does not count
 _SHARPNESS = 20.0  # exponent of the similarity: full agreement weighs e^20 times as much as none
@@ -65,6 +65,11 @@ def make_reuse(setting: Setting) -> Maker:
     estimator = new_estimator(setting.shape)
     if setting.training is not None:
         teach(estimator, setting.training)
+    return maker_of(estimator)
+
+
+def maker_of(estimator: "ReuseEstimator | CompiledReuse") -> Maker:
+    """Makes the orderings of layers that share an estimator."""
     return partial(Scored, estimator, may_decline=True)
 
 
@@ -73,14 +78,19 @@ def new_estimator(shape: Shape) -> "ReuseEstimator | CompiledReuse":
     return ReuseEstimator(shape) if _library() is None else CompiledReuse(shape)
 
 
-def teach(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
-    """Trains a network on most requests, and lets the estimator watch the others with it."""
-    num_watched = max(1, routes.num_sequences // 5)
-    taught = range(routes.num_sequences - num_watched)
-    if not taught or routes.select(taught).num_tokens < LEAST_TOKENS:
-        return
-    estimator.take_network(fit_network(routes.select(taught)))
-    watch(estimator, routes.select(range(len(taught), routes.num_sequences)))
+def teach(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> bool:
+    """Trains a network on most requests, and lets the estimator watch the others with it.
+
+    Returns:
+        Whether there were tokens enough; else the estimator is as before.
+    """
+    num_taught = routes.num_sequences - max(1, routes.num_sequences // 5)
+    taught = routes.select(range(num_taught))
+    if taught.num_tokens < LEAST_TOKENS:
+        return False
+    estimator.take_network(fit_network(taught))
+    watch(estimator, routes.select(range(num_taught, routes.num_sequences)))
+    return True
 
 
 def watch(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
@@ -119,7 +129,7 @@ def _restored(shape: Shape, state: State) -> tuple[ReuseNetwork | None, *tuple[n
     network = ReuseNetwork.from_state(shape, state)
     features = _NUM_FEATURES + (network is not None)
     sizes = (shape.num_layers, shape.num_experts)
-    axes = ((features,) * 2, (features,), (sizes[0], len(MEMORIES), sizes[1]), sizes)
+    axes = ((features,) * 2, (features,), (sizes[0], len(USE_DECAYS), sizes[1]), sizes)
     gram, moment, uses, gates = (
         take_array(state, name, dtype, one)
         for name, dtype, one in zip(_KEPT, ("<f8", "<f8", "<f4", "<f4"), axes, strict=True)
@@ -134,9 +144,9 @@ class ReuseEstimator:
     """Scores experts by their expected discounted uses, as log odds: what comes back soonest stays.
 
     Ours. It estimates Belady's order from what was used, how often and how heavily, and from what
-    followed similar moments: a logistic regression, fitted while it runs to the uses that it tried
-    to predict. ``memory`` tokens are searched for similar moments; one of ``learn_every`` estimates
-    is learned from.
+    followed similar moments: a logistic regression, fitted online by iteratively reweighted least
+    squares to the uses that it tried to predict. ``memory`` tokens are searched for similar
+    moments; one of ``learn_every`` estimates is learned from.
     """
 
     name = "reuse"
@@ -149,7 +159,7 @@ class ReuseEstimator:
         self._contexts: RequestContexts | None = None
         self._learn_every = learn_every
         layers, experts = shape.num_layers, shape.num_experts
-        self._uses = np.zeros((layers, len(MEMORIES), experts), np.float32)
+        self._uses = np.zeros((layers, len(USE_DECAYS), experts), np.float32)
         self._gates = np.zeros((layers, experts), np.float32)
         self._now_gates = np.zeros((layers, experts), np.float32)
         self._last_use = np.full((layers, experts), -(10**4), np.int64)
@@ -232,8 +242,8 @@ class ReuseEstimator:
             ids, gates = ids[ids < num_experts], gates[ids < num_experts]
         self._step[layer] += 1
         uses = self._uses[layer]
-        uses *= MEMORIES[:, None]
-        uses[:, ids] += (1 - MEMORIES)[:, None]
+        uses *= USE_DECAYS[:, None]
+        uses[:, ids] += (1 - USE_DECAYS)[:, None]
         self._gates[layer] *= _WEIGHT_MEMORY
         self._gates[layer, ids] += (1 - _WEIGHT_MEMORY) * gates
         self._now_gates[layer] = 0
@@ -453,7 +463,7 @@ class CompiledReuse:
         """Begins anew with a network, whose log odds are one more feature."""
         self._state = _State(self._library, self._sizes)
         self._network = network
-        arrays = (network.entry, network.past, network.exit, network.bias)
+        arrays = (network.current, network.past, network.output, network.bias)
         if self._library.moe_reuse_take_network(
             self._state.at, WIDTH, *(one.ctypes.data for one in arrays)
         ):
@@ -488,7 +498,7 @@ class CompiledReuse:
         sizes = {
             "gram": (features, features),
             "moment": (features,),
-            "uses": (layers, len(MEMORIES), experts),
+            "uses": (layers, len(USE_DECAYS), experts),
             "gates": (layers, experts),
             "weights": (features,),
         }

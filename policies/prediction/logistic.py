@@ -50,12 +50,7 @@ class Adam:
 
 
 def fit_logistic(
-    aligned: np.ndarray,
-    dense: np.ndarray,
-    target: np.ndarray,
-    *,
-    seed: int,
-    epochs: int = 6,
+    aligned: np.ndarray, dense: np.ndarray, target: np.ndarray, *, seed: int, epochs: int = 6
 ) -> LogisticFit:
     """Fits by cross-entropy; equal input and seed give equal weights on one machine.
 

@@ -290,10 +290,7 @@ CASES = {
     ),
     "predictor list": Case((), (), {}),
     "predictor teach": Case(
-        (),
-        (),
-        {},
-        dict.fromkeys(("model", "traces"), "tests/cli/test_predictor.py"),
+        (), (), {}, dict.fromkeys(("model", "traces"), "tests/cli/test_predictor.py")
     ),
     **BENCH_CASES,
 }

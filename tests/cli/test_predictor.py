@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +12,16 @@ from synthetic_routes import make_routes
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
-from moe_runtime.lab.replay import teaching
 from moe_runtime.lab.traces import Trace, write_trace
-from moe_runtime.lab.traces.learned import read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import keep_learned, read_predictor, write_predictor
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import reuse, reuse_network
+from moe_runtime.policies.eviction.reuse import new_estimator, watch
 from moe_runtime.policies.prediction import PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
+MODEL = ModelSignature(model_type="olmoe", num_layers=3, num_experts=8, top_k=2, vocab_size=100)
 
 
 def save(path: Path, *, model_type: str = "olmoe", gates: float = 1.0) -> Path:
@@ -29,9 +30,7 @@ def save(path: Path, *, model_type: str = "olmoe", gates: float = 1.0) -> Path:
     lengths = np.diff(routes.offsets)
     trace = Trace(
         version=1,
-        signature=ModelSignature(
-            model_type=model_type, num_layers=3, num_experts=8, top_k=2, vocab_size=100
-        ),
+        signature=replace(MODEL, model_type=model_type),
         step_phase=np.ones(steps, dtype=np.uint8),
         step_start=np.arange(steps + 1, dtype=np.int64),
         token_request=np.repeat(np.arange(6), lengths).astype(np.int32),
@@ -213,7 +212,6 @@ def chained_trace(path: Path, *, is_random: bool = False) -> Path:
 @pytest.fixture
 def few_tokens_suffice(monkeypatch):
     monkeypatch.setattr(reuse, "LEAST_TOKENS", 200)
-    monkeypatch.setattr(teaching, "LEAST_TOKENS", 200)
 
 
 def test_a_model_is_taught_what_saves_misses(tmp_path, monkeypatch, capsys, few_tokens_suffice):
@@ -223,12 +221,25 @@ def test_a_model_is_taught_what_saves_misses(tmp_path, monkeypatch, capsys, few_
     facts = json.loads(capsys.readouterr().out)
     assert facts["taught_misses"] < facts["reuse_misses"]
     state = np.load(facts["file"])
-    assert state["network_exit"].shape == (6, reuse_network.WIDTH, 16)
+    assert state["network_output"].shape == (6, reuse_network.WIDTH, 16)
     words = ["--prompt", "The for statement", "--max-new-tokens", "60", "--policy", "reuse"]
     assert main(["run", str(pocket_path()), *words, "--host-memory", "20MiB"]) == 0
     after = np.load(facts["file"])
-    np.testing.assert_array_equal(after["network_exit"], state["network_exit"])
+    np.testing.assert_array_equal(after["network_output"], state["network_output"])
     assert (after["gram"] != state["gram"]).any()  # the run went on from it
+
+
+def test_a_process_without_the_network_does_not_replace_it(tmp_path):
+    taught, plain = new_estimator(SHAPE), new_estimator(SHAPE)
+    rng = np.random.default_rng(0)
+    sizes = ((3, 8, 24), (2, 3, 8, 24), (3, 24, 8), (3, 8))
+    drawn = (rng.normal(size=size).astype(np.float32) for size in sizes)
+    taught.take_network(reuse_network.ReuseNetwork(*drawn))
+    watch(plain, make_routes(SHAPE, num_sequences=2, length=200))
+    path = tmp_path / "learned.npz"
+    for estimator, holds_network in ((plain, False), (taught, True), (plain, True)):
+        keep_learned(estimator, MODEL, path)
+        assert ("network_output" in np.load(path)) == holds_network
 
 
 def test_what_teaching_needs_is_said(tmp_path, monkeypatch, capsys):
@@ -237,7 +248,7 @@ def test_what_teaching_needs_is_said(tmp_path, monkeypatch, capsys):
     for words, said in (
         ([model], "no routing of"),
         ([model, str(save(tmp_path / "other.npz"))], "is a trace of olmoe"),
-        ([model, str(chained_trace(tmp_path / "few.npz"))], "600 tokens were recorded"),
+        ([model, str(chained_trace(tmp_path / "few.npz"))], "600 tokens of"),
     ):
         assert main(["predictor", "teach", *words]) == 2
         assert said in capsys.readouterr().err

@@ -73,10 +73,7 @@ def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> No
             horizon = int(rng.integers(1, 5))
             predictor.observe(
                 LayerRouted(
-                    layer=layer,
-                    expert_ids=np.array(ids),
-                    gate_weights=no_weights,
-                    hidden=hidden,
+                    layer=layer, expert_ids=np.array(ids), gate_weights=no_weights, hidden=hidden
                 )
             )
             made = predictor.predict(layer, horizon)

@@ -108,10 +108,7 @@ def test_a_gradient_goes_through_torch():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"heads": 4}, "key heads that divide them"),
-        ({"length": 0}, "key heads that divide them"),
-    ],
+    [({"heads": 4}, "key heads that divide them"), ({"length": 0}, "key heads that divide them")],
 )
 def test_sizes_that_cannot_be(change, message):
     query, key, value, _ = operands(torch.float32, **change)

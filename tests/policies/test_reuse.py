@@ -10,7 +10,13 @@ import pytest
 from moe_runtime.policies.eviction import reuse, reuse_network
 from moe_runtime.policies.eviction.reuse import CompiledReuse, ReuseEstimator, teach, watch
 from moe_runtime.policies.eviction.reuse_network import ReuseNetwork, fit_network
-from moe_runtime.policies.prediction.base import LayerRouted, Routes, Shape, StepBegins
+from moe_runtime.policies.prediction.base import (
+    LayerRouted,
+    Routes,
+    Shape,
+    StepBegins,
+    most_learned_bytes,
+)
 
 SHAPE = Shape(num_layers=3, num_experts=13, top_k=2)
 
@@ -113,12 +119,12 @@ def test_what_is_learned_moves_between_both_forms():
 def test_gradients_are_those_of_differences():
     routes = chained_routes(2, 100, seed=4)
     window = [*reuse_network._windows(routes)][1]
-    network, usual = drawn_network(SHAPE, 5), np.zeros((SHAPE.num_layers, 8), np.float32)
-    arrays = [getattr(network, each.name) for each in fields(network)] + [usual]
+    network, auxiliary = drawn_network(SHAPE, 5), np.zeros((SHAPE.num_layers, 8), np.float32)
+    arrays = [getattr(network, each.name) for each in fields(network)] + [auxiliary]
     doubles = [one.astype(np.float64) for one in arrays]
 
     def loss(values: list[np.ndarray]) -> float:
-        entry, past, leaving, bias, usual = values
+        current, past, output, bias, auxiliary = values
         uses, older, ages = reuse_network._known(window)
         features = [*np.log(uses + reuse_network.FLOOR), np.log1p(ages), ages == 0, window.gates]
         total = 0.0
@@ -126,17 +132,17 @@ def test_gradients_are_those_of_differences():
             before = window.before if token == 0 else window.used[token - 1]
             for layer in range(SHAPE.num_layers):
                 visited = np.concatenate([window.used[token, : layer + 1], before[layer + 1 :]])
-                context = np.einsum("le,lec->c", visited, entry)
+                context = np.einsum("le,lec->c", visited, current)
                 context += np.einsum("jle,jlec->c", older[:, token], past)
-                odds = context @ leaving[layer] + bias[layer]
+                odds = context @ output[layer] + bias[layer]
                 odds += sum(
-                    one[token, layer] * w for one, w in zip(features, usual[layer], strict=True)
+                    one[token, layer] * w for one, w in zip(features, auxiliary[layer], strict=True)
                 )
                 target = window.target[token, layer].astype(np.float64)
                 total += (np.logaddexp(0, odds) - target * odds).sum()
         return total / (window.used.size / SHAPE.num_layers)
 
-    gradients = reuse_network._gradients(window, network, usual)
+    gradients = reuse_network._gradients(window, network, auxiliary)
     rng = np.random.default_rng(6)
     for place, gradient in enumerate(gradients):
         direction = rng.normal(size=gradient.shape)
@@ -157,7 +163,7 @@ def test_a_network_learns_what_follows_what():
         estimator = ReuseEstimator(SHAPE)
         if routes is not None:
             teach(estimator, routes)
-            assert "network_exit" in estimator.learned()
+            assert "network_output" in estimator.learned()
         missed.append(misses(estimator, unseen))
     assert missed[1] < 0.9 * missed[0]
 
@@ -190,3 +196,11 @@ def test_training_says_how_far_it_is():
     fit_network(chained_routes(1, 150), epochs=2, on_progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_a_network_fits_what_a_learner_may_keep():
+    shape = Shape(num_layers=48, num_experts=128, top_k=8)
+    estimator = ReuseEstimator(shape)
+    estimator.take_network(drawn_network(shape, 0))
+    kept = sum(array.nbytes for array in estimator.learned().values())
+    assert kept <= most_learned_bytes(shape)

@@ -194,9 +194,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 @emulated
-def test_one_that_outgrows_its_row_goes_on_and_its_tokens_are_found_again(
-    checkpoint: Path,
-) -> None:
+def test_one_that_outgrows_its_row_goes_on_and_its_tokens_are_found_again(checkpoint: Path) -> None:
     long, short = (prompt_of(47), 20), (PROMPTS[1], 20)
     with loaded(checkpoint, is_fused=False) as model, Engine(model) as engine:
         assert engine._rows.room == 4 * 64
@@ -234,10 +232,7 @@ def test_the_longest_prompt_of_which_nothing_but_numbers_is_asked_has_room(
     checkpoint: Path,
 ) -> None:
     options = EngineOptions(decode_rows=1, most_running=1, exact=True)
-    with (
-        loaded(checkpoint, is_fused=False, tokens=192) as model,
-        Engine(model, options) as engine,
-    ):
+    with loaded(checkpoint, is_fused=False, tokens=192) as model, Engine(model, options) as engine:
         most = engine.most_request_tokens
         assert most == 192 - engine._rows.room
         with pytest.raises(RequestTooLongError, match=f"may have {most}"):

@@ -40,10 +40,7 @@ def requests_of(prompts: list[tuple[int, ...]], **options: Any) -> list[Any]:
     ids=["default", "exact", "short-steps", "exact-short-steps", "two-at-a-time"],
 )
 def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
-    pocket: Any,
-    prompts: list[tuple[int, ...]],
-    texts: list[list[int]],
-    options: EngineOptions,
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]], options: EngineOptions
 ) -> None:
     with Engine(pocket, options) as engine:
         together = ask_all(engine, requests_of(prompts))

@@ -231,8 +231,7 @@ def test_constraint_that_fails_fails_its_own_request(
 
     with Engine(pocket) as engine:
         failed, other = ask_all(
-            engine,
-            [request_of(prompts[0], NEW, constraint=Nothing()), request_of(prompts[1], NEW)],
+            engine, [request_of(prompts[0], NEW, constraint=Nothing()), request_of(prompts[1], NEW)]
         )
         engine.check()
     assert failed.ids == texts[0][:2]

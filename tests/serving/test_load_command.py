@@ -44,10 +44,7 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "url": (["--url", "http://there"], {"url": "http://there"}),
     "model": (["--model", "other"], {"model": "other"}),
     "api_keys": (["--api-keys", "keys"], {"key": "first"}),
-    "concurrency": (
-        ["--concurrency", "2,8"],
-        {"levels": [Level(2, None), Level(8, None)]},
-    ),
+    "concurrency": (["--concurrency", "2,8"], {"levels": [Level(2, None), Level(8, None)]}),
     "rate": (["--rate", "0.5,3"], {"levels": [Level(None, 0.5), Level(None, 3.0)]}),
     "requests": (["--requests", "5"], {"num_requests": 5}),
     "warm_up": (["--warm-up", "3"], {"num_warm_up": 3}),

@@ -24,9 +24,7 @@ SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--pol
 
 def completion(address: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
+        f"{address}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     return urllib.request.urlopen(request)
 
@@ -76,9 +74,7 @@ def test_a_termination_lets_the_running_answer_finish(
 
 @pytest.mark.parametrize("num_signals", [2, 3])
 def test_further_signals_cut_answers_off_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    num_signals: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_signals: int
 ) -> None:
     announce, choose, listen = command.announce, Sampler.choose, command.stop_on_signals
     stops: list[StopRequest] = []

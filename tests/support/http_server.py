@@ -94,12 +94,7 @@ class Served:
         given = {} if raw is None else {"content-type": "application/json"}
         sent = {name: value for name, value in {**given, **(headers or {})}.items() if value}
         with contextlib.closing(connection):
-            connection.request(
-                method or ("GET" if raw is None else "POST"),
-                path,
-                raw,
-                sent,
-            )
+            connection.request(method or ("GET" if raw is None else "POST"), path, raw, sent)
             response = connection.getresponse()
             text = response.read().decode()
         is_json = response.headers.get_content_type() == "application/json"

@@ -56,7 +56,7 @@ def draw(preparation: FinetunePreparation) -> list[Tensor]:
 
 
 def gradients_in_memory(model: PreTrainedModel, windows: list[Tensor]) -> dict[str, Tensor]:
-    """Under the names that `FrozenPasses` has for adapters of experts."""
+    """Under the names that `FrozenExpertsExecutor` has for adapters of experts."""
     inputs = [embed(model, ids[:, :-1]) for ids in windows]
     for embedded, ids in zip(inputs, windows, strict=True):
         loss_of(model, embedded, ids[:, 1:]).backward()

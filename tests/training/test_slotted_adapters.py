@@ -26,7 +26,7 @@ from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.training.finetune import finetuning as frozen_stores
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
-from moe_runtime.training.offload.frozen import SlottedPasses
+from moe_runtime.training.offload.frozen import SlottedExecutor
 from moe_runtime.training.offload.memory import FrozenMemory
 
 pytest.importorskip("triton")
@@ -103,14 +103,14 @@ def run(
     preparation: FinetunePreparation, *, is_slotted: bool
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and trained tensors."""
-    ways, takes = set[bool](), SlottedPasses.takes
+    ways, takes = set[bool](), SlottedExecutor.takes
 
     def noted(*args: Any) -> bool:
         way = takes(*args)
         ways.add(way)
         return way
 
-    with patch.object(SlottedPasses, "takes", noted), on_device(EagerDevice()):
+    with patch.object(SlottedExecutor, "takes", noted), on_device(EagerDevice()):
         trainer = start(preparation, resume=False)
         for name, parameter in preparation.model.named_parameters():
             if name.endswith("_B"):  # else the others had no gradient yet
@@ -166,7 +166,7 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
     )  # fmt: skip
     assert isinstance(preparation.memory, FrozenMemory)
     assert preparation.memory.device is not None
-    most, each, found = preparation.memory.device.stream_slots(), SlottedPasses._each, []
+    most, each, found = preparation.memory.device.stream_slots(), SlottedExecutor._each, []
 
     def noted(passes: Any, layer: int, *rest: Any) -> None:
         each(passes, layer, *rest)
@@ -177,7 +177,7 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
         found.append((layer, {key.layer for key in ahead}))
         assert len(ahead) == most or not absent
 
-    with on_device(EagerDevice()), patch.object(SlottedPasses, "_each", noted):
+    with on_device(EagerDevice()), patch.object(SlottedExecutor, "_each", noted):
         trainer = start(preparation, resume=False)
         for _ in range(2):  # the first one does not know who will be wanted
             found.clear()

@@ -2,7 +2,7 @@
  * asks the gates of the next layers, and names their likely experts.
  *
  * In torch a ranking is a product, a conversion and a sort of a few dozen numbers: four calls, each of which takes longer
- * than the arithmetic. `policies/prediction/lookahead.py` specifies the look-ahead; a test holds the two together. */
+ * than the arithmetic. `policies/prediction/hidden.py` specifies the look-ahead; a test holds the two together. */
 #include "kernels.h"
 
 enum { LANES = 16 };

@@ -209,10 +209,7 @@ def evaluate(
 
 
 def teach(
-    ctx: typer.Context,
-    model: options.Model,
-    traces: Traces = None,
-    as_json: options.Json = False,
+    ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
     """Train the network of the policy reuse for a model, from what it routed.
 

@@ -52,7 +52,7 @@ class Routed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the host knows of a step of a layer, behind the event ``copied``.
+    """What the host knows of a step of a layer, after the event ``copied``.
 
     Attributes:
         values_TD: inputs of the experts; None where the CPU computes nothing.
@@ -308,7 +308,7 @@ def open_device_stores(
     device: CudaDevice,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it. Raises
-    CapacityError: memory cannot be had, or not be locked."""
+    CapacityError: memory cannot be allocated or locked."""
     slots = Slab(plans["device"].num_slots, plans["device"].slot_bytes, allocate=device.allocate)
     above, below = open_tiers(
         source, slab, slots, plans, new_policy, experts, listeners, device,

@@ -112,13 +112,29 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
 
 
 def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
-    """Writes what a learner learned, if anything, for later runs."""
+    """Writes what a learner learned, if anything, for later runs.
+
+    A file that holds more, such as a network that was trained meanwhile, is left as it is.
+    """
     state = learner.learned()
     if not state:
         return
     with contextlib.suppress(OSError, CheckpointError):
-        make_folders(path.parent)
-        _write(path, _CACHED, learner.name, signature, state)
+        if os.path.exists(path):
+            most_bytes = most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
+            with (
+                contextlib.suppress(CheckpointError),
+                Archive(path, max_bytes=most_bytes) as archive,
+            ):
+                if _read_header(archive, _CACHED)[0]["arrays"].keys() > state.keys():
+                    return
+        write_learned(learner, signature, path)
+
+
+def write_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
+    """Writes what a learner learned."""
+    make_folders(path.parent)
+    _write(path, _CACHED, learner.name, signature, learner.learned())
 
 
 def _write(

@@ -186,7 +186,7 @@ class DeviceStore(TierStore[W]):
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
     ) -> DeviceLease[W]:
         """As ``ExpertStore.lease``; MoERuntimeError where a copy failed that work was queued
-        behind."""
+        after."""
         self.fetcher.raise_failure()
         self.device.compute_here()
         self._count_uses(waits=True)
@@ -231,7 +231,7 @@ class DeviceStore(TierStore[W]):
 
     def with_residents(self, layer: int, queue: Callable[[Residents], object]) -> Residents:
         """Queues work on a layer's residents: none leaves meanwhile, and what fills a slot later
-        runs behind it."""
+        runs after it."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._monitor:
@@ -268,7 +268,7 @@ class DeviceStore(TierStore[W]):
         return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
-        """Counts the use of residents later: ``used`` names them behind ``event``, most wanted
+        """Counts the use of residents later: ``used`` names them after ``event``, most wanted
         last."""
         with self._monitor:
             self._uncounted.append((event, used))
@@ -303,7 +303,7 @@ class DeviceStore(TierStore[W]):
         return True
 
     def bring(self, keys: Sequence[ExpertKey]) -> None:
-        """Copies experts behind all demands, and keeps them as if a lease had asked.
+        """Copies experts after all demands, and keeps them as if a lease had asked.
 
         For experts that were computed elsewhere and may be asked for again. A policy that decides
         after a use gets nothing.
@@ -490,7 +490,7 @@ def use_arriving(
         decides after the use; else those without slots.
 
     Raises:
-        MoERuntimeError: a copy failed that earlier work was queued behind.
+        MoERuntimeError: a copy failed that earlier work was queued after.
     """
     fetcher = store.fetcher
     fetcher.raise_failure()

@@ -79,7 +79,7 @@ class HostTables:
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
         Returns the residents by layer; None where nothing was queued. Raises MoERuntimeError: a
-        copy failed that earlier work was queued behind, or the model was closed."""
+        copy failed that earlier work was queued after, or the model was closed."""
         store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()

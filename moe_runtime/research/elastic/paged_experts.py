@@ -111,7 +111,7 @@ def slots_used_by(placement: Placement, rank: int) -> np.ndarray:
 
     Its own slot where it has one, else one of the replicas, another one for the next rank. All rows
     of a rank for an expert go to one replica: the number of rows computed at once may decide the
-    kernel. The last column, for choices of no expert, is one behind the last slot.
+    kernel. The last column, for choices of no expert, is one after the last slot.
     """
     slots_LEC = placement.slots_of_expert
     is_own = (slots_LEC >= 0) & (slots_LEC // placement.slots_per_gpu == rank)
@@ -186,7 +186,7 @@ class SpreadExperts:
             leaving_RD = y_RD.index_select(0, stage.arriving_position)
             returned_RD = transport.exchange(leaving_RD, stage.route, reverse=True).wait()
             kept_RD = torch.cat((returned_RD, kept_RD))
-        # Choices of no expert point behind the last row.
+        # Choices of no expert point after the last row.
         padded_RD = torch.cat((kept_RD, kept_RD.new_zeros((1, kept_RD.shape[1]))))
         return padded_RD.index_select(0, plan.place_TK.flatten().clamp(max=len(kept_RD)))
 

@@ -8,11 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moe_runtime.serving.requests import (
-    EngineClosedError,
-    QueueFullError,
-    RequestTooLongError,
-)
+from moe_runtime.serving.requests import EngineClosedError, QueueFullError, RequestTooLongError
 
 _MOST_FRAMES = 4
 _MOST_MESSAGE = 2000
@@ -96,10 +92,7 @@ def internal_error(error: Exception) -> ApiError:
     name = type(error).__name__
     places = (f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in reversed(frames))
     return ApiError(
-        f"{name}: {error}",
-        status=500,
-        code="internal_error",
-        logged=" < ".join((name, *places)),
+        f"{name}: {error}", status=500, code="internal_error", logged=" < ".join((name, *places))
     )
 
 

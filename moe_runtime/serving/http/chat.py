@@ -176,10 +176,7 @@ def _shown_tokens(
 
 
 def _grammar(
-    body: ChatBody,
-    template: ChatTemplate,
-    functions: list[Function],
-    tokens: Mapping[str, int],
+    body: ChatBody, template: ChatTemplate, functions: list[Function], tokens: Mapping[str, int]
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
@@ -315,11 +312,7 @@ class ChatAnswers(Answers):
         return "tool_calls" if has_calls else piece.finish
 
     def _choice(
-        self,
-        index: int,
-        message: dict[str, Any],
-        tokens: Sequence[AnswerToken],
-        reason: str | None,
+        self, index: int, message: dict[str, Any], tokens: Sequence[AnswerToken], reason: str | None
     ) -> dict[str, Any]:
         has_logprobs = self._has_logprobs and bool(tokens or "message" in message)
         logprobs = chat_logprobs(tokens, self._vocabulary) if has_logprobs else None

@@ -59,9 +59,7 @@ _EXPERT_COUNTERS = {
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
     "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
 }
-_EXPERT_GAUGES = {
-    "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
-}
+_EXPERT_GAUGES = {"moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier.")}
 
 
 class EngineCollector:

@@ -70,7 +70,7 @@ from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.frozen import (
     AdapterTraining,
     ExpertAdapters,
-    FrozenPasses,
+    FrozenExpertsExecutor,
     adapters_for,
 )
 from moe_runtime.training.offload.handle import ExpertTraining
@@ -515,9 +515,9 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
     in_slots, stores = open_frozen(preparation.experts, signature, memory, preparation.device)
     with ExitStack() as opened:
         opened.callback(stores[0].close)
-        passes = FrozenPasses(preparation.sites, in_slots, stores[0], adapters)
+        executor = FrozenExpertsExecutor(preparation.sites, in_slots, stores[0], adapters)
         training = AdapterTraining(
-            model, preparation.sites, passes, adapters, stores, optimizer_settings(config), memory
+            model, preparation.sites, executor, adapters, stores, optimizer_settings(config), memory
         )
         opened.pop_all()
     return training

@@ -30,7 +30,8 @@ from torch import Tensor
 from moe_runtime.config import nearest
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.lab.programme import Programme
-from moe_runtime.memory.reads import Monitor, Priority, Read, ReadQueue
+from moe_runtime.memory.reads import Monitor, Priority, ReadQueue
+from moe_runtime.memory.reads import Read as Transfer
 from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.training.offload.disk import RecordFile
 
@@ -139,7 +140,7 @@ class Swapped:
 
 
 class ActivationSwap:
-    """Packs and unpacks tensors by way of a file.
+    """Packs and unpacks tensors through a file.
 
     Args:
         folder: for the file, which is removed at the end.
@@ -184,7 +185,7 @@ class ActivationSwap:
             self._stack.append(weakref.ref(held))
         held.buffer = aligned_bytes(num_slots * SLOT_BYTES)
         held.buffer[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self._move(held, self._file.write, Priority.READAHEAD, partial(self._leave, held))
+        self._move(held, self._file.write, Priority.READAHEAD, partial(self._write_done, held))
         return held
 
     def unpack(self, held: Tensor | Swapped) -> Tensor:
@@ -224,7 +225,7 @@ class ActivationSwap:
         held: Swapped,
         move: Callable[[int, memoryview], int],
         priority: Priority,
-        done: Callable[[Read], None],
+        done: Callable[[Transfer], None],
     ) -> None:
         assert held.buffer is not None
         view = host_view(held.buffer)
@@ -232,9 +233,9 @@ class ActivationSwap:
             partial(move, slot * SLOT_BYTES, view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES])
             for i, slot in enumerate(held.slots)
         ]
-        self._queue.submit(blocks, Read(priority, done))
+        self._queue.submit(blocks, Transfer(priority, done))
 
-    def _leave(self, held: Swapped, write: Read) -> None:
+    def _write_done(self, held: Swapped, write: Transfer) -> None:
         with self._changed:
             self._failure = self._failure or write.error
             size = len(held.slots) * SLOT_BYTES
@@ -246,7 +247,7 @@ class ActivationSwap:
                 held.buffer = None
             self._changed.notify_all()
 
-    def _arrive(self, held: Swapped, read: Read) -> None:
+    def _read_done(self, held: Swapped, read: Transfer) -> None:
         with self._changed:
             self._failure = self._failure or read.error
             size = len(held.slots) * SLOT_BYTES
@@ -264,7 +265,7 @@ class ActivationSwap:
         size = len(held.slots) * SLOT_BYTES
         held.buffer = aligned_bytes(size)
         self._reading_bytes += size
-        self._move(held, self._file.fetch, priority, partial(self._arrive, held))
+        self._move(held, self._file.fetch, priority, partial(self._read_done, held))
 
     def _read_ahead(self, held: Swapped) -> None:
         """Begins to read what was packed before a tensor, as far as the buffers go."""

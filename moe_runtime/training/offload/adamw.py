@@ -49,7 +49,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """Settings of the optimizer.
+    """Settings of AdamW.
 
     Values out of range raise a `ValueError`, those of another type a `TypeError`.
 

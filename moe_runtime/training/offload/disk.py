@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.reads import Block, Read, ReadQueue
+from moe_runtime.memory.reads import Block, ReadQueue
+from moe_runtime.memory.reads import Read as Transfer
 from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 from moe_runtime.training.offload.records import (
@@ -193,7 +194,7 @@ class Disk:
             self._queue = ReadQueue(io_threads)
             opened.pop_all()
 
-    def read(self, part: RecordPart, read: Read) -> None:
+    def read(self, part: RecordPart, read: Transfer) -> None:
         """Starts to read; the thread that reads the last block checks the digests."""
         blocks = self._blocks(part, attrgetter("fetch"))
         left = itertools.count(1 - len(blocks))
@@ -206,12 +207,12 @@ class Disk:
 
         self._queue.submit([partial(move, block) for block in blocks], read)
 
-    def write(self, part: RecordPart, write: Read) -> None:
+    def write(self, part: RecordPart, write: Transfer) -> None:
         """Starts to write a new version, or a gradient that waits."""
         blocks = self._blocks(part, attrgetter("write"))
         self._queue.submit([partial(self._seal, part), *blocks], write)
 
-    def is_under_way(self, transfer: Read) -> bool:
+    def is_under_way(self, transfer: Transfer) -> bool:
         return self._queue.is_under_way(transfer)
 
     def sync(self) -> None:

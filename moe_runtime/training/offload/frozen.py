@@ -122,7 +122,7 @@ class ExpertAdapters(nn.Module):
         return matrix.T if self._is_transposed else matrix
 
 
-class SlottedPasses:
+class SlottedExecutor:
     """Layers that kernels compute from the slots of a store.
 
     Residents are launched before the host knows which experts have rows; missing ones as they
@@ -171,8 +171,11 @@ class SlottedPasses:
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `LayerExecutor.forward`; `then` are experts that come next, None for those of this
-        pass again."""
+        """As `TrainedExpertsExecutor.forward`.
+
+        Args:
+            then: experts that come next; None for those of this pass again.
+        """
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
         site = self._sites[layer]
@@ -251,7 +254,7 @@ class SlottedPasses:
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class FrozenPasses:
+class FrozenExpertsExecutor:
     """Computes layers whose experts come out of a store, in ascending order in either direction.
 
     Args:
@@ -273,7 +276,7 @@ class FrozenPasses:
         self._adapters = list(adapters)
         self._slotted = None
         if isinstance(store, DeviceStore):
-            self._slotted = SlottedPasses(sites, store, adapters)
+            self._slotted = SlottedExecutor(sites, store, adapters)
         self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -284,7 +287,7 @@ class FrozenPasses:
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `LayerExecutor.forward`."""
+        """As `TrainedExpertsExecutor.forward`."""
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         then = None if turns_back else self._last_visited.get(layer + 1, [])
         compute = self._forward
@@ -307,7 +310,7 @@ class FrozenPasses:
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """Expert by expert; `then` as of `SlottedPasses.forward`."""
+        """Expert by expert; `then` as of `SlottedExecutor.forward`."""
         site = self._sites[layer]
         calls = streamed(site, inputs)
         for call in calls:
@@ -335,10 +338,12 @@ class FrozenPasses:
             for key, weights in experts:
                 for call in calls:
                     if call.num_rows(key.expert):
-                        self._step_back(key, call, weights)
+                        self._backward_expert(key, call, weights)
         return [call.input_gradients() for call in calls]
 
-    def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
+    def _backward_expert(
+        self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts
+    ) -> None:
         if not self._adapters:
             call.backward(key.expert, weights, None)
             return
@@ -348,7 +353,7 @@ class FrozenPasses:
         self._adapters[key.layer].accept(key.expert, named)
 
     def finish(self) -> None:
-        """Returns when no product is queued behind a copy that may still fail; raises if one has
+        """Returns when no product is queued after a copy that may still fail; raises if one has
         failed."""
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()
@@ -434,7 +439,7 @@ def adapters_for(
 
 
 class AdapterTraining(StepOptimizer):
-    """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
+    """Trains what is around frozen experts, which stay in the checkpoint's files.
 
     Used as `OffloadedTraining`; experts are read once for all micro-batches of a step in either
     direction.
@@ -453,7 +458,7 @@ class AdapterTraining(StepOptimizer):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        passes: FrozenPasses,
+        executor: FrozenExpertsExecutor,
         adapters: Sequence[ExpertAdapters],
         stores: Sequence[ExpertStore[Tensor]],
         settings: AdamW,
@@ -461,12 +466,12 @@ class AdapterTraining(StepOptimizer):
     ) -> None:
         return_freed_blocks()
         self.model, self.memory = model, memory
-        self._stores, self._passes, self._settings = [*stores], passes, settings
+        self._stores, self._executor, self._settings = [*stores], executor, settings
         self._steps = self._skipped = 0
         self._num_experts = sum(site.num_experts for site in sites)
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
-            module = OffloadedTrainingExperts(site, layer, passes)
+            module = OffloadedTrainingExperts(site, layer, executor)
             if adapters:
                 module.add_module("adapters", adapters[layer])
             model.set_submodule(site.name, module)
@@ -480,12 +485,12 @@ class AdapterTraining(StepOptimizer):
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
         del rate  # for optimizers that update inside the backward pass
-        self._passes.begin()
+        self._executor.begin()
         with contextlib.ExitStack() as failed:
-            failed.callback(self._passes.abandon)
+            failed.callback(self._executor.abandon)
             failed.callback(self.dense.forget)
             losses = run_window(self.model, [partial(_part, p) for p in parts], self._modules)
-            self._passes.finish()
+            self._executor.finish()
             failed.pop_all()
         return losses
 
@@ -515,7 +520,7 @@ class AdapterTraining(StepOptimizer):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        return self._passes.expert(key)
+        return self._executor.expert(key)
 
     def state_dict(self) -> dict[str, Any]:
         return self.dense.state_dict()

@@ -24,10 +24,14 @@ from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
-from moe_runtime.training.offload.passes import LayerExecutor, OffloadedTrainingExperts, run_window
-from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
+from moe_runtime.training.offload.passes import (
+    OffloadedTrainingExperts,
+    TrainedExpertsExecutor,
+    run_window,
+)
+from moe_runtime.training.offload.records import Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
@@ -38,7 +42,7 @@ class OffloadStats:
 
     Attributes:
         skipped_steps: steps left out because gradients were not finite.
-        traffic: bytes by way, and seconds of waiting.
+        traffic: bytes by route, and seconds of waiting.
         link: bytes between tiers in memory and where products are computed.
         resident_experts: those whose tier is host memory.
         budget_bytes: of host memory.
@@ -80,13 +84,13 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        states: ExpertStates,
+        records: RecordStore,
         memory: TrainingMemory,
         checkpoints: ExpertCheckpoints,
     ) -> None:
         self.model = model
         self.memory = memory
-        self.states = states
+        self.records = records
         self.skipped_steps = 0
         self._sites = list(sites)
         self._checkpoints = checkpoints
@@ -100,11 +104,11 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        experts, disk = self.states.experts.values(), self.states.disk
+        experts, disk = self.records.experts.values(), self.records.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
-            traffic=dataclasses.replace(self.states.traffic),
+            traffic=dataclasses.replace(self.records.traffic),
             link=LinkTraffic(),
             num_experts=len(experts),
             resident_experts=sum(expert.resident_slot is not None for expert in experts),
@@ -126,10 +130,10 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self._checkpoints.wait()
 
     def transfers(self) -> dict[str, Any]:
-        return self.states.traffic.by_way()
+        return self.records.traffic.by_route()
 
     def check(self) -> None:
-        self.states.check()
+        self.records.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses to be copied or pickled."""
@@ -142,7 +146,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
             MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
         """
         self._checkpoints.close()
-        self.states.close()
+        self.records.close()
         self._checkpoints.wait()
 
 
@@ -174,26 +178,29 @@ def require_trained(model: nn.Module) -> None:
 
 
 def fill(
-    states: ExpertStates,
-    layouts: Mapping[ExpertKey, RecordLayout],
-    tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
+    records: RecordStore,
+    sites: Sequence[ExpertsModuleSpec],
+    initial: Callable[[ExpertKey], Sequence[Tensor]] | None,
 ) -> None:
-    for key, layout in layouts.items():
-        record = states.acquire(key, Sections.NONE, writes=True)
+    """Writes every expert's first record: what `initial` gives, or its module's parameters."""
+    for key, expert in records.experts.items():
+        layout = expert.layout
+        tensors = sites[key.layer].parameters_of(key.expert) if initial is None else initial(key)
+        record = records.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)
         views = layout.views(record, Sections.PARAMETERS)
-        for view, tensor in zip(views, tensors_of(key), strict=True):
+        for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-        states.write_state(key)
-        states.release(key)
-    states.commit()
+        records.write_state(key)
+        records.release(key)
+    records.commit()
 
 
 _KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
 
 
 class OffloadedTraining(ExpertTraining):
-    """The optimizer of a model whose experts live elsewhere; `offload_training` makes it.
+    """The optimizer of the whole model, offloaded experts included; `offload_training` makes it.
 
     A step is `backward` and `step`:
 
@@ -208,7 +215,7 @@ class OffloadedTraining(ExpertTraining):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        states: ExpertStates,
+        records: RecordStore,
         settings: AdamW,
         memory: TrainingMemory,
         *,
@@ -218,10 +225,12 @@ class OffloadedTraining(ExpertTraining):
         processes: OneProcess,
         link: DeviceLink | None,
     ) -> None:
-        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, processes)
-        super().__init__(model, sites, states, memory, checkpoints)
-        self.optimizer = ExpertOptimizer(states, settings, device_updates, processes)
-        self._passes = LayerExecutor(sites, self.optimizer, activations, copy_bytes, link)
+        checkpoints = ExpertCheckpoints(records, sites, settings.state_format, processes)
+        super().__init__(model, sites, records, memory, checkpoints)
+        self.optimizer = ExpertOptimizer(records, settings, device_updates, processes)
+        self._executor = TrainedExpertsExecutor(
+            sites, self.optimizer, activations, copy_bytes, link
+        )
         self.activations = activations
         self._processes, self._settings = processes, settings
         self._names = [site.parameter_names for site in sites]
@@ -230,7 +239,7 @@ class OffloadedTraining(ExpertTraining):
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
-                site, layer, self._passes, activations, lambda: self.optimizer.has_gradient
+                site, layer, self._executor, activations, lambda: self.optimizer.has_gradient
             )
             module.train(site.module.training)
             site.put(model, module)
@@ -248,7 +257,7 @@ class OffloadedTraining(ExpertTraining):
         rate: float | None = None,
         is_last: bool = True,
     ) -> list[Tensor]:
-        """Forward and backward passes of the micro-batches of a step, experts fetched once for all.
+        """Runs the forward and the backward passes of micro-batches, experts fetched once for all.
 
         Args:
             parts: each computes the loss of one micro-batch, divided by their number where a mean
@@ -268,7 +277,7 @@ class OffloadedTraining(ExpertTraining):
         if self._final_rate is not None:
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
         rate = self._settings.lr if rate is None else rate
-        self._passes.begin(rate if is_last else None)
+        self._executor.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
@@ -296,7 +305,7 @@ class OffloadedTraining(ExpertTraining):
             MoERuntimeError: an expert could not be read or written.
         """
         self._require_open()
-        has_gradient = self._passes.visits.went_back or bool(self.dense.gradients())
+        has_gradient = self._executor.visits.went_back or bool(self.dense.gradients())
         if self._final_rate is None and not has_gradient:
             raise RuntimeError("step needs a backward pass before it: there are no gradients")
         require_no_new_parameters(self.model, self.dense.parameters())
@@ -310,29 +319,29 @@ class OffloadedTraining(ExpertTraining):
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
         own_bad = list(self.optimizer.bad_experts)
-        norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
+        norm, scale, is_skipped = self.optimizer.take_step(rate, dense_norm, bool(bad_dense))
         bad: tuple[str, ...] = ()
         if is_skipped:
             bad = self._names_everywhere(own_bad) + bad_dense
             self.skipped_steps += 1
-            self._passes.copies.forget()
+            self._executor.copies.forget()
         else:
             self.dense.step(rate, scale)
-            self._passes.copies.after_step()
+            self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
         self._final_rate = None
-        self._passes.begin()
-        self._passes.expect_first_layer()
+        self._executor.begin()
+        self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
-        self._passes.copies.forget()  # first: no copy may reach into a record that is given back
+        self._executor.copies.forget()  # first: no copy may reach into a record that is given back
         self.optimizer.discard()
         self.dense.forget()
         self._final_rate = None
-        self._passes.begin()
+        self._executor.begin()
 
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
         """Names of the experts that some process has; a collective call."""
@@ -347,15 +356,15 @@ class OffloadedTraining(ExpertTraining):
         )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        with self._passes.parameters(key) as named:
+        with self._executor.parameters(key) as named:
             return {name: tensor.clone() for name, tensor in named.items()}
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's parameters, experts of this process first, in ascending order."""
-        return {name: self._passes.stacked(layer, name) for name in self._names[layer]}
+        return {name: self._executor.stacked(layer, name) for name in self._names[layer]}
 
     def stats(self) -> OffloadStats:
-        link = dataclasses.replace(self._passes.copies.traffic)
+        link = dataclasses.replace(self._executor.copies.traffic)
         return dataclasses.replace(super().stats(), link=link)
 
     def _require_open(self) -> None:
@@ -364,7 +373,7 @@ class OffloadedTraining(ExpertTraining):
 
     def close(self) -> None:
         self._is_closed = True
-        self._passes.copies.forget()
+        self._executor.copies.forget()
         with contextlib.closing(self.activations):
             super().close()
 
@@ -397,7 +406,7 @@ class OffloadedTraining(ExpertTraining):
         require_kinds(state, _KINDS, "the checkpoint's optimizer")
         self.optimizer.load_state_dict(state["steps"])
         self._checkpoints.restore(state["experts"], self.optimizer.step)
-        self._passes.copies.forget()
+        self._executor.copies.forget()
         self.dense.load_state_dict(state["dense"])
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:

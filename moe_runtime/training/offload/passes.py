@@ -1,11 +1,11 @@
 """Forward and backward passes of layers whose experts come and go, and the modules in their place.
 
-An expert is fetched once for all micro-batches of a window, in either direction (Li et al.,
-"Harmony", 2022). The backward pass needs the experts of the forward pass in the reverse order of
-layers, so its prefetch is exact.
+A window is the micro-batches of one `backward` call. An expert is fetched once for all of them, in
+either direction (Li et al., "Harmony", 2022). The backward pass needs the experts of the forward
+pass in the reverse order of layers, so its prefetch is exact.
 
-Each micro-batch of a step has a thread; one runs at a time, in turn. At a layer's experts a thread
-waits until all have come; then the experts are computed for all of them. Turns are fixed, so
+Each micro-batch of a window has a thread; one runs at a time, in turn. At a layer's experts a
+thread waits until all have come; then the experts are computed for all of them. Turns are fixed, so
 gradients of shared parameters are summed in the order of the micro-batches.
 """
 
@@ -70,8 +70,8 @@ class Visits:
     went_back: bool = False
 
 
-class LayerExecutor:
-    """Computes layers, expert by expert.
+class TrainedExpertsExecutor:
+    """Computes layers whose experts are trained, expert by expert.
 
     Args:
         copy_bytes: for experts' weights that stay where products are computed.
@@ -89,8 +89,8 @@ class LayerExecutor:
         self.activations = activations
         self._sites = list(sites)
         self._optimizer = optimizer
-        self._states = optimizer.states
-        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
+        self._records = optimizer.records
+        self.copies = ComputeCopies(optimizer.records.experts, copy_bytes, link)
         self._widths = [site.dim_preactivation for site in sites]
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -106,7 +106,7 @@ class LayerExecutor:
 
     def expect_first_layer(self) -> None:
         """Begins to read what the next forward pass will probably want first."""
-        self._states.expect(self._optimizer.needs(self._last_visited.get(0, [])))
+        self._records.expect(self._optimizer.needs(self._last_visited.get(0, [])))
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
@@ -123,7 +123,7 @@ class LayerExecutor:
         calls = streamed(site, inputs)
         keys = visited(layer, calls)
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
-        self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
+        self._records.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
             self.visits.layers.append((layer, keys))
             self.visits.calls[layer] += 1
@@ -138,7 +138,7 @@ class LayerExecutor:
                 weights = self._weights(key, record, here[0].x_TD)
                 for call in here:
                     call.forward(key.expert, weights)
-                self.copies.release(partial(self._states.release, key))
+                self.copies.release(partial(self._records.release, key))
             self.copies.finish()
         return calls, [call.output() for call in calls]
 
@@ -154,12 +154,12 @@ class LayerExecutor:
         is_only_call = self.visits.calls[layer] == 1
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
-        self._states.expect(self._ahead_of_backward(keys))
+        self._records.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with self._observed("backward", layer, ()):
             for key in keys:
-                self._step_back(key, calls, self.visits.rate if is_only_call else None)
+                self._backward_expert(key, calls, self.visits.rate if is_only_call else None)
             self.copies.finish()
         return [call.input_gradients() for call in calls]
 
@@ -167,12 +167,12 @@ class LayerExecutor:
     def parameters(self, key: ExpertKey) -> Iterator[dict[str, Tensor]]:
         """An expert's parameters as they are after the steps so far, by name, while in use."""
         record = self._optimizer.fetch(key)
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         try:
             yield {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
         finally:
-            self._states.release(key)
+            self._records.release(key)
 
     def stacked(self, layer: int, name: str) -> Tensor:
         """A copy of one parameter as the layer's module had it, this process's experts first."""
@@ -182,10 +182,10 @@ class LayerExecutor:
                 parts.append(named[name].clone())
         return torch.stack(parts)
 
-    def _step_back(
+    def _backward_expert(
         self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
     ) -> None:
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         trains = bool(layout.trained)
         record = self._optimizer.fetch(key, self._backward_sections(key), writes=trains)
         here = [call for call in calls if call.num_rows(key.expert)]
@@ -193,9 +193,9 @@ class LayerExecutor:
         if not trains:
             for call in here:
                 call.backward(key.expert, weights, None)
-            self.copies.release(partial(self._states.release, key))
+            self.copies.release(partial(self._records.release, key))
             return
-        has_gradient = self._states.experts[key].has_gradient
+        has_gradient = self._records.experts[key].has_gradient
         gradients = layout.views(record, Sections.GRADIENT)
         if not has_gradient:
             layout.clear_padding(record)
@@ -241,11 +241,11 @@ class LayerExecutor:
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
         """Reports what a pass took to the plan of activations."""
-        before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
+        before, started = dataclasses.replace(self._records.traffic), time.perf_counter()
         yield
         if direction is None:
             return
-        after, width = self._states.traffic, self._widths[layer]
+        after, width = self._records.traffic, self._widths[layer]
         hidden = width // (2 if self._sites[layer].has_gate else 1)
         self.activations.observe(
             direction,
@@ -260,10 +260,10 @@ class LayerExecutor:
         )
 
     def _backward_sections(self, key: ExpertKey) -> Sections:
-        if not self._states.experts[key].layout.trained:
+        if not self._records.experts[key].layout.trained:
             return Sections.NONE
         sections = Sections.NONE
-        if self._states.experts[key].has_gradient:
+        if self._records.experts[key].has_gradient:
             sections |= Sections.GRADIENT
         if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
             sections |= Sections.STATE
@@ -286,15 +286,15 @@ class LayerExecutor:
                 yield key, self._optimizer.need(key) | self._backward_sections(key)
 
     def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         names = [tensor.name for tensor in layout.tensors]
-        views = self.copies.weights(key, self._states.content_step(key), views, x_TD)
+        views = self.copies.weights(key, self._records.content_step(key), views, x_TD)
         return self._sites[key.layer].stacked(names, views)
 
     def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients in the order of kernels; None where a tensor is frozen or missing."""
-        names = [tensor.name for tensor in self._states.experts[key].layout.trained]
+        names = [tensor.name for tensor in self._records.experts[key].layout.trained]
         return self._sites[key.layer].gradients(names, tensors)
 
 
@@ -333,8 +333,8 @@ class _Part(Generic[T]):
         self.aux: list[Any] = []
 
 
-class MicroBatchBarrier(Generic[T]):
-    """Runs micro-batches until all are done.
+class MicroBatchWindow(Generic[T]):
+    """Runs the micro-batches of a window until all are done.
 
     Args:
         model: the `aux` of its `MoELayer`s belongs to the part that runs.
@@ -447,7 +447,7 @@ def run_window(
     try:
         if len(work) == 1:
             return [work[0]()]
-        window = MicroBatchBarrier(model, work)
+        window = MicroBatchWindow(model, work)
         for module in modules:
             module.window = window
         return window.run()
@@ -467,7 +467,7 @@ class AbsentExperts(AbsentParameters):
         super().__init__()
         self.num_experts = site.num_experts
         self.layer = layer
-        self.window: MicroBatchBarrier[Any] | None = None
+        self.window: MicroBatchWindow[Any] | None = None
         self._keeps_dtype = site.keeps_dtype
         self._site = site
         for name in site.parameter_names:
@@ -488,8 +488,8 @@ class AbsentExperts(AbsentParameters):
         TrainedElsewhere.refuse()
 
 
-class LayerPasses(Protocol):
-    """Computes layers whose experts are elsewhere, as `LayerExecutor`.
+class LayerExecutor(Protocol):
+    """Computes layers whose experts are not in the model: trained, or frozen ones of a store.
 
     What its forward pass returns for the backward pass has `give_up_tensors` and `take_tensors` as
     `StreamedExperts` has them.
@@ -518,13 +518,13 @@ class OffloadedTrainingExperts(AbsentExperts):
         self,
         site: ExpertsModuleSpec,
         layer: int,
-        passes: LayerPasses,
+        executor: LayerExecutor,
         activations: ActivationPolicy | None = None,
         has_gradient: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(site, layer, has_gradient)
         self._activations = activations
-        self._passes = passes
+        self._executor = executor
         # gives every call a node in the graph, also where no input needs a gradient
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -553,32 +553,32 @@ class OffloadedTrainingExperts(AbsentExperts):
         else:
             entry = LayerInput(x_TD, top_k_index, top_k_weights)
             with _plainly(x_TD):
-                _, (out_TD,) = self._passes.forward(
+                _, (out_TD,) = self._executor.forward(
                     self.layer, [entry], keeps=False, is_visit=False
                 )
         return out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
 
-    def compute(self, entry: LayerInput) -> tuple[Any, Tensor]:
+    def forward_layer(self, entry: LayerInput) -> tuple[Any, Tensor]:
         """The forward pass, together with the other micro-batches of a window."""
         # inside a backward pass, activations are only computed again
         is_visit = torch._C._current_graph_task_id() == -1
 
         def together(entries: list[LayerInput]) -> list[tuple[Any, Tensor]]:
             with _plainly(entry.x_TD):
-                calls, outputs = self._passes.forward(
+                calls, outputs = self._executor.forward(
                     self.layer, entries, keeps=True, is_visit=is_visit
                 )
             return list(zip(calls, outputs, strict=True))
 
         return self._meet(("forward", self.layer), entry, together)
 
-    def step_back(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The backward pass, likewise."""
+    def backward_layer(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The backward pass, together with the other micro-batches of a window."""
 
         def together(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
             calls, grads = zip(*entries, strict=True)
             with _plainly(grad_TD):
-                return self._passes.backward(self.layer, calls, grads)
+                return self._executor.backward(self.layer, calls, grads)
 
         return self._meet(("backward", self.layer), (call, grad_TD), together)
 
@@ -589,7 +589,7 @@ class OffloadedTrainingExperts(AbsentExperts):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A copy of a parameter as the module had it, for exporters; no part of the module."""
-        return nn.Parameter(self._passes.stacked(self.layer, target), requires_grad=False)
+        return nn.Parameter(self._executor.stacked(self.layer, target), requires_grad=False)
 
 
 @contextlib.contextmanager
@@ -609,7 +609,7 @@ class _Call(torch.autograd.Function):
         ids_TK: Tensor,
         module: OffloadedTrainingExperts,
     ) -> Tensor:
-        call, out_TD = module.compute(LayerInput(x_TD, ids_TK, weights_TK))
+        call, out_TD = module.forward_layer(LayerInput(x_TD, ids_TK, weights_TK))
         ctx.module, ctx.call, ctx.has_weights = module, call, weights_TK is not None
         ctx.save_for_backward(*call.give_up_tensors())
         return out_TD
@@ -620,6 +620,6 @@ class _Call(torch.autograd.Function):
     )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.take_tensors(*ctx.saved_tensors)
-        grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grad)
+        grad_TD, grad_weights_TK = ctx.module.backward_layer(ctx.call, grad)
         ctx.call.give_up_tensors()
         return None, grad_TD, grad_weights_TK if ctx.has_weights else None, None, None

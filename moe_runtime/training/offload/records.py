@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.reads import Read
+from moe_runtime.memory.reads import Read as Transfer
 from moe_runtime.memory.source import BLOCK_BYTES
 from moe_runtime.types import ExpertKey
 
@@ -430,7 +430,7 @@ class Version:
     """One state of an expert on the disk.
 
     Attributes:
-        step: optimizer step up to which it goes.
+        step: the last optimizer step applied to it.
         pending: step whose gradient is kept in it for the step after.
         is_written: whether all of its bytes were given to the disk.
         sections: checksum of each section, compared whenever the section is read.
@@ -446,13 +446,13 @@ class Version:
 
 
 @dataclass(slots=True)
-class ExpertState:
+class RecordStatus:
     """One expert.
 
     Attributes:
         version: the newest on the disk; None before the first.
         previous: the one before the step under way, where that wrote a new one.
-        step: step up to which its tier goes.
+        step: the last optimizer step applied to its tier.
         pending: step whose gradient its tier keeps for the step after.
         resident_slot: its slot in memory; None when its tier is the disk.
         is_saved: for a tier in memory: whether `version` has the same content.
@@ -469,7 +469,7 @@ class ExpertState:
     resident_slot: int | None = None
     is_saved: bool = False
     has_gradient: bool = False
-    captures: set[Read] = field(default_factory=set)
+    captures: set[Transfer] = field(default_factory=set)
 
     def take_over(self, version: Version) -> None:
         self.step, self.count, self.pending = version.step, version.count, version.pending
@@ -480,7 +480,7 @@ class RingEntry:
     """One slot of the ring.
 
     Attributes:
-        step: step up to which its content goes.
+        step: the last optimizer step applied to its content.
         fresh: sections that were read and not asked for since.
         reads: those that have not ended, and the sections that each brings.
     """
@@ -490,8 +490,8 @@ class RingEntry:
     have: Sections = Sections.NONE
     fresh: Sections = Sections.NONE
     pins: int = 0
-    reads: dict[Read, Sections] = field(default_factory=dict)
-    writes: set[Read] = field(default_factory=set)
+    reads: dict[Transfer, Sections] = field(default_factory=dict)
+    writes: set[Transfer] = field(default_factory=set)
 
     @property
     def arriving(self) -> Sections:
@@ -515,7 +515,7 @@ class RingEntry:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes by way, whole sections; every needed byte is resident, reused or read.
+    """Bytes by route, whole sections; every needed byte is resident, reused or read.
 
     Attributes:
         needed_bytes: sections that computation asked for.
@@ -542,7 +542,7 @@ class Traffic:
         self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
         entry.fresh &= ~need
 
-    def by_way(self) -> dict[str, float]:
+    def by_route(self) -> dict[str, float]:
         """Seconds of waiting, and bytes found in memory, read and written, by name."""
         return {
             "stall_s": self.stall_s,

@@ -23,13 +23,14 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.reads import Monitor, Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority
+from moe_runtime.memory.reads import Read as Transfer
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.disk import Disk, RecordFile, RecordPart
 from moe_runtime.training.offload.records import (
     BLOCK_BYTES,
-    ExpertState,
     RecordLayout,
+    RecordStatus,
     RingEntry,
     Sections,
     Traffic,
@@ -45,7 +46,7 @@ MIN_RING_SLOTS = 3
 Need = tuple[ExpertKey, Sections]
 
 
-class ExpertStates:
+class RecordStore:
     """Records of all experts. One thread at a time computes with them; transfers run next to it.
 
     Args:
@@ -67,7 +68,7 @@ class ExpertStates:
                 f"got {ring_slots}"
             )
         self.disk = disk
-        self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
+        self.experts = {key: RecordStatus(layout) for key, layout in layouts.items()}
         sizes = (layout.record_bytes for layout in layouts.values())
         slot_bytes = max(sizes, default=BLOCK_BYTES)
         self.slab = Slab(ring_slots + len(resident), slot_bytes)
@@ -128,7 +129,7 @@ class ExpertStates:
                 self._read_ahead()
 
     def content_step(self, key: ExpertKey) -> int:
-        """Step up to which the nearest copy of a record goes."""
+        """Last optimizer step applied to the ring copy, else to the tier."""
         entry = self._entries.get(key)
         return self.experts[key].step if entry is None else entry.step
 
@@ -154,12 +155,12 @@ class ExpertStates:
     def _fill_now(self, key: ExpertKey, version: Version, record: Tensor) -> None:
         is_done = threading.Event()
 
-        def finish(read: Read) -> None:
+        def finish(read: Transfer) -> None:
             self._failure = self._failure or read.error
             is_done.set()
 
         part = RecordPart(key, self.experts[key].layout, version, Sections.STATE, record)
-        self._on_disk.read(part, Read(Priority.DEMAND, finish))
+        self._on_disk.read(part, Transfer(Priority.DEMAND, finish))
         is_done.wait()
         if self._failure is not None:
             raise self._failure
@@ -355,7 +356,7 @@ class ExpertStates:
                 entry.step = expert.step
         self.traffic.recount(self._fresh_bytes())
 
-    def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
+    def _not_started(self, transfers: Iterable[Transfer]) -> list[Transfer]:
         return [one for one in transfers if not self._on_disk.is_under_way(one)]
 
     def _fresh_bytes(self) -> int:
@@ -366,7 +367,7 @@ class ExpertStates:
         assert self.disk is not None, "there is no disk"
         return self.disk
 
-    def _file_of(self, expert: ExpertState) -> RecordFile:
+    def _file_of(self, expert: RecordStatus) -> RecordFile:
         return self._on_disk.files[expert.layout.state_bytes]
 
     def _bytes(self, key: ExpertKey, sections: Sections) -> int:
@@ -431,7 +432,7 @@ class ExpertStates:
             # replayed parameters would not fit the moments on the disk: take all of them anew
             missing |= Sections.STATE
             entry.step = expert.step
-        read = Read(priority, partial(self._arrive, entry))
+        read = Transfer(priority, partial(self._read_done, entry))
         entry.reads[read] = missing  # first: `_reset` takes back what is not started
         entry.have |= missing
         entry.fresh |= missing
@@ -440,10 +441,10 @@ class ExpertStates:
         part = RecordPart(key, expert.layout, expert.version, missing, record)
         self._on_disk.read(part, read)
 
-    def _arrive(self, entry: RingEntry, read: Read) -> None:
+    def _read_done(self, entry: RingEntry, read: Transfer) -> None:
         with self._changed:
             entry.reads.pop(read, None)
-            self._end(read)
+            self._transfer_done(read)
 
     def _write(self, key: ExpertKey, version: Version | None, sections: Sections) -> None:
         expert, entry = self.experts[key], self._entries.get(key)
@@ -452,20 +453,20 @@ class ExpertStates:
         else:
             assert entry is not None, "an expert on the disk is written from the ring"
             slot, writes = entry.slot, entry.writes
-        write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
+        write = Transfer(Priority.READAHEAD, partial(self._write_done, writes, version))
         writes.add(write)
         self.traffic.written_bytes += self._bytes(key, sections)
         part = RecordPart(key, expert.layout, version, sections, self.slab.slot(slot))
         self._on_disk.write(part, write)
 
-    def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
+    def _write_done(self, writes: set[Transfer], version: Version | None, write: Transfer) -> None:
         with self._changed:
             if version is not None:
                 version.is_written = write.error is None
             writes.discard(write)
-            self._end(write)
+            self._transfer_done(write)
 
-    def _end(self, transfer: Read) -> None:
+    def _transfer_done(self, transfer: Transfer) -> None:
         """A transfer has ended: others may begin; a failure now fails the operations that wait."""
         self._failure = self._failure or transfer.error
         try:
@@ -474,7 +475,7 @@ class ExpertStates:
             self._failure = self._failure or error
         self._changed.notify_all()
 
-    def _take_back(self, expert: ExpertState) -> bool:
+    def _take_back(self, expert: RecordStatus) -> bool:
         """Puts the version from before the step, if any, in the place of the one after."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
@@ -484,7 +485,7 @@ class ExpertStates:
         self._file_of(expert).drop(new.slot)
         return True
 
-    def _new_version(self, expert: ExpertState, step: int) -> Version:
+    def _new_version(self, expert: RecordStatus, step: int) -> Version:
         """A slot for what an expert has become; a version of the step before is kept for it."""
         slot = self._file_of(expert).take()
         new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version

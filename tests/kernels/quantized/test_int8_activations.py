@@ -7,11 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from quantized_experts import (
-    assert_hidden_values_are_rounded_too,
-    make_expert,
-    run,
-)
+from quantized_experts import assert_hidden_values_are_rounded_too, make_expert, run
 from quantized_matrices import FP8_BLOCK, INT4, INT8, MXFP4, PUBLISHED, every_format, random_matrix
 
 from moe_runtime.kernels.linear import quantized_linear

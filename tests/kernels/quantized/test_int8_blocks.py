@@ -7,10 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quantized_experts import (
-    assert_hidden_values_are_rounded_too,
-    make_expert,
-)
+from quantized_experts import assert_hidden_values_are_rounded_too, make_expert
 from quantized_matrices import BLOCK_FORMATS, random_matrix
 from torch import Tensor
 

@@ -270,11 +270,7 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         'Try <tool_call>{"name": "weather"}</tool_call> so</think> Hello </think>',
         "hermes",
         "reasoning",
-        [
-            ("reasoning", "Try"),
-            ParsedCall("weather", "{}"),
-            ("content", "so Hello </think>"),
-        ],
+        [("reasoning", "Try"), ParsedCall("weather", "{}"), ("content", "so Hello </think>")],
     ),
     (
         "<tool_call>\n<function=weather> or so.\n</think>\nHello",

@@ -183,10 +183,7 @@ def test_every_response_has_the_name_of_its_request(tokenizer: Any) -> None:
 def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer: Any) -> None:
     """What is behind one of its two ends might be taken for a request of somebody else."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with (
-        served([model_of("pocket", engine, tokenizer, 4096)]) as site,
-        connected(site) as client,
-    ):
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site, connected(site) as client:
         head = (HEAD % 5).replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
         client.sendall(head + b"0\r\n\r\nGET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
         status, found = response(client)
@@ -248,10 +245,7 @@ def test_tokens_are_those_of_vllm(staged: Any, tokenizer: Any) -> None:
     site = staged()
     ids = tokenizer("Hi")["input_ids"]
     expected = {"tokens": ids, "count": len(ids), "max_model_len": 1000, "token_strs": None}
-    assert site.ask("/tokenize", {"prompt": "Hi", "add_special_tokens": True}) == (
-        200,
-        expected,
-    )
+    assert site.ask("/tokenize", {"prompt": "Hi", "add_special_tokens": True}) == (200, expected)
     _, found = site.ask("/tokenize", {"messages": messages, "continue_final_message": True})
     assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant: Well"
     given = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}}

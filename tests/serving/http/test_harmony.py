@@ -8,11 +8,7 @@ from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answer_text import (
-    HARMONY_MARKS,
-    HarmonySections,
-    is_harmony,
-)
+from moe_runtime.serving.http.answer_text import HARMONY_MARKS, HarmonySections, is_harmony
 from moe_runtime.serving.http.grammars import Grammars, after_analysis, of_harmony_call
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import ParsedCall
@@ -40,10 +36,7 @@ CASES: list[tuple[str, list[Any]]] = [
     ),
     (f"{FINAL}Hello<|return|>", [("content", "Hello")]),
     (f"{ANALYSIS}never ends", [("reasoning", "never ends")]),
-    (
-        f"{ANALYSIS}one<|end|>{ROLE}{ANALYSIS}two<|end|>{ROLE}{FINAL}",
-        [("reasoning", "one\ntwo")],
-    ),
+    (f"{ANALYSIS}one<|end|>{ROLE}{ANALYSIS}two<|end|>{ROLE}{FINAL}", [("reasoning", "one\ntwo")]),
     (
         "<|channel|>commentary<|message|>I look.<|end|>"
         f'{ROLE}{CALL}{{"city": "Rom\\u00e9"}}<|call|>',

@@ -37,10 +37,7 @@ def chats(site: Served) -> None:
     assert status == 200, found
 
 
-@pytest.mark.parametrize(
-    "program",
-    [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"],
-)
+@pytest.mark.parametrize("program", [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"])
 def test_a_template_without_an_end_is_ended(
     staged: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:

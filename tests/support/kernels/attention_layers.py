@@ -3,13 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import (
-    ExaoneMoeConfig,
-    GptOssConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import ExaoneMoeConfig, GptOssConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeAttention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.olmoe.modeling_olmoe import OlmoeAttention

@@ -47,10 +47,7 @@ def make_layer(
     norms: dict[str, Any] = {}
     if norm is not None:
         q_size, k_size = (heads * key_dim, key_heads * key_dim) if norm == "row" else [key_dim] * 2
-        norms = {
-            "q_norm": HeadNorm(random(q_size), 1e-5),
-            "k_norm": HeadNorm(random(k_size), 1e-6),
-        }
+        norms = {"q_norm": HeadNorm(random(q_size), 1e-5), "k_norm": HeadNorm(random(k_size), 1e-6)}
     return AttentionWeights(
         qkv=random(rows, dim),
         output=random(dim, heads * value_dim),

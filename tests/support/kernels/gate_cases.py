@@ -111,11 +111,7 @@ FORMULAS = [
     GateCase("rl-r-eval", "rl_r", most_likely, top_k=1, training=False),
     GateCase("round-robin", "round_robin", in_turn(True), num_experts=5),
     GateCase(
-        "round-robin-raw",
-        "round_robin",
-        in_turn(False),
-        top_k=3,
-        options={"renormalize": False},
+        "round-robin-raw", "round_robin", in_turn(False), top_k=3, options={"renormalize": False}
     ),
     GateCase("moepp", "moepp", moepp, top_k=3),
     GateCase(
