@@ -46,7 +46,7 @@ MIN_RING_SLOTS = 3
 Need = tuple[ExpertKey, Sections]
 
 
-class ExpertStates:
+class RecordStore:
     """Records of all experts. One thread at a time computes with them; transfers run next to it.
 
     Args:
