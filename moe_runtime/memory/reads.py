@@ -1,4 +1,4 @@
-"""Reads in flight: the lock of what they fill, and the queues that serve them.
+"""Reads in flight: the lock of what they fill, the queues that serve them, and their throughput.
 
 A read is cut into blocks: several threads share it, and a demand overtakes a read-ahead between two
 blocks. Threads of C serve files where there is the native library, threads of Python elsewhere.
@@ -567,6 +567,70 @@ class NativeReadQueue(Monitor):
 def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
     """Ends the threads before their files are given up."""
     library.reads_close(queue)
+
+
+FORGET = 0.98
+"""What a transfer leaves of the weight of those before it: about the last fifty count."""
+
+
+class LinkMeter:
+    """Running mean of throughput, over the time in which transfers were under way.
+
+    Attributes:
+        under_way: transfers that have not ended.
+        beside: those of them that use another link.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = self.beside = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+        self._demands = 0
+        self._demands_since_s = 0.0
+        self._demand_s = 0.0
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
+        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
+
+    @property
+    def demand_s(self) -> float:
+        """Seconds so far in which a demand was under way."""
+        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
+        return self._demand_s + running_s
+
+    def begin(self, *, is_demand: bool) -> None:
+        if self.under_way == self.beside:
+            self._since_s = time.perf_counter()
+        self.under_way += 1
+        if is_demand:
+            self.begin_demand()
+
+    def begin_demand(self) -> None:
+        """A read-ahead that is under way becomes a demand."""
+        if self._demands == 0:
+            self._demands_since_s = time.perf_counter()
+        self._demands += 1
+
+    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
+        """A transfer ended, or was cancelled (0 bytes)."""
+        self.under_way -= 1
+        if is_demand:
+            self._demands -= 1
+            if self._demands == 0:
+                self._demand_s += max(0.0, now_s - self._demands_since_s)
+        if num_bytes:
+            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
+            self._bytes = FORGET * self._bytes + num_bytes
+            self._since_s = now_s
+
+    def recount(self, under_way: int, demands: int) -> None:
+        """Sets the transfers and demands that are under way."""
+        now_s = time.perf_counter()
+        self._demand_s = self.demand_s
+        self.under_way, self._demands = under_way, demands
+        self._since_s = self._demands_since_s = now_s
 
 
 class Fetcher(Protocol):

@@ -4,7 +4,7 @@ Resident: its read has ended, and the slot has its weights.
 Pinned: an open lease holds it, so it cannot be evicted.
 Admitted: the policy holds it; it stays until the policy chooses it as a victim.
 Streamed: it passes through a slot for one lease, without being admitted.
-Prefetched: a predictor's guess had it read; read ahead: the next layer is known to want it.
+Prefetched: read on a predictor's guess. Read ahead: read because all of the next layer is wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Generic, Never, Protocol, TypeVar, cast
 import torch
 
 from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
-from moe_runtime.memory.reads import Fetcher, Priority, Read
+from moe_runtime.memory.reads import Fetcher, LinkMeter, Priority, Read
 from moe_runtime.memory.slab import Slab, give_back
 from moe_runtime.policies.eviction import LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Watcher
@@ -32,70 +32,6 @@ from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
-
-
-FORGET = 0.98
-"""What a transfer leaves of the weight of those before it: about the last fifty count."""
-
-
-class LinkMeter:
-    """Running mean of throughput, over the time in which transfers were under way.
-
-    Attributes:
-        under_way: transfers that have not ended.
-        beside: those of them that use another link.
-    """
-
-    def __init__(self) -> None:
-        self.under_way = self.beside = 0
-        self._since_s = 0.0
-        self._busy_s = 0.0
-        self._bytes = 0.0
-        self._demands = 0
-        self._demands_since_s = 0.0
-        self._demand_s = 0.0
-
-    def seconds_for(self, num_bytes: int) -> float:
-        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
-        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
-
-    @property
-    def demand_s(self) -> float:
-        """Seconds so far in which a demand was under way."""
-        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
-        return self._demand_s + running_s
-
-    def begin(self, *, is_demand: bool) -> None:
-        if self.under_way == self.beside:
-            self._since_s = time.perf_counter()
-        self.under_way += 1
-        if is_demand:
-            self.begin_demand()
-
-    def begin_demand(self) -> None:
-        """A read-ahead that is under way becomes a demand."""
-        if self._demands == 0:
-            self._demands_since_s = time.perf_counter()
-        self._demands += 1
-
-    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
-        """A transfer ended, or was cancelled (0 bytes)."""
-        self.under_way -= 1
-        if is_demand:
-            self._demands -= 1
-            if self._demands == 0:
-                self._demand_s += max(0.0, now_s - self._demands_since_s)
-        if num_bytes:
-            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
-            self._bytes = FORGET * self._bytes + num_bytes
-            self._since_s = now_s
-
-    def recount(self, under_way: int, demands: int) -> None:
-        """Sets the transfers and demands that are under way."""
-        now_s = time.perf_counter()
-        self._demand_s = self.demand_s
-        self.under_way, self._demands = under_way, demands
-        self._since_s = self._demands_since_s = now_s
 
 
 @dataclass(slots=True)
