@@ -312,7 +312,7 @@ class OffloadedTraining(ExpertTraining):
         rate = self._settings.lr if rate is None else rate
         if self._final_rate is not None and rate != self._final_rate:
             raise ValueError(
-                f"backward was told a rate of {self._final_rate}, step one of {rate}; "
+                f"backward had a rate of {self._final_rate}, step has one of {rate}; "
                 "experts were updated with the first"
             )
         self._processes.reduce_gradients(self.dense.parameters())

@@ -1,4 +1,4 @@
-"""Forward and backward passes of layers whose experts come and go, and the modules in their place.
+"""Forward and backward passes of layers with offloaded experts, and the modules in their place.
 
 A window is the micro-batches of one `backward` call. An expert is fetched once for all of them, in
 either direction (Li et al., "Harmony", 2022). The backward pass needs the experts of the forward
