@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class PolicyListener(Listener):
-    """Passes steps and routing to eviction policies that watch them. Policies that decide after the
-    use are called while the layer's demands are under way."""
+    """Passes steps and routing to eviction policies that watch them. Policies that may
+    decline an expert after its use are called while the layer's reads are under way."""
 
     def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
         self._stores = [store for store in stores if store.watchers]
         self.follows_requests = bool(self._stores)
         decide_later = all(store.decides_later for store in self._stores)
-        self.hears_demands = bool(self._stores) and decide_later
-        self.hears_routing = not decide_later
+        self.wants_demands = bool(self._stores) and decide_later
+        self.wants_routing = not decide_later
 
     def begin(self, step: Step) -> None:
         for store in self._stores:
@@ -154,7 +154,7 @@ class RoutingRecord(Listener):
             for recorder in self.recorders:
                 recorder.begin_request(num_sequences=len(step.begun))
         self._open = [recorder for recorder in self.recorders if recorder.wants_step()]
-        self.hears_routing = bool(self._open)
+        self.wants_routing = bool(self._open)
         for recorder in self._open:
             recorder.begin_step(
                 phase=step.phase,

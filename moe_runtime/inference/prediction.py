@@ -159,7 +159,7 @@ class PrefetchListener(Listener):
         for request in step.ended:
             self._prefetcher.finish(request)
         self._prefetcher.step(step.requests, lambda: step.token_ids)
-        self.hears_demands = self.follows_requests = self._prefetcher.wants_layers
+        self.wants_demands = self.follows_requests = self._prefetcher.wants_layers
 
     def demanded(self, routing: LayerRouting) -> None:
         prefetcher, look_ahead = self._prefetcher, self._look_ahead
@@ -320,7 +320,7 @@ def record_hidden(
     weights: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
 
     class Keep(Listener):
-        hears_routing = True
+        wants_routing = True
 
         def routed(self, routing: LayerRouting) -> None:
             hidden[routing.layer].append(routing.hidden_TD.half().cpu().numpy())

@@ -36,7 +36,7 @@ class Step:
         """Reads the arguments of a causal language model's ``forward``; ``shape`` is sequences and
         tokens of each."""
         self.num_sequences, self.num_new = shape
-        # that of continuous batching does not say how long it is
+        # the cache of continuous batching has no length
         self.cache = cache if hasattr(cache := cache_of(inputs), "get_seq_length") else None
         self.first_request = 0
         self.begun: Sequence[int] = ()
@@ -46,7 +46,7 @@ class Step:
 
     @cached_property
     def num_cached(self) -> int:
-        """Tokens of a sequence that were computed before; of a static cache the device knows it."""
+        """Tokens of a sequence that were computed before; a static cache has them on the device."""
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     @property
@@ -102,12 +102,12 @@ class Listener:
     """Follows a model's forward passes; override only what you need.
 
     Attributes:
-        hears_routing: whether ``routed`` is called; looked at once a pass has begun.
-        hears_demands: whether ``demanded`` is.
+        wants_routing: whether ``routed`` is called; read after ``begin``.
+        wants_demands: whether ``demanded`` is.
         follows_requests: whether it has to know which requests a step belongs to.
     """
 
-    hears_routing = hears_demands = False
+    wants_routing = wants_demands = False
     follows_requests = True
 
     def allow(self, step: Step) -> None:
@@ -154,7 +154,7 @@ class Listeners:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """No listener hears of passes within a ``with`` block."""
+        """Calls no listener within a ``with`` block."""
         everyone = self._all
         self._set(())
         try:
@@ -163,12 +163,12 @@ class Listeners:
             self._set(everyone)
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Reads a pass that is asked for, and passes it on. Raises MoERuntimeError: one of the
+        """Calls the listeners for a pass with these inputs. Raises MoERuntimeError: one of the
         listeners refuses it."""
         tokens = inputs.get("input_ids")
         if tokens is None:
             tokens = inputs.get("inputs_embeds")
-        if tokens is None or not self._all:  # the model says what it lacks
+        if tokens is None or not self._all:  # the model itself raises the error
             return
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
@@ -191,8 +191,8 @@ class Listeners:
     def _set(self, listeners: tuple[Listener, ...]) -> None:
         self._all = listeners
         self._following = [one for one in listeners if one.follows_requests]
-        self.routed = tuple([one for one in listeners if one.hears_routing])
-        self.demanded = tuple([one for one in listeners if one.hears_demands])
+        self.routed = tuple([one for one in listeners if one.wants_routing])
+        self.demanded = tuple([one for one in listeners if one.wants_demands])
 
 
 class Steps:

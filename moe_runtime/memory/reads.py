@@ -578,11 +578,11 @@ class LinkMeter:
 
     Attributes:
         under_way: transfers that have not ended.
-        beside: those of them that use another link.
+        on_other_link: those of them that use another link.
     """
 
     def __init__(self) -> None:
-        self.under_way = self.beside = 0
+        self.under_way = self.on_other_link = 0
         self._since_s = 0.0
         self._busy_s = 0.0
         self._bytes = 0.0
@@ -601,7 +601,7 @@ class LinkMeter:
         return self._demand_s + running_s
 
     def begin(self, *, is_demand: bool) -> None:
-        if self.under_way == self.beside:
+        if self.under_way == self.on_other_link:
             self._since_s = time.perf_counter()
         self.under_way += 1
         if is_demand:

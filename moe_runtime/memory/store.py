@@ -267,7 +267,7 @@ class Lease(Generic[W]):
             store._entries[key].pins -= 1
         for key in keys:
             entry = store._entries.get(key)
-            if entry is None:  # it made room for another one of the list
+            if entry is None:  # it was evicted for another expert of the list
                 continue
             sound = entry.read.error is None
             if sound and key not in store._unadmitted:
@@ -286,7 +286,7 @@ class Lease(Generic[W]):
         while self._wanted:
             key = self._wanted[0]
             entry = store._entries.get(key)
-            if entry is not None:  # another lease asked for it while this one waited for a slot
+            if entry is not None:  # another lease started its read while this one waited for a slot
                 store._hasten(key, entry, priority)
             else:
                 keep = key in self._keep
@@ -560,7 +560,7 @@ class ExpertStore(Generic[W]):
         if not self.is_forked:
             with self._monitor:
                 self._slab.close()
-                self._bind = _refuse  # the other one may remember views of slots
+                self._bind = _refuse  # the former one may hold views of slots
                 for entry in self._entries.values():
                     entry.weights = None
 

@@ -476,7 +476,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
             if slot is not None:
                 read = Return(partial(self._arrive, key), memory, moves)
                 self._enter(key, slot, read, keep=True)
-                self._link.beside += 1
+                self._link.on_other_link += 1
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
@@ -502,7 +502,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
             self._fetcher.device.drain()
         super().reset()
         reads = (entry.read for entry in self._entries.values())
-        self._link.beside = sum(isinstance(read, Return) for read in reads)
+        self._link.on_other_link = sum(isinstance(read, Return) for read in reads)
 
     def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
         for key in [key for key in tuple(self.spares) if key.layer == incoming.layer]:
@@ -522,7 +522,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
         with self._monitor:
             entry = self._entries.get(key)
             if isinstance(read, Return) and entry is not None and entry.read is read:
-                self._link.beside -= not entry.arrived
+                self._link.on_other_link -= not entry.arrived
             super()._arrive(key, read)
             self.moved_layers.add(key.layer)
 

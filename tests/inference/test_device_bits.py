@@ -69,7 +69,7 @@ class Generous(Admission):
 class Ahead(Listener):
     """Begins to read experts of the next layer, wanted or not, behind what a layer demands."""
 
-    hears_demands = True
+    wants_demands = True
 
     def __init__(self, layers: Sequence[Any], how: str) -> None:
         self._store, self._how, self._num_layers = layers[0].store, how, len(layers)

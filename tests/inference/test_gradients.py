@@ -274,7 +274,7 @@ def test_nobody_is_told_of_a_backward_pass(checkpoint, tmp_path):
     told = []
 
     class Told(Listener):
-        hears_routing = hears_demands = True
+        wants_routing = wants_demands = True
 
         def routed(self, routing: LayerRouting) -> None:
             told.append(("routed", routing.layer))

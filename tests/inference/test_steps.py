@@ -81,8 +81,8 @@ def test_a_pass_asks_who_hears_of_its_layers_once_it_has_begun() -> None:
         """Hears of every second pass."""
 
         def begin(self, step: Step) -> None:
-            self.hears_routing = not self.hears_routing
-            self.hears_demands = not self.hears_routing
+            self.wants_routing = not self.wants_routing
+            self.wants_demands = not self.wants_routing
 
     listeners.add(one := Every())
     for _ in range(4):

@@ -164,14 +164,14 @@ def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(store_module.time, "perf_counter", lambda: now[0])
     link = tiers.host._link
     use(tiers, first.expert)  # who leaves is under way for long
-    assert link.under_way == link.beside == 1
+    assert link.under_way == link.on_other_link == 1
     now[0] += 50.0
     link.begin(is_demand=True)
     assert link._since_s == now[0]
     link.end(0, is_demand=True, now_s=now[0])
     gate.set()
     rest(tiers)
-    assert link.beside == 0
+    assert link.on_other_link == 0
     tiers.close()
 
 

@@ -171,7 +171,7 @@ class DeviceStore(TierStore[W]):
         self.recorded: Any = None
         self.host_tables: Any = None
         self._residents: dict[int, Residents] = {}
-        self._slots: dict[int, Slots] = {}  # by layers; of who is in a slot
+        self._slots: dict[int, Slots] = {}  # of each layer's experts
         self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
         if isinstance(fetcher.lower, LowerStore):
@@ -308,7 +308,7 @@ class DeviceStore(TierStore[W]):
         For experts that were computed elsewhere and may be asked for again. A policy that decides
         after a use gets nothing.
         """
-        self._count_uses(waits=False)  # who was just used gives no slot
+        self._count_uses(waits=False)  # an expert that was just used gives no slot
         with self._monitor:
             for key in keys if not self.decides_later else ():
                 if key in self._entries:

@@ -1,7 +1,7 @@
 """Misses that a device reads where they lie in the host's memory, without the host's help.
 
 Where every expert is in a slot of the device or in locked host memory, kernels find each expert in
-tables on the device and read the absent ones over the link. The host hears afterwards which were
+tables on the device and read the absent ones over the link. The host learns afterwards which were
 chosen. An expert is admitted where it was used clearly more often of late than the one it would
 replace (Einziger et al., "TinyLFU", ACM TOS 2017).
 
@@ -30,7 +30,7 @@ from moe_runtime.types import ExpertKey
 
 DECAY, MARGIN = 0.98, 2.0
 """A use counts half after 34 steps. Replaying recorded routes chose both: more experts that come to
-stay cross the link twice, fewer leave it to those who are wanted again and again."""
+stay cross the link twice, fewer leave those there that are wanted again and again."""
 LANDING_SHARE = 4
 """What is fetched takes at most one of so many slots."""
 
@@ -189,7 +189,7 @@ def open_host_tables(
         return None
     slot, find = store._slab.slot(0), store.fetcher.moves_of
     # at once: slots that are neither free nor closed nor an expert's are lost
-    with store._monitor, lower._monitor:  # who takes the lower one hears of what has been read
+    with store._monitor, lower._monitor:  # taking the lower lock delivers ended reads
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
         moves = dict[int, Sequence[Sequence[CopyPart]]]()

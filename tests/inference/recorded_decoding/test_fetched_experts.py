@@ -203,7 +203,7 @@ def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(
 class Heard(Listener):
     """Hears of every layer while it is computed."""
 
-    hears_routing = True
+    wants_routing = True
 
     def __init__(self) -> None:
         self.num_layers = 0

@@ -21,7 +21,7 @@ NUM_EXPERTS, STEPS = 6, 4
 
 
 class Heard(Listener):
-    hears_routing = True
+    wants_routing = True
 
     def __init__(self) -> None:
         self.told: list[tuple[int, torch.Tensor]] = []
