@@ -1,4 +1,4 @@
-"""Values that every floor of the runtime shares. Standard library only."""
+"""Values that every layer of the runtime shares. Standard library only."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -137,6 +137,17 @@ def test_every_room_has_a_floor() -> None:
     assert {room_of_file(path) for path in EVERYTHING} <= {*FLOORS, None}
 
 
+def test_contributing_has_the_floors() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", read(Path("CONTRIBUTING.md")), re.M)
+    written = {
+        name: int(floor)
+        for floor, row in rows
+        for name in re.findall(r"`(?:moe_runtime/)?(\w+)`", row)
+        if name in FLOORS
+    }
+    assert written == {name: floor for name, floor in FLOORS.items() if name not in GROUND}
+
+
 def test_imports_go_down() -> None:
     wrong = [
         f"{path}:{line} imports {module}"

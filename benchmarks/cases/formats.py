@@ -187,7 +187,7 @@ def _drawn(kind: WeightFormat | None, num_rows: int, num_cols: int, random: Gene
 
 
 def _placed(drawn: Sequence[Matrix], slot: Tensor, number: int) -> Iterator[Matrix]:
-    """Matrices whose rows begin ``number`` rows later, one behind the other in a slot."""
+    """Matrices whose rows begin ``number`` rows later, one after the other in a slot."""
     offset = 0
     for matrix in drawn:
         copies = []

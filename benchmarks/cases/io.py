@@ -110,24 +110,24 @@ class QueueReads(ReadSystem):
         free = list(range(self.plan.in_flight))
         lying: dict[int, ExpertKey] = {}
         reads: list[tuple[float, Read]] = []
-        changed = self._source.changed
+        monitor = self._source.monitor
 
         def note(slot: int, _: Read) -> None:
-            with changed:
+            with monitor:
                 free.append(slot)
-                changed.notify_all()
+                monitor.notify_all()
 
-        with changed:
+        with monitor:
             for key in keys:
                 while not free:
-                    changed.wait()
+                    monitor.wait()
                 slot = free.pop()
                 read = Read(Priority.DEMAND, partial(note, slot))
                 lying[slot] = key
                 reads.append((time.perf_counter(), read))
                 self._source.fetch(key, self.slab.slot(slot), read)
             while len(free) < self.plan.in_flight:
-                changed.wait()
+                monitor.wait()
         for _, read in reads:
             if read.error is not None:
                 raise read.error

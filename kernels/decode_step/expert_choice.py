@@ -24,7 +24,7 @@ class ChoiceForm(NamedTuple):
         scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over those
             that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
         normalises: Whether they are divided by their sum.
-        factor: Of the weights, behind that.
+        factor: Of the weights, after that.
         least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
     """
 

@@ -58,7 +58,7 @@ def latent_attention(
     Args:
         query_BHD: `[B, H, N + P]`; fp32, bf16 or fp16.
         tokens: Of each query, in its dtype, with unit stride along their columns.
-        weight_HWR: `[H, N + V, R]` in that dtype, heads one behind another.
+        weight_HWR: `[H, N + V, R]` in that dtype, heads one after another.
         scale: Factor of the scores.
         impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
             the native one where it is able. A named implementation never falls back.

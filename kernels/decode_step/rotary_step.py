@@ -65,7 +65,7 @@ def rotary_step(
             implementation never falls back.
 
     Returns:
-        Queries `[B, H, 1, D]`. A place behind the end is an error of the reference; the kernel,
+        Queries `[B, H, 1, D]`. A place past the end is an error of the reference; the kernel,
         which nobody waits for, leaves the cache alone then and gives NaN.
 
     Raises:

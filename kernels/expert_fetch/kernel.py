@@ -1,6 +1,6 @@
 """The Triton kernel of `fetch_experts`: a program a chunk of a chosen expert.
 
-It is launched behind the end of the kernel before it, which may read what lies in landing slots.
+It is launched after the end of the kernel before it, which may read what lies in landing slots.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ ESCAPE = BOOK_SIZE - 1
 GROUP_ROWS = 32
 """Rows whose escapes begin at a place that is written down; they are read in order from there."""
 TAIL_BYTES = 64
-"""Bytes behind the last escape, so that vectors may be read from any escape on."""
+"""Bytes after the last escape, so that vectors may be read from any escape on."""
 
 _POSITIONS = torch.arange(BLOCK)
 ELEMENT_OF_POSITION = _POSITIONS // 16 * 8 + _POSITIONS % 8 + (_POSITIONS % 16 // 8) * 32

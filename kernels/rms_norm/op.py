@@ -51,7 +51,7 @@ def rms_norm(
         weight: `[D]`, dtype of `x`.
         eps: Added to the mean of squares.
         form: `rounded` rounds the row to the type of `x` before the weight is applied, as Llama and
-            its kin do; `wide` rounds once behind it (gpt-oss), and so does `plus_one`, whose weight
+            its kin do; `wide` rounds once after it (gpt-oss), and so does `plus_one`, whose weight
             is one more (Gemma, Qwen3-Next).
         impl: `native` is the C kernel (CPU), `triton` the one for a GPU, both for inference only,
             `reference` plain torch; `auto` takes a kernel where one is able. A named

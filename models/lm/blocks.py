@@ -31,7 +31,7 @@ class DenseFeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside the residual stream."""
+    """Attention and feed-forward, each after a norm and beside the residual stream."""
 
     def __init__(self, config: LanguageModelConfig, layer: int) -> None:
         super().__init__()

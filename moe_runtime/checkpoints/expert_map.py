@@ -398,7 +398,7 @@ def _call(part: Any, hidden: Tensor) -> Any:
 
 
 _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
-_Stem = tuple[str, str]  # A weight's name, before and behind the number of the expert
+_Stem = tuple[str, str]  # A weight's name, before and after the number of the expert
 _AGAIN = "fetch the checkpoint again, or correct the configuration"
 
 

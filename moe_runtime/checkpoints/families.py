@@ -133,7 +133,7 @@ def _longcat_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     # before transformers 5.20 the router did not return its logits first
     *_, weights_TK, ids_TK = self.router(hidden_states)
     num_experts = self.experts.num_experts
-    # the id behind the last expert adds nothing; a token's own values are added for it here
+    # the id after the last expert adds nothing; a token's own values are added for it here
     routed_TD = self.experts(hidden_TD, ids_TK.clamp(max=num_experts), weights_TK)
     own_T1 = (weights_TK * (ids_TK >= num_experts)).sum(-1, keepdim=True)
     return (routed_TD + (hidden_TD * own_T1).to(routed_TD.dtype)).view_as(hidden_states)

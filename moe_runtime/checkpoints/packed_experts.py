@@ -2,7 +2,7 @@
 
 An expert is one tensor of bytes, ``experts.LAYER.EXPERT``, in files that hold nothing else: one
 read past the page cache fetches it. A large one begins at a whole block. Its matrices lie one
-behind the other in the order of `MATRICES`. In the code `planes` a bf16 matrix is four parts
+after the other in the order of `MATRICES`. In the code `planes` a bf16 matrix is four parts
 (`kernels.lossless.PlanesMatrix`); what is no bf16 matrix is itself.
 """
 

@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def header_of(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
 ) -> tuple[dict[str, int], bytes]:
-    """Makes the header of a new file: where each tensor begins behind it, and its bytes."""
+    """Makes the header of a new file: where each tensor begins after it, and its bytes."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.memory.reads import Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Extent, TensorRange
-from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
@@ -96,7 +95,7 @@ def open_coded_stores(
     plan: MemoryPlan,
     new_policy: Callable[[MemoryPlan], LayerShares],
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
-    listeners: Sequence[Any],
+    listeners: Sequence[StoreListener | None],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)

@@ -25,6 +25,7 @@ from moe_runtime.kernels.expert_mlp import (
     ExpertWeights,
     expert_ffn,
 )
+from moe_runtime.kernels.expert_mlp.separate_experts import ActivationFn, ExpertActivation
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.memory.store import ExpertStore
@@ -35,22 +36,17 @@ if TYPE_CHECKING:
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
-KernelGate = ActivationName | ActivationSpec
-
 _NEARLY_ALL = 0.9
 """Share of a layer's experts from which on a prompt will also visit nearly all of the next
 layer."""
-
-GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
 
 
 class OffloadedExperts(AbsentParameters):
     """Routed experts whose weights lie in a store, with the interface of transformers.
 
-    Takes over the flags, the gate and the submodules of the module that it replaces. Every expert
-    is computed for its rows alone, and the copies of a token are summed in the order of its top-k:
-    the result does not depend on residency or the order of arrivals.
+    Takes over the flags, the activation and the submodules of the module that it replaces. Every
+    expert is computed for its rows alone, and the copies of a token are summed in the order of its
+    top-k: the result does not depend on residency or the order of arrivals.
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
@@ -62,7 +58,7 @@ class OffloadedExperts(AbsentParameters):
         self.num_experts = experts.num_experts
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
-        self.share: ExpertPartition | None = None
+        self.partition: ExpertPartition | None = None
         self.listeners = Listeners()
         self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
@@ -74,7 +70,7 @@ class OffloadedExperts(AbsentParameters):
             self.register_parameter(name, parameter)
         for name, child in original.named_children():
             self.add_module(name, child)
-        self._activation: KernelGate | GateFunction = _activation(original)
+        self._activation: ExpertActivation = _find_activation(original)
         self._step: ExpertStep | None = None
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
@@ -88,9 +84,9 @@ class OffloadedExperts(AbsentParameters):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         replaced = self.__dict__.get("replaced")
-        if replaced is not None and hasattr(replaced, name):  # what its gate computes with, say
+        if replaced is not None and hasattr(replaced, name):  # its activation may read it
             setattr(replaced, name, value)
-            super().__setattr__("_activation", _activation(replaced))
+            super().__setattr__("_activation", _find_activation(replaced))
             super().__setattr__("_step", None)
 
     @property
@@ -107,13 +103,13 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """Computes the routed experts.
 
-        The experts are frozen; hidden values and gate weights have gradients. Under autocast they
+        The experts are frozen; hidden values and router weights have gradients. Under autocast they
         compute in fp32 from the weights as they are, and round the result.
 
         Args:
             hidden_states: ``[T, D]``.
             top_k_index: ``[T, K]`` expert ids; ids outside the layer's experts are skipped.
-            top_k_weights: ``[T, K]`` gate weights.
+            top_k_weights: ``[T, K]`` router weights.
 
         Returns:
             ``[T, D]``, in the dtype of ``hidden_states``.
@@ -125,29 +121,29 @@ class OffloadedExperts(AbsentParameters):
                 weights of experts were given to it.
         """
         if torch.compiler.is_compiling():
-            return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
+            return _beside_graphs(self._forward_general, hidden_states, top_k_index, top_k_weights)
         step = self._step
         if (
             step is not None
             and top_k_index.numel() <= step.most_rows
             and not torch.is_grad_enabled()
         ):
-            out = self._resident(step, hidden_states, top_k_index, top_k_weights)
+            out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
             if out is not None:
                 return out
-        return self._forward(hidden_states, top_k_index, top_k_weights)
+        return self._forward_general(hidden_states, top_k_index, top_k_weights)
 
-    def _resident(
+    def _try_resident_step(
         self,
         step: ExpertStep,
         hidden_TD: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As ``_forward`` for a few tokens whose experts are all resident, else None."""
+        """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
         store, parameters, listeners = self.store, self._parameters, self.listeners
         assert store is not None
-        if self.share is not None or listeners.routed or listeners.demanded:
+        if self.partition is not None or listeners.routed or listeners.demanded:
             return None
         if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
             return None
@@ -164,25 +160,25 @@ class OffloadedExperts(AbsentParameters):
             experts = [*self.rows_of(ids_TK)]
             place_of = dict(zip(experts, places_R, strict=False))
             places_R = [*map(place_of.__getitem__, ids_R)]
-        if len(ids_TK) > 1 and len(experts) > store.share(self.layer):
+        if len(ids_TK) > 1 and len(experts) > store.slots_of(self.layer):
             return None
         keys = [*map(self._keys.__getitem__, experts)]
         return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
 
-    def _forward(
+    def _forward_general(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         self.require_absent()
         if torch.is_autocast_enabled(hidden_states.device.type):
             wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             with torch.autocast(hidden_states.device.type, enabled=False):
-                out_TD = self._forward(wide, top_k_index, top_k_weights)
+                out_TD = self._forward_general(wide, top_k_index, top_k_weights)
             return out_TD.to(hidden_states.dtype)
         if forward_ad._current_level >= 0:
             refuse_tangents(hidden_states, top_k_weights)
         if torch.is_grad_enabled() and self._wants_gradient(hidden_states, top_k_weights):
             return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
-        return self.compute(hidden_states, top_k_index, top_k_weights)
+        return self.forward_without_grad(hidden_states, top_k_index, top_k_weights)
 
     def _wants_gradient(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> bool:
         """Whether the output needs a gradient, where gradients are enabled."""
@@ -190,16 +186,16 @@ class OffloadedExperts(AbsentParameters):
             return True
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def compute(
+    def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """``forward`` without gradients."""
-        out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
+        """The routed experts for inputs that need no gradient."""
+        out_RD = self.expert_outputs(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return combine_assignments(out_RD, top_k_weights)
 
-    def expert_rows(
+    def expert_outputs(
         self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The outputs of the experts before they are summed: ``[T * K, D]``."""
@@ -208,19 +204,21 @@ class OffloadedExperts(AbsentParameters):
         if self.listeners.routed:
             self._announce(rows, hidden_TD, top_k_index, top_k_weights)
         num_rows = sum(map(len, rows.values()))
-        # rows of skipped slots are summed with the others, so they must be zero
+        # rows of skipped choices are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
         out_RD = make(
             num_tokens * top_k, hidden_TD.shape[-1], dtype=hidden_TD.dtype, device=hidden_TD.device
         )
-        own_rows = rows if self.share is None else self.share.own_rows(self.layer, rows)
+        own_rows = rows if self.partition is None else self.partition.own_rows(self.layer, rows)
         if num_rows:
             keys = [self._keys[expert] for expert in own_rows]
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             activation = self._activation_now()
-            self._compute(routing, partial(self._add_rows, routing, own_rows, activation, out_RD))
-        if num_rows and self.share is not None:
-            self.share.exchange(self.layer, rows, out_RD)
+            self._lease_and_run(
+                routing, partial(self._run_group, routing, own_rows, activation, out_RD)
+            )
+        if num_rows and self.partition is not None:
+            self.partition.exchange(self.layer, rows, out_RD)
         return out_RD
 
     def _announce(self, rows: Iterable[int], *routed: torch.Tensor) -> None:
@@ -245,32 +243,32 @@ class OffloadedExperts(AbsentParameters):
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
         """Experts one after another, as they arrive, and a differentiable function of rows of each.
-        Listeners are not told. The generator holds the experts: close it."""
+        No listener is called. The generator holds a lease: close it."""
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
-        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        streaming = num_tokens > 1 and len(keys) > self.store.slots_of(self.layer)
         with self.store.lease(keys, streaming=streaming) as lease:
             for group in lease:
                 for key, weights in group:
                     yield key.expert, partial(self._rows, weights)
 
-    def _activation_now(self) -> KernelGate | GateFunction:
-        """The module's own activation where it is observed: a kernel would not call it."""
+    def _activation_now(self) -> ExpertActivation:
+        """The module's own activation where hooks observe it, since a kernel would not call it."""
         module = self._modules.get("act_fn")
         if module is None or not (
             is_observed(module) or torch.nn.modules.module._has_any_global_hook()
         ):
             return self._activation
-        is_ours = is_kernels(self._activation)
-        return _own_gate(self.__dict__["replaced"]) if is_ours else self._activation
+        is_kernels = has_kernel(self._activation)
+        return _own_activation(self.__dict__["replaced"]) if is_kernels else self._activation
 
     def end_leases(self) -> None:
         assert self.store is not None
         self.store.end_leases()
 
     def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
-        """The short path of steps of a few tokens, if the layer has one."""
-        if self._norms_outputs or not is_kernels(self._activation):
+        """The kernel of steps of a few tokens whose experts are resident, if there is one."""
+        if self._norms_outputs or not has_kernel(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
 
@@ -280,14 +278,15 @@ class OffloadedExperts(AbsentParameters):
         y_RD = frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
-    def _add_rows(
+    def _run_group(
         self,
         routing: LayerRouting,
         rows: Mapping[int, list[int]],
-        activation: KernelGate | GateFunction,
+        activation: ExpertActivation,
         out_RD: torch.Tensor,
         group: Sequence[tuple[ExpertKey, ExpertWeights]],
     ) -> None:
+        """Computes the rows of some experts, and writes them to their places in ``out_RD``."""
         found: list[ExpertWeights] = []
         counts: list[int] = []
         destinations: list[int] = []
@@ -307,10 +306,11 @@ class OffloadedExperts(AbsentParameters):
             routing.hidden_TD, found, counts, tokens, destinations, out_RD, activation=activation
         )
 
-    def _compute(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
-        """Gives experts as they arrive to ``use``, in lists of keys and weights."""
+    def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
+        """Leases the experts of a layer, and calls ``use`` with lists of ``(key, weights)`` as they
+        arrive."""
         assert self.store is not None
-        streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.share(self.layer)
+        streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.slots_of(self.layer)
         visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
         waiting = [] if _is_recomputing() else [*self.listeners.demanded]
 
@@ -336,29 +336,28 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 _beside_graphs: Any = torch.compiler.disable(_call)
 
 
-def _activation(experts: Any) -> KernelGate | GateFunction:
-    """The kernels' name or formula of what a module does between its projections, or its own
-    function."""
+def _find_activation(experts: Any) -> ExpertActivation:
+    """The name or formula that kernels have for a module's activation, else its own function."""
     formula = activation_of(experts)
     own_values = any(value is not None for value in experts._parameters.values())
     if formula is None or (own_values and not has_usual_gate(experts)):
-        return _own_gate(experts)
+        return _own_activation(experts)
     return formula.function if formula.is_plain else formula
 
 
-def is_kernels(activation: KernelGate | GateFunction) -> TypeGuard[KernelGate]:
+def has_kernel(activation: ExpertActivation) -> TypeGuard[ActivationName | ActivationSpec]:
     return isinstance(activation, (str, ActivationSpec))
 
 
-def _own_gate(experts: Any) -> GateFunction:
-    def own_gate(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+def _own_activation(experts: Any) -> ActivationFn:
+    def own_activation(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
         if gate is None:
             return experts.act_fn(up)
         if experts.is_concatenated:
             return gate_of(experts)(torch.cat((gate, up), dim=-1))
         return gate_of(experts)(torch.stack((gate, up), dim=-1).flatten(-2))
 
-    return own_gate
+    return own_activation
 
 
 def _is_recomputing() -> bool:
@@ -379,7 +378,7 @@ def refuse_tangents(*tensors: Tensor) -> None:
 def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The experts' output ``[T, D]`` with gradients of hidden values, gate weights and shared
+    """The experts' output ``[T, D]`` with gradients of hidden values, router weights and shared
     parameters. Raises UnsupportedUseError: within ``torch.func``, or where shared parameters would
     be trained in several processes."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
@@ -388,7 +387,7 @@ def differentiable_experts(
             "backward() or torch.autograd.grad"
         )
     parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
-    if parameters and experts.share is not None:
+    if parameters and experts.partition is not None:
         raise UnsupportedUseError(
             f"parameters of the experts of layer {experts.layer} require gradients, which several "
             "processes cannot train; freeze them, or load the model in one process"
@@ -414,7 +413,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts = experts
         ctx.save_for_backward(hidden_TD, ids_TK, weights_TK, *parameters)
-        return experts.compute(hidden_TD, ids_TK, weights_TK)
+        return experts.forward_without_grad(hidden_TD, ids_TK, weights_TK)
 
     @staticmethod
     @first_derivatives_only(_FIRST_ONLY, UnsupportedUseError)
@@ -439,7 +438,7 @@ def _gradients(
     parameters: Sequence[Tensor],
     grad_TD: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of hidden values, gate weights and parameters, for that of the output.
+    """Gradients of hidden values, router weights and parameters, for that of the output.
 
     A row is computed with the others of its expert, and sums are in the order of a token's choices,
     or of experts: residency changes no bit.
@@ -448,8 +447,10 @@ def _gradients(
     dim = hidden_TD.shape[1]
     precise = torch.promote_types(hidden_TD.dtype, torch.float32)
     rows = experts.rows_of(ids_TK)
-    own_rows = rows if experts.share is None else experts.share.own_rows(experts.layer, rows)
-    # a row's gradient, and in the last column that of its gate weight
+    own_rows = (
+        rows if experts.partition is None else experts.partition.own_rows(experts.layer, rows)
+    )
+    # a row's gradient, and in the last column that of its router weight
     grads_RX = grad_TD.new_zeros(num_tokens * top_k, dim + 1, dtype=precise)
     parts: dict[int, Sequence[Tensor | None]] = {}
     arriving = experts.each(own_rows, num_tokens)
@@ -468,8 +469,8 @@ def _gradients(
             grads_RX[rows_n, :dim] = grad_x_nD.to(precise)
     finally:
         arriving.close()
-    if rows and experts.share is not None:
-        experts.share.exchange(experts.layer, rows, grads_RX)
+    if rows and experts.partition is not None:
+        experts.partition.exchange(experts.layer, rows, grads_RX)
     by_expert = [parts[expert] for expert in sorted(parts)]
     return [
         grads_RX[:, :dim].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden_TD.dtype),

@@ -182,9 +182,11 @@ def divide_experts(
                 stacklevel=2,
             )
         return None
-    share = ExpertPartition(transport, [module.num_experts for module in experts.modules], placed)
-    experts.layouts = {key: lay for key, lay in experts.layouts.items() if share.owns(key)}
-    return share
+    partition = ExpertPartition(
+        transport, [module.num_experts for module in experts.modules], placed
+    )
+    experts.layouts = {key: lay for key, lay in experts.layouts.items() if partition.owns(key)}
+    return partition
 
 
 def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
@@ -198,17 +200,17 @@ def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> 
 class OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
-    def __init__(self, predictor: Predictor, share: ExpertPartition) -> None:
+    def __init__(self, predictor: Predictor, partition: ExpertPartition) -> None:
         self.needs_history = predictor.needs_history
         self._predictor = predictor
-        self._share = share
+        self._partition = partition
 
     def observe(self, event: Event) -> None:
         self._predictor.observe(event)
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
         made = self._predictor.predict(now, horizon)
-        return [guess for guess in made if self._share.owns(guess[0])]
+        return [guess for guess in made if self._partition.owns(guess[0])]
 
     def finish(self, sequence: int) -> None:
         self._predictor.finish(sequence)

@@ -347,7 +347,7 @@ def end_token_ids(
 def _end_of_answer(
     tokenizer: Any, render: Callable[[list[dict[str, str]]], str] | None
 ) -> int | None:
-    """The token that a chat template puts behind an answer; None where it is text, or none."""
+    """The token that a chat template puts after an answer; None where it is text, or none."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     said = [{"role": role, "content": f"{role} text"} for role in ("user", "assistant", "user")]

@@ -76,7 +76,7 @@ class IncrementalText:
             return piece
         piece = text[self._num_sent :]
         if piece or len(self._window) > _MOST_HELD:
-            # A token without text says nothing of a space behind it: those before it stay.
+            # A token without text says nothing of a space after it: those before it stay.
             del self._window[: self._num_final]
             self._num_sent = len(self._decode(self._window))
         self._num_final = len(self._window)

@@ -55,7 +55,7 @@ ROTARY_ATTENTION = _names(
     "Qwen3OmniMoeThinkerText Qwen3VLMoeText SolarOpen UnlimitedOcrText",
     "Attention",
 )
-"""Attention that projects, norms heads, turns them by angles, attends and projects again."""
+"""Attention that projects, norms heads, applies RoPE, attends and projects again."""
 PAIRS_SHARE = _names("GptOssAttention")
 """Those in which the two values of a pair share an angle."""
 

@@ -74,7 +74,7 @@ def _growing_layers() -> dict[type, type]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
-        """Keys and values as views of tensors with room behind them. Replaced views (cropped,
+        """Keys and values as views of tensors with room after them. Replaced views (cropped,
         reordered, copied) move into tensors of their own with the next token."""
 
         record_past = False  # of windows, where tokens are kept for what may be taken back
@@ -110,7 +110,7 @@ def _growing_layers() -> dict[type, type]:
             self.keys, self.values = keys, values
 
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
-        """The last tokens of tensors with room behind them."""
+        """The last tokens of tensors with room after them."""
 
         def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
             self.cumulative_length += num_new

@@ -156,7 +156,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
-        CapacityError: the budget is too small, or memory cannot be had.
+        CapacityError: the budget is too small, or an allocation fails.
         RankFailureError: another process of the group died, stalled, or differs in something.
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
@@ -200,24 +200,24 @@ def load(
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    share = None
+    partition = None
     if transport is not None:
         from moe_runtime.inference.expert_partition import divide_experts
 
-        share = divide_experts(transport, experts, signature, placement)
-    is_first = share is None or share.transport.rank == 0
-    cached, set_aside_bytes = {"host": experts, "device": experts}, 0
+        partition = divide_experts(transport, experts, signature, placement)
+    is_first = partition is None or partition.transport.rank == 0
+    slot_maps, set_aside_bytes = {"host": experts, "device": experts}, 0
     if cache_code != "none":
         from moe_runtime.inference.cache_code import coded_experts
 
-        cached["host"], set_aside_bytes = coded_experts(experts, place)
+        slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
     kind = OffloadedExperts
     if place.type != "cpu":
         from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
 
         kind = DeviceExperts
         experts.packed_dense.clear()  # dense layers have no products from codes there
-        cached["device"], set_aside_bytes = plan_device(experts)
+        slot_maps["device"], set_aside_bytes = plan_device(experts)
     modules = replace_experts(
         model,
         experts,
@@ -227,54 +227,58 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    reader, trained, table_bytes = None, None, 0
+    prefetch_estimator, policy_estimator, table_bytes = None, None, 0
     if mode is not PrefetchMode.OFF or policy in (AUTO, "predicted"):
         from moe_runtime.inference.prediction import resolve_guessers
 
-        reader, trained, table_bytes = resolve_guessers(
+        prefetch_estimator, policy_estimator, table_bytes = resolve_guessers(
             mode, policy, predictor, model, blocks, signature
         )
-    free = {"host": available_host_bytes() // (1 if share is None else share.processes_here())}
+    free = {
+        "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
+    }
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes
-    plans = _plan(checkpoint, cached, budgets, free, dense_bytes, max_tokens, extra_bytes)
-    # Everybody has looked how much memory is free before anybody takes some.
-    if share is not None:
-        share.require_same_model(checkpoint, experts, place)
+    plans = _plan(checkpoint, slot_maps, budgets, free, dense_bytes, max_tokens, extra_bytes)
+    # a barrier: all processes have measured free memory before one of them allocates
+    if partition is not None:
+        partition.require_same_model(checkpoint, experts, place)
 
     if place.type != "cpu" and policy == AUTO and misses == "device":
         from moe_runtime.inference.device.device_experts import policy_of_device
 
         policy = policy_of_device(plans, experts)
-    # Before weights are there: what the choice needs is free again for them.
+    # before weights are loaded: memory of the choice is free again by then
     fastest = plans.get("device", plans["host"])
     folder = checkpoint.folder
     choice = resolve_policy(
-        policy, shares, signature, folder, fastest.num_slots, trained, experts.slot_bytes
+        policy, shares, signature, folder, fastest.num_slots, policy_estimator, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
-    new_policy = policy_maker(choice, signature, trained, experts.layouts)
+    new_policy = policy_maker(choice, signature, policy_estimator, experts.layouts)
     times = None
     if timeline is not None and is_first:
         from moe_runtime.inference.step_times import StepTimes
         from moe_runtime.lab.traces.timeline import Timeline
 
         times = StepTimes(Timeline(timeline))
-    store, host_store = _open_stores(source, slab, experts, cached, plans, new_policy, place, times)
+    store, host_store = _open_stores(
+        source, slab, experts, slot_maps, plans, new_policy, place, times
+    )
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
     for module in modules:
-        module.store, module.share, module.listeners = store, share, listeners
+        module.store, module.partition, module.listeners = store, partition, listeners
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
         from moe_runtime.inference.device.misses import open_misses
 
-        open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
+        open_misses(misses, modules, store, host_store, bind_slots(slot_maps["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
         from moe_runtime.inference.device.decoding_model import record_decoding
@@ -291,7 +295,7 @@ def load(
         choice=choice,
     )
     learning = recorder = prefetcher = None
-    if reader is not None or any(each.watchers for each in stores):
+    if prefetch_estimator is not None or any(each.watchers for each in stores):
         learning = KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     watched = [each for each in stores if each.watchers]
@@ -305,11 +309,11 @@ def load(
         recorder = open_record(
             listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
         )
-    if reader is not None:
+    if prefetch_estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
 
         prefetcher = open_prefetcher(
-            model, listeners, blocks, store, reader, mode, place, share, learning
+            model, listeners, blocks, store, prefetch_estimator, mode, place, partition, learning
         )
     cast(Any, model).moe = RuntimeHandle(
         store,
@@ -361,7 +365,7 @@ def finish_dense(
 
 def _plan(
     checkpoint: Checkpoint,
-    cached: dict[str, ExpertMap],
+    slot_maps: dict[str, ExpertMap],
     budgets: dict[str, Budget],
     free: dict[str, int],
     dense_bytes: int,
@@ -369,7 +373,7 @@ def _plan(
     extra_bytes: int,
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    experts = cached["host"]
+    experts = slot_maps["host"]
     reserve = extra_bytes + reserve_for(
         checkpoint.config,
         checkpoint.dtype,
@@ -386,7 +390,7 @@ def _plan(
             resolve_budget(budgets[place], free_bytes, names[place]),
             dense_bytes=dense_bytes if place == dense_place else 0,
             reserve_bytes=reserve if place == dense_place else 0,
-            slot_bytes=cached[place].slot_bytes,
+            slot_bytes=slot_maps[place].slot_bytes,
             num_experts=len(experts.layouts),
             max_tokens=max_tokens,
         )
@@ -398,14 +402,14 @@ def _open_stores(
     source: ExpertSource,
     slab: Slab,
     experts: ExpertMap,
-    cached: dict[str, ExpertMap],
+    slot_maps: dict[str, ExpertMap],
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     place: torch.device,
     times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
-    """The store that experts are computed from and, for a device or a code, the one below it.
-    ``experts`` is where they lie in the files, ``cached`` where in slots."""
+    """The store that experts are computed from; for a device or coded experts, also the one below.
+    ``experts`` says where they lie in the files, ``slot_maps`` where in the slots of each tier."""
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
@@ -413,12 +417,12 @@ def _open_stores(
         from moe_runtime.memory.device.cuda_device import CudaDevice
 
         gpu = CudaDevice(place)
-        return open_device_stores(source, slab, plans, new_policy, cached, listeners, gpu)
-    bind, code = bind_slots(cached["host"]), cached["host"]
-    if experts is not code:
+        return open_device_stores(source, slab, plans, new_policy, slot_maps, listeners, gpu)
+    bind, in_slots = bind_slots(slot_maps["host"]), slot_maps["host"]
+    if experts is not in_slots:
         from moe_runtime.inference.cache_code import open_coded_stores
 
-        return open_coded_stores(source, slab, experts, code, host, new_policy, bind, listeners)
+        return open_coded_stores(source, slab, experts, in_slots, host, new_policy, bind, listeners)
     fast, streams = listeners[0], host.stream_slots()
     own = ExpertStore(source, slab, new_policy(host), bind, stream_slots=streams, listener=fast)
     return own, None
@@ -478,7 +482,7 @@ def resolve_policy(
     signature: ModelSignature,
     checkpoint: Path,
     num_slots: int,
-    trained: Estimator | None = None,
+    policy_estimator: Estimator | None = None,
     expert_bytes: int | None = None,
 ) -> PolicyChoice:
     """The policy and shares that were named, or for ``auto`` the ones that replay best.
@@ -487,7 +491,7 @@ def resolve_policy(
         shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
         checkpoint: its folder or file.
         num_slots: experts that fit where they are computed from.
-        trained: a given predictor of routing, for the policy ``predicted``.
+        policy_estimator: a given predictor of routing, for the policy ``predicted``.
     """
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
@@ -495,9 +499,9 @@ def resolve_policy(
         from moe_runtime.lab.traces.recent import read_recent
 
         recent = read_recent(signature, checkpoint)
-        chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
+        chosen = choose_policy(signature, recent, num_slots, policy_estimator, expert_bytes)
     elif policy == "predicted":
-        name = "running-counts" if trained is None else trained.name
+        name = "running-counts" if policy_estimator is None else policy_estimator.name
         chosen = replace(chosen, predictor=name)
     if shares == AUTO:
         return chosen
@@ -545,10 +549,10 @@ def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
     """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens.
-    Listeners are not told, and counters begin at zero behind it."""
+    No listener is called, and counters begin at zero afterwards."""
     is_done = False
     try:
-        with _unheard(model):
+        with _muted(model):
             _read_experts(modules, progress)
             # a class of several models has no pass of its own
             if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
@@ -562,8 +566,8 @@ def warm(
 
 
 @contextmanager
-def _unheard(model: Any) -> Iterator[None]:
-    """Listeners hear of no pass and no read within a ``with`` block."""
+def _muted(model: Any) -> Iterator[None]:
+    """Mutes the listeners of passes and reads within a ``with`` block."""
     stores = model._steps._stores
     listeners = [store.listener for store in stores]
     try:
@@ -581,13 +585,17 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
     assert store is not None, "the model is loaded"
     lower = store.fetcher.lower if isinstance(store, TierStore) else None
     wanted = [
-        [e for e in range(m.num_experts) if m.share is None or m.share.owns(ExpertKey(m.layer, e))]
+        [
+            e
+            for e in range(m.num_experts)
+            if m.partition is None or m.partition.owns(ExpertKey(m.layer, e))
+        ]
         for m in modules
     ]
-    shares = [store.share(module.layer) for module in modules]
+    counts = [store.slots_of(module.layer) for module in modules]
     rest = [
-        share + (lower.share(m.layer) if lower else 0)
-        for m, share in zip(modules, shares, strict=True)
+        num_slots + (lower.slots_of(m.layer) if lower else 0)
+        for m, num_slots in zip(modules, counts, strict=True)
     ]
     slot_bytes, num_done = store.stats().slot_bytes, 0
     total_bytes = sum(len(own[:most]) for own, most in zip(wanted, rest, strict=True)) * slot_bytes
@@ -598,12 +606,12 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
         if progress is not None:
             progress("warming up", num_done * slot_bytes, total_bytes)
 
-    for module, experts, share, most in zip(modules, wanted, shares, rest, strict=True):
-        with closing(module.each(experts[:share], num_tokens=1)) as arriving:
+    for module, experts, num_slots, most in zip(modules, wanted, counts, rest, strict=True):
+        with closing(module.each(experts[:num_slots], num_tokens=1)) as arriving:
             for _ in arriving:
                 count()
-        for expert in experts[share:most]:
-            assert lower is not None, "there is a share below"
+        for expert in experts[num_slots:most]:
+            assert lower is not None, "the tier below has slots"
             with lower.lease([ExpertKey(module.layer, expert)]) as lease:
                 for _ in lease:
                     count()

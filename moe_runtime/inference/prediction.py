@@ -187,7 +187,7 @@ def open_prefetcher(
     estimator: Estimator,
     mode: PrefetchMode,
     place: torch.device,
-    share: ExpertPartition | None = None,
+    partition: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
     """Opens a prefetcher that listens to every forward pass of a model. Raises
@@ -202,16 +202,16 @@ def open_prefetcher(
             MoERuntimeWarning,
             stacklevel=2,
         )
-    if share is not None:
+    if partition is not None:
         from moe_runtime.inference.expert_partition import OwnGuesses
 
-        predictor = OwnGuesses(predictor, share)
+        predictor = OwnGuesses(predictor, partition)
     rules, shape = PrefetchRules(), estimator.shape
     look_ahead = None
     dtype = getattr(model, "dtype", torch.float32)
     if isinstance(estimator, NextGate) and gates_DL:
         least_chance = rules.min_probability / 2  # less protects no expert's slot from a guess
-        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, share)
+        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, partition)
     prefetcher = Prefetcher(
         Guesses(store),
         predictor,
@@ -240,14 +240,14 @@ class TokenLookAhead:
         self,
         estimator: NextGate,
         native: NativeLookAhead,
-        share: ExpertPartition | None,
+        partition: ExpertPartition | None,
         dim: int,
         dtype: torch.dtype,
     ) -> None:
         shape = estimator.shape
         self._native = native
         self._top_k, self._dim, self._dtype = shape.top_k, dim, dtype
-        self._is_mine = None if share is None else share.owns
+        self._is_mine = None if partition is None else partition.owns
         keys = [
             ExpertKey(layer, expert)
             for layer in range(shape.num_layers)
@@ -287,7 +287,7 @@ def make_token_look_ahead(
     gates_DL: Sequence[Sequence[GateRanking]],
     dtype: torch.dtype,
     least_chance: float,
-    share: ExpertPartition | None,
+    partition: ExpertPartition | None,
 ) -> TokenLookAhead | None:
     """The look-ahead, if the native code takes these gates."""
     if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
@@ -303,7 +303,7 @@ def make_token_look_ahead(
         believed=believed_at_first(estimator.num_ranks, shape.top_k),
         least_chance=least_chance,
     )
-    return TokenLookAhead(estimator, native, share, gates_DL[0][0].dim, dtype)
+    return TokenLookAhead(estimator, native, partition, gates_DL[0][0].dim, dtype)
 
 
 def record_hidden(

@@ -86,9 +86,9 @@ class LayerRouting(NamedTuple):
     Attributes:
         layer: its index among the layers with experts.
         keys: the experts that this process computes, most wanted last.
-        hidden_TD: what the gate was given.
-        ids_TK: experts of each token; ids outside the layer's experts mark no choice.
-        weights_TK: their gate weights.
+        hidden_TD: input of the router.
+        ids_TK: experts of each token; ids outside the layer's experts are skipped.
+        weights_TK: their router weights.
     """
 
     layer: int
@@ -99,7 +99,7 @@ class LayerRouting(NamedTuple):
 
 
 class Listener:
-    """Hears of a model's forward passes, as far as it overrides what follows.
+    """Follows a model's forward passes; override only what you need.
 
     Attributes:
         hears_routing: whether ``routed`` is called; looked at once a pass has begun.
@@ -111,26 +111,26 @@ class Listener:
     follows_requests = True
 
     def allow(self, step: Step) -> None:
-        """A pass is asked for; raises an error if it must not be."""
+        """Called before a pass; raises an error to refuse it."""
 
     def begin(self, step: Step) -> None:
-        """A pass begins, which all have allowed."""
+        """A pass begins, after all listeners have allowed it."""
 
     def routed(self, routing: LayerRouting) -> None:
-        """A layer was routed; its experts have not been asked for."""
+        """Called once per layer, before its experts are leased."""
 
     def demanded(self, routing: LayerRouting) -> None:
-        """A layer's missing experts are being read, and there is time to think."""
+        """Called once per layer after its reads are queued; predict here."""
 
     def end(self) -> None:
-        """The pass came to its end."""
+        """The pass succeeded."""
 
     def forget(self) -> None:
-        """The pass failed: notes on it are dropped. May be called twice."""
+        """The pass failed: drop its state. May be called twice."""
 
 
 class Listeners:
-    """All listeners of a model, in order; ``routed`` and ``demanded`` are those that hear of it."""
+    """All listeners of a model, in order; ``routed`` and ``demanded`` hold those that want it."""
 
     def __init__(self) -> None:
         self._requests = RequestNumbers()
@@ -173,7 +173,7 @@ class Listeners:
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
             listener.allow(step)
-        # a device has to say how many tokens a decode step finds
+        # on a GPU num_cached forces a sync, so decode steps avoid it
         if step.num_new > 1 or self._following:
             self._requests.begin(step)
         for listener in self._all:
@@ -213,8 +213,7 @@ class Steps:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Listeners hear of none of this thread's passes within a ``with`` block; other threads
-        wait."""
+        """Mutes the listeners within a ``with`` block of this thread; other threads wait."""
         with self._turn, self.listeners.muted():
             yield
 

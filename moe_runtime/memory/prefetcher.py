@@ -4,9 +4,9 @@ A guess changes when an expert is read, never what is computed.
 """
 
 import time
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Guesses(Generic[W]):
     def start(
         self, guesses: Sequence[Guess], chance: Mapping[ExpertKey, float], admission: Admission
     ) -> int:
-        """Reads guessed experts behind all demands; returns how many reads were started.
+        """Reads guessed experts after all demands; returns how many reads were started.
 
         A guess takes a free slot, that of an unwanted earlier guess, or that of the expert of its
         layer that the policy values least.
@@ -59,14 +59,15 @@ class Guesses(Generic[W]):
             admission: the rules; the reads are paid from its credit.
         """
         store, started = self._store, 0
-        with store._changed:
-            held = sum(store._entries[key].expected for key in store._streamed)
+        with store._monitor:
+            held = sum(store._entries[key].expected for key in store._unadmitted)
             for key, probability in guesses:
                 if held + started >= admission.rules.window or admission.room < 1:
                     break
                 if key in store._entries:
                     continue
-                slot = self._take_slot(key, admission.gives_way(key, probability, chance))
+                gives_way = admission.gives_way(key, probability, chance)
+                slot = store._take_slot_for_guess(key, gives_way)
                 if slot is not None:
                     entry = store._start(key, slot, keep=False, priority=Priority.READAHEAD)
                     entry.expected = entry.guessed = True
@@ -78,13 +79,13 @@ class Guesses(Generic[W]):
     @property
     def may_be_stale(self) -> bool:
         """Whether a guess may be waiting to be read, as seen without the lock."""
-        return bool(self._store._streamed) and self._store._link.under_way > 0
+        return bool(self._store._unadmitted) and self._store._link.under_way > 0
 
     def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
         """Cancels reads of other guesses that have not begun; returns what was cancelled."""
         store, cancelled = self._store, []
-        with store._changed:
-            for key in [key for key in store._streamed if key not in keys]:
+        with store._monitor:
+            for key in [key for key in store._unadmitted if key not in keys]:
                 entry = store._entries[key]
                 waits = entry.guessed and not entry.arrived and entry.pins == 0
                 if waits and store._fetcher.cancel(entry.read):
@@ -111,25 +112,6 @@ class Guesses(Generic[W]):
             counters.misses + counters.late_hits,
             counters.useful_guesses + counters.late_guesses,
         )
-
-    def _take_slot(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> int | None:
-        store = self._store
-        if store._free:
-            return store._free.pop()
-
-        def may_go(key: Hashable) -> bool:
-            expert = cast(ExpertKey, key)
-            return gives_way(expert) and store._is_idle(expert)
-
-        unwanted = (k for k in store._streamed if not store._entries[k].expected)
-        victim = next(filter(store._is_idle, unwanted), None)
-        if victim is None:
-            victim = store._policy.victim_within(incoming.layer, may_go, incoming)
-        if victim is None:
-            return None
-        store._counters.evictions += 1
-        store._drop(victim)
-        return store._free.pop()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +249,7 @@ class Prefetcher:
         start_s = time.perf_counter()
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if is_prompt:
-            # before a prompt nobody may have computed for hours: the last step has no end
+            # the time before a prompt may be idle, so it does not count for the last step
             self._step_start = None
         else:
             link = self._guesses.link() if self.mode is PrefetchMode.AUTO else None
@@ -339,7 +321,7 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the layers behind ``now`` and acts on the answer."""
+        """Asks for the layers after ``now`` and acts on the answer."""
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return

@@ -1,4 +1,4 @@
-"""Reads in flight: the lock of what they fill, and the queues that serve them.
+"""Reads in flight: the lock of what they fill, the queues that serve them, and their throughput.
 
 A read is cut into blocks: several threads share it, and a demand overtakes a read-ahead between two
 blocks. Threads of C serve files where there is the native library, threads of Python elsewhere.
@@ -54,8 +54,8 @@ class Monitor:
         reset: makes the state consistent; set by its owner.
         events: counts what happened without the lock; an operation first delivers it.
         seen: the events that were delivered.
-        has_new: whether something is put off until the operation ends.
-        is_whole: whether an exception may leave the operation now without a reset.
+        has_unstarted: whether submitted reads wait for the operation to end.
+        is_consistent: whether the state needs no reset if an exception leaves the operation now.
         is_forked: whether the state belongs to the process that this one was forked from.
     """
 
@@ -63,8 +63,8 @@ class Monitor:
         self.reset = reset or _nothing
         self.events = ctypes.c_int64()
         self.seen = 0
-        self.has_new = False
-        self.is_whole = True
+        self.has_unstarted = False
+        self.is_consistent = True
         self.is_forked = False
         self._is_torn = False
         self._depth = 0
@@ -87,21 +87,21 @@ class Monitor:
             if self._before is not None:
                 _set_handler(signal.SIGINT, self._note)
         lock.acquire()
-        self._depth, self.is_whole = 1, False
+        self._depth, self.is_consistent = 1, False
         if self._is_torn or self.events.value != self.seen:
             self._catch_up()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None:
-        if kind is not None and not self.is_whole:
+        if kind is not None and not self.is_consistent:
             self._is_torn = True
         if self._depth > 1:
             self._depth -= 1
             self._lock.release()
             return
-        if self.has_new:
+        if self.has_unstarted:
             self.start()
-        self._depth, self.is_whole = 0, True
+        self._depth, self.is_consistent = 0, True
         self._lock.release()
         if threading.get_ident() == _MAIN_THREAD and self._before is not None:
             before, self._before = self._before, None
@@ -113,13 +113,13 @@ class Monitor:
     def wait(self) -> None:
         """Releases the lock until something has changed; may return without a reason. Ctrl-C may
         leave the operation here, so its state must be consistent."""
-        depth, self.is_whole = self._depth, True
+        depth, self.is_consistent = self._depth, True
         self.sleep()
         self._depth = depth
         if threading.get_ident() == _MAIN_THREAD and self._is_interrupted:
             self._is_interrupted = False
             self._before(signal.SIGINT, None)
-        self.is_whole = False
+        self.is_consistent = False
         if self._is_torn or self.events.value != self.seen:
             self._catch_up(is_entering=False)
 
@@ -132,8 +132,8 @@ class Monitor:
         self.seen = self.events.value
 
     def start(self) -> None:
-        """Begins what was put off until the operation ends."""
-        self.has_new = False
+        """Starts what was submitted during the operation."""
+        self.has_unstarted = False
 
     def sleep(self) -> None:
         """Waits without the lock and takes it again."""
@@ -197,7 +197,7 @@ class Read:
 
     Attributes:
         priority: of the blocks that still wait.
-        passes: the expert is wanted once: tiers on its way need not keep it.
+        passes: the expert is used once: tiers on its way need not keep it.
         num_bytes: moved so far.
         ended_s: when it ended, by ``time.perf_counter``; 0 before.
         name: the queue's number of it.
@@ -244,7 +244,7 @@ class ReadQueue:
         self._works: dict[Read, _Work] = {}
         self._tickets: list[tuple[int, int, Read]] = []
         self._number = itertools.count()
-        self._changed = Monitor(self._reset)
+        self._monitor = Monitor(self._reset)
         self._closed = False
         served = [Priority.READAHEAD] * num_threads + [Priority.DEMAND] * num_for_demands
         self._threads = [
@@ -259,19 +259,19 @@ class ReadQueue:
         MoERuntimeError: the queue was closed."""
         if self._closed:
             raise MoERuntimeError(CLOSED)
-        with self._changed:
+        with self._monitor:
             waiting = deque(blocks or [int])
             self._works[read] = _Work(waiting, len(waiting), len(waiting))
             self._push(read, len(waiting), wakes=wakes)
 
     def wake(self) -> None:
         """Wakes the threads for what was submitted silently."""
-        with self._changed:
-            self._changed.notify_all()
+        with self._monitor:
+            self._monitor.notify_all()
 
     def promote(self, read: Read) -> None:
         """Serves the rest of a read-ahead as a demand."""
-        with self._changed:
+        with self._monitor:
             if read.priority is not Priority.DEMAND:
                 read.priority = Priority.DEMAND
                 work = self._works.get(read)
@@ -280,7 +280,7 @@ class ReadQueue:
     def cancel(self, read: Read) -> bool:
         """Cancels a read of which no block has begun; its end is never announced. Says whether it
         could."""
-        with self._changed:
+        with self._monitor:
             work = self._works.get(read)
             if work is None or len(work.blocks) < work.num_blocks:
                 return False
@@ -289,16 +289,16 @@ class ReadQueue:
 
     def is_under_way(self, read: Read) -> bool:
         """Whether a read was submitted and its end is still to be announced."""
-        with self._changed:
+        with self._monitor:
             return read in self._works
 
     def close(self) -> None:
         """Lets running blocks finish, and ends the threads and what waits; nothing in a fork."""
-        if self._changed.is_forked:
+        if self._monitor.is_forked:
             return
-        with self._changed:
+        with self._monitor:
             self._closed = True
-            self._changed.notify_all()
+            self._monitor.notify_all()
         for thread in self._threads:
             thread.join()
         for read in list(self._works):
@@ -308,7 +308,7 @@ class ReadQueue:
     def _push(self, read: Read, num_blocks: int, *, wakes: bool = True) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
-        condition, is_demand = self._changed._condition, read.priority is Priority.DEMAND
+        condition, is_demand = self._monitor._condition, read.priority is Priority.DEMAND
         if wakes:  # not all serve read-aheads
             condition.notify(num_blocks) if is_demand else condition.notify_all()
 
@@ -330,7 +330,7 @@ class ReadQueue:
 
     def _take(self, last: Priority) -> tuple[Read, _Work, Block] | None:
         """Waits for the next block; None once the queue is closed."""
-        with self._changed:
+        with self._monitor:
             while not self._closed:
                 while self._tickets and self._tickets[0][0] <= last:
                     read = heapq.heappop(self._tickets)[2]
@@ -338,14 +338,14 @@ class ReadQueue:
                     work = self._works.get(read)
                     if work is not None and work.blocks:
                         return read, work, work.blocks.popleft()
-                self._changed.wait()
+                self._monitor.wait()
         return None
 
     def _move(self, read: Read, work: _Work, block: Block) -> None:
         attempt = _Attempt()
         with attempt:
             attempt.moved = block()
-        with self._changed:
+        with self._monitor:
             read.num_bytes += attempt.moved
             read.error = read.error or attempt.error
             work.unfinished -= 1
@@ -467,7 +467,7 @@ class NativeReadQueue(Monitor):
         number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
         read.name = next(self._names)
         self._running[read.name] = (read, judge)  # first: no read may be under way that is unknown
-        self.has_new = True
+        self.has_unstarted = True
         if not self._library.reads_submit(
             self._queue, read.name, blocks, number, steps, count, address, is_ahead
         ):
@@ -475,9 +475,9 @@ class NativeReadQueue(Monitor):
             raise MemoryError("no memory to queue a read")
 
     def start(self) -> None:
-        if self.has_new and self._queue is not None:
+        if self.has_unstarted and self._queue is not None:
             self._library.reads_start(self._queue)
-        self.has_new = False
+        self.has_unstarted = False
 
     def promote(self, read: Read) -> None:
         if read.priority is not Priority.DEMAND:
@@ -506,7 +506,7 @@ class NativeReadQueue(Monitor):
             for name, (read, _) in list(self._running.items()):
                 read.refuse()
                 self._running.pop(name, None)
-        if not self._sleepers:  # else whoever wakes up last gives the memory back
+        if not self._sleepers:  # else the last of them to wake up gives the memory back
             self._close()
 
     def deliver(self) -> None:
@@ -569,11 +569,75 @@ def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
     library.reads_close(queue)
 
 
+FORGET = 0.98
+"""What a transfer leaves of the weight of those before it: about the last fifty count."""
+
+
+class LinkMeter:
+    """Running mean of throughput, over the time in which transfers were under way.
+
+    Attributes:
+        under_way: transfers that have not ended.
+        beside: those of them that use another link.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = self.beside = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+        self._demands = 0
+        self._demands_since_s = 0.0
+        self._demand_s = 0.0
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
+        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
+
+    @property
+    def demand_s(self) -> float:
+        """Seconds so far in which a demand was under way."""
+        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
+        return self._demand_s + running_s
+
+    def begin(self, *, is_demand: bool) -> None:
+        if self.under_way == self.beside:
+            self._since_s = time.perf_counter()
+        self.under_way += 1
+        if is_demand:
+            self.begin_demand()
+
+    def begin_demand(self) -> None:
+        """A read-ahead that is under way becomes a demand."""
+        if self._demands == 0:
+            self._demands_since_s = time.perf_counter()
+        self._demands += 1
+
+    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
+        """A transfer ended, or was cancelled (0 bytes)."""
+        self.under_way -= 1
+        if is_demand:
+            self._demands -= 1
+            if self._demands == 0:
+                self._demand_s += max(0.0, now_s - self._demands_since_s)
+        if num_bytes:
+            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
+            self._bytes = FORGET * self._bytes + num_bytes
+            self._since_s = now_s
+
+    def recount(self, under_way: int, demands: int) -> None:
+        """Sets the transfers and demands that are under way."""
+        now_s = time.perf_counter()
+        self._demand_s = self.demand_s
+        self.under_way, self._demands = under_way, demands
+        self._since_s = self._demands_since_s = now_s
+
+
 class Fetcher(Protocol):
     """Fills the slots of a tier, from files or from the tier below. All but ``close`` is called
-    with ``changed`` held, which guards the entries of that tier."""
+    with ``monitor`` held, which guards the entries of that tier."""
 
-    changed: Monitor
+    monitor: Monitor
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to fill a slot; the end of the read is announced later."""

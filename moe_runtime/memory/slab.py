@@ -29,7 +29,7 @@ class Slab:
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """Allocates the slab, by ``aligned_bytes`` or ``allocate``. Raises ValueError: a size is
-        not positive. Raises CapacityError: the memory cannot be had."""
+        not positive. Raises CapacityError: the allocation fails."""
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(
                 f"a slab needs a slot of a byte, got {num_slots} of {slot_bytes} bytes"
@@ -64,7 +64,7 @@ class Slab:
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
     """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any. Raises
-    CapacityError: the memory cannot be had."""
+    CapacityError: the allocation fails."""
     lead = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     # shared memory, which is what Python maps by default, gets no huge pages
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

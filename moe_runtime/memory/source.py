@@ -102,7 +102,7 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end behind ``needed_bytes``. Raises CheckpointError: the file has changed since
+        The file may end after ``needed_bytes``. Raises CheckpointError: the file has changed since
         it was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too
         early.
         """
@@ -110,7 +110,7 @@ class CheckpointFile:
         while done < needed_bytes:
             try:
                 moved = os.preadv(self._fd, [into[done:]], offset + done)
-            except OSError:  # as direct I/O behind the end of a file that got shorter
+            except OSError:  # as direct I/O past the end of a file that got shorter
                 self.require_unchanged()
                 raise
             if moved == 0:
@@ -149,7 +149,7 @@ class CheckpointFile:
 
 
 class ExpertSource:
-    """The slowest tier: experts read by byte range from the checkpoint's files. ``changed`` guards
+    """The slowest tier: experts read by byte range from the checkpoint's files. ``monitor`` guards
     the entries of the tier that is filled."""
 
     def __init__(
@@ -164,7 +164,7 @@ class ExpertSource:
         self._files: dict[Path, CheckpointFile] = {}
         self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
-        self.changed: Monitor = self._native or Monitor()
+        self.monitor: Monitor = self._native or Monitor()
         self._packed: dict[ExpertKey, tuple[bytes, ReadEnd, bytes]] = {}
         try:
             for path in sorted(paths):
@@ -175,7 +175,7 @@ class ExpertSource:
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to read an expert into a slot. Python threads announce its end themselves; that of
-        native ones is delivered by the next operation under ``changed``."""
+        native ones is delivered by the next operation under ``monitor``."""
         if self._native:
             packed = self._packed.get(key)
             if packed is None:
@@ -207,15 +207,15 @@ class ExpertSource:
         """Reads experts into slots and waits; CheckpointError where one cannot be read."""
 
         def announce(_: Read) -> None:
-            with self.changed:
-                self.changed.notify_all()
+            with self.monitor:
+                self.monitor.notify_all()
 
         reads = {key: Read(Priority.DEMAND, announce) for key in slots}
-        with self.changed:
+        with self.monitor:
             for key, read in reads.items():
                 self.fetch(key, slots[key], read)
             while not all(read.ended_s for read in reads.values()):
-                self.changed.wait()
+                self.monitor.wait()
         for read in reads.values():
             if read.error is not None:
                 raise read.error
@@ -399,7 +399,7 @@ class ExpertLayout:
         extents: the reads that fill a slot, in slot order.
         slot_offsets: byte offset in the slot of each of ``tensors``.
         read_offsets: where each was read to, before some are put in order.
-        more_bytes: of the slot behind the extents, for tensors that are put in order.
+        more_bytes: of the slot after the extents, for tensors that are put in order.
     """
 
     extents: tuple[Extent, ...]

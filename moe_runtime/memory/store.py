@@ -1,4 +1,11 @@
-"""The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
+"""The expert store: which experts lie in a tier's slots, and the leases that hold them there.
+
+Resident: its read has ended, and the slot has its weights.
+Pinned: an open lease holds it, so it cannot be evicted.
+Admitted: the policy holds it; it stays until the policy chooses it as a victim.
+Streamed: it passes through a slot for one lease, without being admitted.
+Prefetched: read on a predictor's guess. Read ahead: read because all of the next layer is wanted.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Never, TypeVar, cast
+from typing import Generic, Never, Protocol, TypeVar, cast
 
 import torch
 
 from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
-from moe_runtime.memory.reads import Fetcher, Priority, Read
+from moe_runtime.memory.reads import Fetcher, LinkMeter, Priority, Read
 from moe_runtime.memory.slab import Slab, give_back
 from moe_runtime.policies.eviction import LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Watcher
@@ -25,70 +32,6 @@ from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
-
-
-FORGET = 0.98
-"""What a transfer leaves of the weight of those before it: about the last fifty count."""
-
-
-class LinkMeter:
-    """Running mean of throughput, over the time in which transfers were under way.
-
-    Attributes:
-        under_way: transfers that have not ended.
-        beside: those of them that use another link.
-    """
-
-    def __init__(self) -> None:
-        self.under_way = self.beside = 0
-        self._since_s = 0.0
-        self._busy_s = 0.0
-        self._bytes = 0.0
-        self._demands = 0
-        self._demands_since_s = 0.0
-        self._demand_s = 0.0
-
-    def seconds_for(self, num_bytes: int) -> float:
-        """Seconds of a transfer on an idle link; 0 before the first transfer ended."""
-        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
-
-    @property
-    def demand_s(self) -> float:
-        """Seconds so far in which a demand was under way."""
-        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
-        return self._demand_s + running_s
-
-    def begin(self, *, is_demand: bool) -> None:
-        if self.under_way == self.beside:
-            self._since_s = time.perf_counter()
-        self.under_way += 1
-        if is_demand:
-            self.begin_demand()
-
-    def begin_demand(self) -> None:
-        """A read-ahead that is under way becomes a demand."""
-        if self._demands == 0:
-            self._demands_since_s = time.perf_counter()
-        self._demands += 1
-
-    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
-        """A transfer ended, or was cancelled (0 bytes)."""
-        self.under_way -= 1
-        if is_demand:
-            self._demands -= 1
-            if self._demands == 0:
-                self._demand_s += max(0.0, now_s - self._demands_since_s)
-        if num_bytes:
-            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
-            self._bytes = FORGET * self._bytes + num_bytes
-            self._since_s = now_s
-
-    def recount(self, under_way: int, demands: int) -> None:
-        """Sets the transfers and demands that are under way."""
-        now_s = time.perf_counter()
-        self._demand_s = self.demand_s
-        self.under_way, self._demands = under_way, demands
-        self._since_s = self._demands_since_s = now_s
 
 
 @dataclass(slots=True)
@@ -115,6 +58,27 @@ class Entry(Generic[W]):
 def is_resident(entry: Entry[W] | None) -> bool:
     """Whether an expert is in its slot; without the lock, this may be outdated."""
     return entry is not None and entry.arrived and entry.read.error is None
+
+
+class LeaseListener(Protocol):
+    """Called by one lease."""
+
+    def entered(
+        self, hits: Sequence[ExpertKey], late: Sequence[ExpertKey], misses: Sequence[ExpertKey]
+    ) -> None: ...
+    def asked(self, done: Sequence[ExpertKey]) -> None: ...
+    def given(self, group: Sequence[ExpertKey], *, waited: bool) -> None: ...
+    def left(self) -> None: ...
+
+
+class StoreListener(Protocol):
+    """Called for the reads of a store, with its lock held, and for its leases."""
+
+    def read_began(self, key: ExpertKey, priority: Priority) -> None: ...
+    def read_ended(self, key: ExpertKey, read: Read) -> None: ...
+    def dropped(self, key: ExpertKey) -> None: ...
+    def was_reset(self, arriving: Collection[ExpertKey]) -> None: ...
+    def lease(self) -> LeaseListener | None: ...
 
 
 class LeaseEndedError(MoERuntimeError):
@@ -150,9 +114,9 @@ class Lease(Generic[W]):
         self._wanted: deque[ExpertKey] = deque()
         self._held: list[ExpertKey] = []
         self._keep: Collection[ExpertKey] = ()
-        # A policy that may decline an expert is asked when the expert was used.
-        passes = streaming and len(keys) <= store.share(keys[0].layer)
-        self._decides_later = store._policy.may_decline and not passes
+        # A policy that may decline an expert decides after the use.
+        passes = streaming and len(keys) <= store.slots_of(keys[0].layer)
+        self._admits_after_use = store._policy.may_decline and not passes
         self._listener = None if store.listener is None else store.listener.lease()
         self._has_waited = False
 
@@ -160,17 +124,17 @@ class Lease(Generic[W]):
         store = self._store
         if store.is_closed:
             raise MoERuntimeError(CLOSED)
-        with store._changed:
+        with store._monitor:
             store._leases.add(self)
             missing = self._pin_present()
             if self._listener is not None:
                 self._listener.entered([*self._resident], [*self._arriving], missing)
-            # who streams experts one by one has had those behind it read ahead
-            if store._streamed and not (self._streaming and len(self._keys) == 1):
+            # a lease that streams one expert keeps what was read ahead after it
+            if store._unadmitted and not (self._streaming and len(self._keys) == 1):
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
             if missing or self._streaming:
-                if self._decides_later:
+                if self._admits_after_use:
                     self._wanted.extend(missing)
                 elif self._streaming:
                     only_free = self._above is not None
@@ -186,7 +150,7 @@ class Lease(Generic[W]):
     def __exit__(self, *_: object) -> None:
         if self in self._store._leases:  # else it was ended already
             if self._held or self._resident or self._arriving or self._wanted:
-                with self._store._changed:
+                with self._store._monitor:
                     self.end()
             else:
                 self._store._leases.discard(self)
@@ -229,7 +193,7 @@ class Lease(Generic[W]):
 
     @property
     def will_wait(self) -> bool:
-        """Whether some experts are there and others are not: listeners may think behind the first
+        """Whether some experts are resident and others are not: listeners may run after the first
         group."""
         is_partial = bool(self._resident and (self._wanted or self._arriving))
         return is_partial and not self._streaming
@@ -237,14 +201,14 @@ class Lease(Generic[W]):
     def _next_group(self) -> list[tuple[ExpertKey, W]]:
         """Releases the last group, and waits for the next."""
         store = self._store
-        monitor, self._has_waited = store._changed, False
+        monitor, self._has_waited = store._monitor, False
         with monitor:
             if self in store._leases:
                 self._release(self._held)
                 self._held = []
             while True:
                 if self not in store._leases:
-                    monitor.is_whole = True
+                    monitor.is_consistent = True
                     raise LeaseEndedError
                 if self._wanted:
                     self._admit()
@@ -291,9 +255,9 @@ class Lease(Generic[W]):
                 above = self._above
                 store._hasten(key, entry, above.priority if above else Priority.DEMAND)
                 self._arriving.append(key)
-            if key not in store._streamed:
+            if key not in store._unadmitted:
                 touch(key)
-            elif not self._decides_later and not self._streaming:
+            elif not self._admits_after_use and not self._streaming:
                 store._keep(key)
         return missing
 
@@ -306,13 +270,13 @@ class Lease(Generic[W]):
             if entry is None:  # it made room for another one of the list
                 continue
             sound = entry.read.error is None
-            if sound and key not in store._streamed:
+            if sound and key not in store._unadmitted:
                 continue
-            if self._decides_later and store._is_idle(key) and sound:
+            if self._admits_after_use and store._is_idle(key) and sound:
                 store._keep_or_decline(key)
             store._drop_if_done(key)
         if keys:
-            store._changed.notify_all()
+            store._monitor.notify_all()
 
     def _admit(self) -> None:
         """Demands what is missing, as far as there are slots."""
@@ -345,7 +309,7 @@ class Lease(Generic[W]):
             for key in arrived:
                 error = entries[key].read.error
                 if error is not None:
-                    self._store._changed.is_whole = True
+                    self._store._monitor.is_consistent = True
                     try:
                         raise error
                     finally:
@@ -365,7 +329,7 @@ class ExpertStore(Generic[W]):
     asks for more or ends.
 
     Attributes:
-        listener: hears of reads and leases.
+        listener: called for every read and lease.
         is_closed: whether its memory was given up, so that leases are refused.
     """
 
@@ -377,7 +341,7 @@ class ExpertStore(Generic[W]):
         bind: Callable[[ExpertKey, torch.Tensor], W],
         *,
         stream_slots: int,
-        listener: Any = None,
+        listener: StoreListener | None = None,
     ) -> None:
         """Takes over the fetcher and the slab.
 
@@ -394,12 +358,14 @@ class ExpertStore(Generic[W]):
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
         self._entries: dict[ExpertKey, Entry[W]] = {}
-        self._streamed: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
+        self._unadmitted: set[ExpertKey] = (
+            set()
+        )  # streamed, prefetched or read ahead; the policy holds the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._closed: set[int] = set()  # slots without memory, see `resize`
         self._leases: set[Lease[W]] = set()  # those that are open
-        self._changed = fetcher.changed
-        self._changed.reset = self.reset
+        self._monitor = fetcher.monitor
+        self._monitor.reset = self.reset
         self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
@@ -408,8 +374,8 @@ class ExpertStore(Generic[W]):
     def num_slots(self) -> int:
         return self._slab.num_slots - len(self._closed)
 
-    def share(self, layer: int) -> int:
-        """Experts of a layer that the tier may hold before the layer has to evict its own."""
+    def slots_of(self, layer: int) -> int:
+        """Slots of a layer: beyond them the layer has to evict its own experts."""
         return self._policy.share(layer)
 
     def lease(
@@ -439,8 +405,8 @@ class ExpertStore(Generic[W]):
         """
         if not all(map(self._entries.__contains__, keys)):
             return None
-        with self._changed as monitor:
-            if self._streamed or self.listener is not None:
+        with self._monitor as monitor:
+            if self._unadmitted or self.listener is not None:
                 return None
             found: list[W] = []
             for key in keys:
@@ -448,9 +414,9 @@ class ExpertStore(Generic[W]):
                 if entry is None or entry.weights is None or entry.read.error is not None:
                     return None
                 found.append(entry.weights)
-            monitor.is_whole = True
+            monitor.is_consistent = True
             result = use(found)
-            monitor.is_whole = False
+            monitor.is_consistent = False
             if result is not None:
                 policy = self._policy
                 layer = policy if policy.counts_uses else policy.layers[keys[0].layer]
@@ -462,7 +428,7 @@ class ExpertStore(Generic[W]):
     def end_leases(self) -> None:
         """Ends leases of this thread that an exception has left open."""
         if self._leases and not self.is_forked:
-            with self._changed:
+            with self._monitor:
                 thread = threading.get_ident()
                 for lease in [one for one in self._leases if one._thread == thread]:
                     lease.end()
@@ -470,29 +436,29 @@ class ExpertStore(Generic[W]):
     @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one that the store belongs to."""
-        return self._changed.is_forked
+        return self._monitor.is_forked
 
     def promote(self, key: ExpertKey) -> None:
         """Serves an expert's read as a demand, if it is under way."""
-        with self._changed:
+        with self._monitor:
             entry = self._entries.get(key)
             if entry is not None:
                 self._hasten(key, entry, Priority.DEMAND)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        """Reads experts that will probably be leased next, behind all demands.
+        """Reads experts that will probably be leased next, after all demands.
 
         Takes free slots only, as many as streaming may use. What was read ahead for another layer
         and not leased is dropped.
         """
-        with self._changed:
+        with self._monitor:
             expected_layers = {key.layer for key in keys}
-            for layer in {key.layer for key in self._streamed} - expected_layers:
+            for layer in {key.layer for key in self._unadmitted} - expected_layers:
                 self._forget_expected(layer)
             for key in keys:
                 if key in self._entries:
                     continue
-                if not self._free or len(self._streamed) >= self._stream_slots:
+                if not self._free or len(self._unadmitted) >= self._stream_slots:
                     return
                 entry = self._start(
                     key, self._free.pop(), keep=False, priority=Priority.READAHEAD, passes=True
@@ -502,13 +468,13 @@ class ExpertStore(Generic[W]):
     def observe(self, event: Event) -> None:
         """Passes a step or a layer's routing to the policy, if it watches."""
         if self._policy.watcher:
-            with self._changed:
+            with self._monitor:
                 self._policy.watcher.observe(event)
 
     def finish(self, sequence: int) -> None:
         """Tells the policy that a request ended."""
         if self._policy.watcher:
-            with self._changed:
+            with self._monitor:
                 self._policy.watcher.finish(sequence)
 
     @property
@@ -518,17 +484,17 @@ class ExpertStore(Generic[W]):
 
     @property
     def decides_later(self) -> bool:
-        """Whether the policy decides after the use what is kept."""
+        """Whether the policy may decline an expert after its use."""
         return self._policy.may_decline
 
     def stats(self) -> StoreStats:
-        with self._changed:
+        with self._monitor:
             return dataclasses.replace(
                 self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
             )
 
     def reset_stats(self) -> None:
-        with self._changed:
+        with self._monitor:
             self._counters = StoreStats()
             self._guesses_before = self._num_open_guesses()
 
@@ -536,12 +502,12 @@ class ExpertStore(Generic[W]):
         """Proves that free, resident and arriving slots make up the tier, each exactly once; that
         open leases hold the pins; and that every read will end. Raises AssertionError: the entries
         contradict each other."""
-        with self._changed:
+        with self._monitor:
             entries = self._entries
             slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
             assert sorted(slots) == list(range(self._slab.num_slots))
-            kept = entries.keys() - self._streamed
-            assert self._streamed <= entries.keys()
+            kept = entries.keys() - self._unadmitted
+            assert self._unadmitted <= entries.keys()
             assert len(self._policy) == len(kept)
             assert all(key in self._policy for key in kept)
             pins = dict.fromkeys(entries, 0)
@@ -559,7 +525,7 @@ class ExpertStore(Generic[W]):
     def resize(self, num_slots: int, *, shared_slots: int, stream_slots: int) -> int:
         """Changes the number of slots, over a slab of host memory that the store alone uses.
 
-        Experts in use or being read keep their slots, and memory for more may not be had: the
+        Experts in use or being read keep their slots, and allocating more may fail: the
         returned number may be another.
 
         Args:
@@ -567,7 +533,7 @@ class ExpertStore(Generic[W]):
             shared_slots: those of them that the layers divide.
             stream_slots: those of them that experts which only pass through may take.
         """
-        with self._changed:
+        with self._monitor:
             divide(self._policy, shared_slots)
             self._stream_slots = max(1, min(stream_slots, num_slots))
             while self.num_slots > num_slots:
@@ -584,7 +550,7 @@ class ExpertStore(Generic[W]):
                 self._free.append(self._closed.pop())
             with contextlib.suppress(CapacityError):
                 self._free += reversed(self._slab.extend(num_slots - self.num_slots))
-            self._changed.notify_all()
+            self._monitor.notify_all()
             return self.num_slots
 
     def close(self) -> None:
@@ -592,7 +558,7 @@ class ExpertStore(Generic[W]):
         self.is_closed = True
         self._fetcher.close()
         if not self.is_forked:
-            with self._changed:
+            with self._monitor:
                 self._slab.close()
                 self._bind = _refuse  # the other one may remember views of slots
                 for entry in self._entries.values():
@@ -601,8 +567,8 @@ class ExpertStore(Generic[W]):
     # What follows is called with the lock held.
 
     def reset(self) -> None:
-        """Empties the store, after an exception may have left its entries anyhow. Open leases end
-        with an error. What is being read keeps its slot until the read has ended."""
+        """Empties the store, after an exception may have left its entries in any state. Open leases
+        end with an error. What is being read keeps its slot until the read has ended."""
         for lease in tuple(self._leases):
             self._leases.discard(lease)
             lease.end()
@@ -612,7 +578,7 @@ class ExpertStore(Generic[W]):
             for key, entry in entries.items()
             if not entry.read.ended_s and self._fetcher.is_under_way(entry.read)
         }
-        self._streamed = {*self._entries}
+        self._unadmitted = {*self._entries}
         self._policy.restore(())
         occupied = self._closed.union(entry.slot for entry in self._entries.values())
         self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
@@ -622,7 +588,7 @@ class ExpertStore(Generic[W]):
         self._counters.guesses, self._guesses_before = self._counters.judged_guesses, 0
         if self.listener is not None:
             self.listener.was_reset({*self._entries})
-        self._changed.notify_all()
+        self._monitor.notify_all()
 
     def _start(
         self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
@@ -637,7 +603,7 @@ class ExpertStore(Generic[W]):
             self.listener.read_began(key, read.priority)
         entry: Entry[W] = Entry(slot, read)
         self._entries[key] = entry
-        self._policy.insert(key) if keep else self._streamed.add(key)
+        self._policy.insert(key) if keep else self._unadmitted.add(key)
         self._link.begin(is_demand=read.priority is Priority.DEMAND)
         return entry
 
@@ -648,7 +614,7 @@ class ExpertStore(Generic[W]):
             self._fetcher.promote(key, entry.read)
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
-        with self._changed:
+        with self._monitor:
             if self.listener is not None:
                 self.listener.read_ended(key, read)
             entry, counters = self._entries.get(key), self._counters
@@ -660,21 +626,40 @@ class ExpertStore(Generic[W]):
             else:
                 counters.readahead_bytes += read.num_bytes
             self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
-            if read.error is not None or key in self._streamed:
+            if read.error is not None or key in self._unadmitted:
                 self._drop_if_done(key)
-            self._changed.notify_all()
+            self._monitor.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
         if self._free:
             return self._free.pop()
         victim, idle = None, list[ExpertKey]()
-        if self._streamed:
-            idle = [key for key in self._streamed if self._is_idle(key)]
+        if self._unadmitted:
+            idle = [key for key in self._unadmitted if self._is_idle(key)]
             victim = next((key for key in idle if not self._entries[key].expected), None)
-        if victim is None and (keep or len(self._streamed) < self._stream_slots):
+        if victim is None and (keep or len(self._unadmitted) < self._stream_slots):
             victim = self._victim(incoming)
         if victim is None:
             victim = next(iter(idle), None)
+        return self._evict_for_slot(victim)
+
+    def _take_slot_for_guess(
+        self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]
+    ) -> int | None:
+        """As ``_take_slot``, for a prefetch: evicts within its layer, and only what gives way."""
+        if self._free:
+            return self._free.pop()
+
+        def may_go(key: Hashable) -> bool:
+            return gives_way(cast(ExpertKey, key)) and self._is_idle(key)
+
+        unwanted = (key for key in self._unadmitted if not self._entries[key].expected)
+        victim = next(filter(self._is_idle, unwanted), None)
+        if victim is None:
+            victim = self._policy.victim_within(incoming.layer, may_go, incoming)
+        return self._evict_for_slot(victim)
+
+    def _evict_for_slot(self, victim: ExpertKey | None) -> int | None:
         if victim is None:
             return None
         self._counters.evictions += 1
@@ -685,14 +670,14 @@ class ExpertStore(Generic[W]):
         return cast(ExpertKey | None, self._policy.victim(self._is_idle, incoming))
 
     def _keep(self, key: ExpertKey) -> None:
-        self._streamed.remove(key)
+        self._unadmitted.remove(key)
         self._policy.insert(key)
 
     def _drop(self, key: ExpertKey) -> None:
         if self.listener is not None:
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
-        self._streamed.remove(key) if key in self._streamed else self._policy.remove(key)
+        self._unadmitted.remove(key) if key in self._unadmitted else self._policy.remove(key)
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:
@@ -715,18 +700,18 @@ class ExpertStore(Generic[W]):
         policy, layer = self._policy, keys[0].layer
         newcomers = [key for key in keys if key not in policy]
         room = policy.room(layer)
-        num_beyond = len(keys) - self.share(layer)
+        num_beyond = len(keys) - self.slots_of(layer)
         if num_beyond <= 0:
             num_kept = 0 if only_free and len(self._free) <= self._stream_slots else room
         else:
             num_used = len(keys) - len(newcomers)
             num_unused = len(policy.layers[layer]) - num_used
-            streamed = sum(not self._entries[key].expected for key in self._streamed)
+            streamed = sum(not self._entries[key].expected for key in self._unadmitted)
             spare = len(self._free) + streamed - min(num_beyond, self._stream_slots)
-            num_kept = max(0, min(self.share(layer) - num_used, num_unused + spare))
+            num_kept = max(0, min(self.slots_of(layer) - num_used, num_unused + spare))
             self._evict_unused(keys, num_kept - min(room, spare))
         kept = newcomers[max(0, len(newcomers) - num_kept) :]
-        for key in self._streamed.intersection(kept):
+        for key in self._unadmitted.intersection(kept):
             self._keep(key)
         return set(kept)
 
@@ -744,12 +729,12 @@ class ExpertStore(Generic[W]):
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
         failed = entry.read.error is not None
-        passed = key in self._streamed and not (entry.expected or entry.guessed)
+        passed = key in self._unadmitted and not (entry.expected or entry.guessed)
         if (failed or passed) and entry.arrived and entry.pins == 0:
             self._drop(key)
 
     def _forget_expected(self, layer: int) -> None:
-        for key in [key for key in self._streamed if key.layer == layer]:
+        for key in [key for key in self._unadmitted if key.layer == layer]:
             self._entries[key].expected = False
             self._drop_if_done(key)
 
@@ -762,7 +747,7 @@ class ExpertStore(Generic[W]):
 
     def _victim_of_resizing(self) -> ExpertKey | None:
         """One that only passes through, else one of the layer furthest above its share."""
-        found = next(filter(self._is_idle, self._streamed), None)
+        found = next(filter(self._is_idle, self._unadmitted), None)
         held = self._policy.layers
         surplus = [len(policy) - self._policy.share(n) for n, policy in enumerate(held)]
         for layer in sorted(range(len(held)), key=surplus.__getitem__, reverse=True):

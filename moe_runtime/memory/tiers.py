@@ -61,13 +61,13 @@ class TierFetcher:
     streams stay such below. A demand waits for neither: it has threads of its own, and one slot
     below that no read-ahead takes.
 
-    Copies to a device run behind the work that was queued when the slot was given up. A demand for
+    Copies to a device run after the work that was queued when the slot was given up. A demand for
     what is resident below is queued by the thread that asks. Another thread waits for its end
     alone, since the copying threads may need the slots below that it releases. Work may be queued
-    behind the copy's event before that (``DeviceLease``); until then the slot is not given up.
+    after the copy's event before that (``DeviceLease``); until then the slot is not given up.
 
     Attributes:
-        queued: copies to the device that have not ended; guarded by ``changed``.
+        queued: copies to the device that have not ended; guarded by ``monitor``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TierFetcher:
         """
         self.lower = lower
         self._moves = moves
-        self.changed = Monitor()
+        self.monitor = Monitor()
         num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
         self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
         self._ends = ReadQueue(1)
@@ -140,7 +140,7 @@ class TierFetcher:
     def close(self) -> None:
         """Ends the tier below, and what waits for it; then the copies."""
         self._ends.close()  # no copy is queued at once any more
-        if self._device and not self.changed.is_forked:
+        if self._device and not self.monitor.is_forked:
             self._device.drain()  # copies may still read from slots below
         self.lower.close()
         self._copies.close()
@@ -209,7 +209,7 @@ class TierFetcher:
     def wake_ends(self) -> None:
         """Has a thread wait for the copies that were queued by the asking thread.
 
-        Call it when all work behind these copies is queued: waking a thread takes longer than
+        Call it when all work after these copies is queued: waking a thread takes longer than
         queueing a copy. Otherwise the thread finds them within a second.
         """
         if self._has_sleeping_end:
@@ -256,9 +256,9 @@ class TierFetcher:
             copied = self._device.copy(parts, after, read.priority)
             if not lease.is_open:  # later, the tier below waits for this copy to be emptied
                 raise LeaseEndedError
-            with self.changed:
+            with self.monitor:
                 self.queued[read] = _Copy(copied)
-                self.changed.notify_all()
+                self.monitor.notify_all()
         finally:
             if read not in self.queued:
                 self._wait(read, None, num_bytes)
@@ -284,26 +284,26 @@ class TierFetcher:
 
     def _forget(self, read: Read, error: BaseException | None) -> None:
         """A copy has ended; its error is kept if its slot was handed out before."""
-        with self.changed:
+        with self.monitor:
             copy = self.queued.get(read)
             if copy is not None and copy.has_users:
                 self._failure = self._failure or error
             self.queued.pop(read, None)
-            self.changed.notify_all()
+            self.monitor.notify_all()
 
     def finish_used(self) -> None:
-        """Waits until no work is queued behind a copy that may still fail. Raises MoERuntimeError:
+        """Waits until no work is queued after a copy that may still fail. Raises MoERuntimeError:
         one has failed."""
         self.wake_ends()
-        with self.changed:
+        with self.monitor:
             while any(
                 copy.has_users and self.is_under_way(read) for read, copy in self.queued.items()
             ):
-                self.changed.wait()
+                self.monitor.wait()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """MoERuntimeError, once, where a copy failed that work was queued behind."""
+        """MoERuntimeError, once, where a copy failed that work was queued after."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -324,7 +324,7 @@ def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
 def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None:
     """Enters a lease if all its experts are resident, and returns their slots; else None."""
     store = lease._store
-    with store._changed:
+    with store._monitor:
         if not all(is_resident(store._entries.get(key)) for key in lease._keys):
             return None
         lease.__enter__()
@@ -365,10 +365,10 @@ class Return(Read):
 
 class ReturningSource:
     """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
-    events behind which no kernel of the device reads the host's slots."""
+    events after which no kernel of the device reads the host's slots."""
 
     def __init__(self, source: Fetcher, device: CudaDevice) -> None:
-        self.changed = source.changed
+        self.monitor = source.monitor
         self.device = device
         self._source = source
         self._returns = ReadQueue(1)
@@ -384,7 +384,7 @@ class ReturningSource:
             self._source.fetch(key, slot, read)
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
-        """Events behind which these slots of the device are not read for the host any more."""
+        """Events after which these slots of the device are not read for the host any more."""
         found = (self._leaving.get(slot.data_ptr()) for slot in slots)
         return [event for event in found if event is not None and not event.query()]
 
@@ -401,7 +401,7 @@ class ReturningSource:
         return self._returns.is_under_way(read) or self._source.is_under_way(read)
 
     def close(self) -> None:
-        if not self.changed.is_forked:
+        if not self.monitor.is_forked:
             self._wait_for_kernels()
         self._returns.close()
         self._source.close()
@@ -469,7 +469,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
         A policy that decides after a use gets nothing. ``memory`` and ``moves`` are as of
         ``Return.offer``.
         """
-        with self._changed:
+        with self._monitor:
             if key in self._entries or self.is_closed or self.decides_later:
                 return
             slot = self._take_slot(key, keep=True)
@@ -480,9 +480,9 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Reads an expert behind all demands, if that evicts no other's only copy. Returns whether
+        """Reads an expert after all demands, if that evicts no other's only copy. Returns whether
         it is here or on its way."""
-        with self._changed:
+        with self._monitor:
             if key in self._entries:
                 return True
             if self._link.under_way >= MOST_AHEAD or not self.has_spare(key.layer):
@@ -519,7 +519,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
         return self._is_idle(key) and key not in self.asked
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
-        with self._changed:
+        with self._monitor:
             entry = self._entries.get(key)
             if isinstance(read, Return) and entry is not None and entry.read is read:
                 self._link.beside -= not entry.arrived

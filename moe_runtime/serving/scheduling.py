@@ -75,7 +75,7 @@ class Sequence:
         turn: counts those of its client; see `Scheduler`.
         num_computed: tokens whose keys and values are cached.
         num_found: those of them that were known when it got its cache.
-        read_end: tokens that are read as prompts are; those behind go one by one.
+        read_end: tokens that are read as prompts are; those after go one by one.
         room: tokens that the cache was given room for; 0 for as many as it has.
         found: blocks of its beginning that are known, from when it gets room until it has a cache.
         root: of the prefixes that it may find: its adapter and owner.
@@ -212,7 +212,7 @@ def beside_prompts(
 class Scheduler:
     """Sequences that wait and run, each list in the order of priority, turn and arrival.
 
-    Clients take turns: a request gets the number of the turn that runs, or the next one behind its
+    Clients take turns: a request gets the number of the turn that runs, or the next one after its
     client's last (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost
     of one each).
 
@@ -241,7 +241,7 @@ class Scheduler:
     ) -> Sequence | None:
         """The first waiting sequence, if it may run now; its room is reserved then.
 
-        No sequence overtakes it. Where ``is_held`` holds it back, those behind it get what it
+        No sequence overtakes it. Where ``is_held`` holds it back, those after it get what it
         leaves of the places and of the room. ``look_up`` is called before room is taken from
         prefixes.
         """

@@ -228,7 +228,7 @@ class BlockCopies:
         return block
 
     def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
-        """Puts a copied block behind what is in a cache."""
+        """Puts a copied block after what is in a cache."""
         parts = self._parts(block)
         for place, index in enumerate(_filled(cache)):
             cache.update(parts[2 * place], parts[2 * place + 1], index)
@@ -272,7 +272,7 @@ class KeysOfSequences:
     ) -> tuple[torch.Tensor, None]:
         """Attention of every sequence to its own tokens; ``value`` and ``mask`` are unused.
 
-        ``query`` is ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
+        ``query`` is ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one after another.
         Returns ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
         """
         if self.expand is not None and self.num_new is None:
@@ -310,7 +310,7 @@ class BatchCache(Cache):
     """The caches of several sequences in one forward pass.
 
     The pass has a row of one token for each sequence (``[B, 1]``), or with ``num_new`` one row with
-    the new tokens of one sequence behind those of another (``[1, Q]``).
+    the new tokens of one sequence after those of another (``[1, Q]``).
     """
 
     def __init__(

@@ -273,7 +273,7 @@ def encode_corpus(
 
 
 def _keep_ids(path: Path, ids: Ids) -> None:
-    """Writes a stream as ``.npy``, and behind it the digest of the file's name and content."""
+    """Writes a stream as ``.npy``, and after it the digest of the file's name and content."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
     parts = (header.getvalue(), ids.view(np.uint8).data)

@@ -50,7 +50,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of one step (the first is 0).
 
     Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
-    falls along half a cosine to `final_share` of the peak, which it reaches behind the last step,
+    falls along half a cosine to `final_share` of the peak, which it reaches after the last step,
     so no step has a rate of 0. Loshchilov and Hutter, "SGDR" (2017), without restarts.
     """
     if step < config.warmup_steps:

@@ -142,7 +142,7 @@ class OptimizerConfig:
     Attributes:
         peak_rate: learning rate at the end of the warm-up.
         warmup_steps: steps of linear warm-up.
-        final_share: share of the peak that the cosine ends at, behind the last step.
+        final_share: share of the peak that the cosine ends at, after the last step.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of matrices; norms and biases do not decay.

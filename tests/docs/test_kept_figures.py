@@ -77,7 +77,7 @@ def test_gpt_oss_beside_llama_cpp_is_told_with_its_spread_and_again() -> None:
 
 def test_why_lru_is_the_beginning_is_what_its_files_say() -> None:
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    (told,) = (part for part in page.split("\n\n") if part.startswith("It begins so because"))
+    (told,) = (part for part in page.split("\n\n") if part.startswith("LRU is the start because"))
     found = {
         (name, one["system"], share): one["summary"][f"hit_rate_at_{share}"]["median"]
         for name in ("aging", "drifting")

@@ -54,7 +54,7 @@ def test_layers_have_their_shares_where_not_all_fit(checkpoint: Path) -> None:
         with model.moe:
             store: Any = experts_of(model)[0].store
             held = [sum(key.layer == layer for key in store._entries) for layer in range(2)]
-            assert held == ([store.share(layer) for layer in range(2)] if is_warm else [0, 0])
+            assert held == ([store.slots_of(layer) for layer in range(2)] if is_warm else [0, 0])
             assert sum(held) < 12
             found.append(model.generate(PROMPT, max_new_tokens=6, do_sample=False))
             model.moe.check()

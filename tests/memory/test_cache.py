@@ -378,7 +378,7 @@ def test_every_expert_of_a_large_step_is_read_once_and_right(seed):
         wanted = keys(layer, *generator.sample(range(6), generator.randint(2, 6)))
         present = {key for key in wanted if key in store._entries}
         tier.fetched.clear()
-        with store.lease(wanted, streaming=len(wanted) > store.share(layer)) as lease:
+        with store.lease(wanted, streaming=len(wanted) > store.slots_of(layer)) as lease:
             used = []
             for group in lease:
                 for key, slot in group:
@@ -417,7 +417,7 @@ def test_what_batches_leave_in_a_store_is_what_a_replay_keeps(name):
             store.observe(event)
             twin.watcher.observe(event)
             wanted = keys(layer, *by_wants(ids))
-            if len(wanted) <= store.share(layer):
+            if len(wanted) <= store.slots_of(layer):
                 continue  # may hold more than the share, where the replay has no slot to spare
             before = store.stats().hits
             with store.lease(wanted, streaming=True) as lease:

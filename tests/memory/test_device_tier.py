@@ -457,7 +457,7 @@ def test_a_copy_that_fails_is_told() -> None:
 
 def lacks_a_slot(tiers: Tiers, number: int) -> bool:
     """Whether so many leases of the host's tier wait for a slot."""
-    with tiers.host._changed:
+    with tiers.host._monitor:
         return sum(not lease.all_started for lease in tiers.host._leases) == number
 
 
@@ -558,7 +558,7 @@ def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: 
 
     def submit_later(*given: Any, **options: Any) -> None:
         assert returns(tiers.store.fetcher.wake_ends)
-        while len(ends._changed._condition._waiters) < len(ends._threads):
+        while len(ends._monitor._condition._waiters) < len(ends._threads):
             time.sleep(1e-4)
         submit(*given, **options)
 

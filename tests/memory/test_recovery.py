@@ -80,7 +80,7 @@ def test_an_operation_that_fails_empties_the_store_and_ends_the_leases_of_others
     with store.lease(keys(0, 0, 1)) as lease:
         groups = iter(lease)
         next(groups)
-        with pytest.raises(MemoryError), store._changed:
+        with pytest.raises(MemoryError), store._monitor:
             raise MemoryError
         store.check()
         assert [*store._entries] == keys(1, 0)  # it is being read, and then leaves
@@ -143,8 +143,8 @@ def interrupted(pauses_s: float) -> Iterator[None]:
 
 def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
     store, num_struck = make_store(FakeTier(), 7), 0
-    resets, reset = [], store._changed.reset
-    store._changed.reset = lambda: (resets.append(1), reset())
+    resets, reset = [], store._monitor.reset
+    store._monitor.reset = lambda: (resets.append(1), reset())
     handler = signal.getsignal(signal.SIGINT)
     with interrupted(0.002):
         number = 0

@@ -233,7 +233,7 @@ def test_half_of_the_slots_are_one_copy_and_one_group() -> None:
 
 def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens() -> None:
     tiers = in_memory(stream_slots=6)
-    with tiers.store._changed:
+    with tiers.store._monitor:
         for key in [*tiers.store._entries]:
             tiers.store._drop(key)
     copies = Copies(tiers)

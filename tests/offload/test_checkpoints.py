@@ -127,7 +127,7 @@ def test_power_cut_loses_nothing_that_a_checkpoint_names(
         for step in (until, until + 1):
             training.backward([partial(model.loss, inputs[step])], rate=rate_of(step))
             training.step(rate_of(step))
-        training.optimizer.states.wait_for_transfers()
+        training.optimizer.records.wait_for_transfers()
         for file in files:
             file.lose_power()
         files.clear()
@@ -161,7 +161,7 @@ def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path: Path, kind: str
     training.backward([first])
     training.step()
     training.backward([second], is_last=False)
-    training.optimizer.states.wait_for_transfers()
+    training.optimizer.records.wait_for_transfers()
     (file,) = tmp_path.glob(f"{kind}-*")
     content = bytearray(file.read_bytes())
     size = int(file.stem.split("-")[1])
@@ -282,18 +282,18 @@ def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path: Path) -> None
         training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=share)
         save(training, tmp_path / "checkpoint.pt", [])
         training.wait()
-        layout = next(iter(training.optimizer.states.experts.values())).layout
+        layout = next(iter(training.optimizer.records.experts.values())).layout
         for x in batches(3, tokens=2):
             training.backward([partial(model.loss, x)])
             training.step()
             changed = sum(int((layer.aux.routing.counts_E > 0).sum()) for layer in model.layers)
-            training.optimizer.states.wait_for_transfers()
+            training.optimizer.records.wait_for_transfers()
             before = training.stats().traffic.written_bytes
             save(training, tmp_path / "checkpoint.pt", [])
             training.wait()
             written = training.stats().traffic.written_bytes - before
             assert written == (changed * layout.state_bytes if share else 0)
-            assert changed < len(training.optimizer.states.experts)
+            assert changed < len(training.optimizer.records.experts)
         training.close()
 
 

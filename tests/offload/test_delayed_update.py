@@ -106,7 +106,7 @@ def test_sparse_skip_uses_each_gradient_once(tmp_path: Path) -> None:
         folder.mkdir()
         training = offloaded(model := stack(), settings, folder, experts_in_memory=share)
         train_offloaded(training, model.loss, [[x] for x in batches(7)])
-        counts = [e.count for e in training.optimizer.states.experts.values()]
+        counts = [e.count for e in training.optimizer.records.experts.values()]
         found.append((counts, [training.stacked(layer) for layer in range(LAYERS)]))
         training.close()
     assert found[0][0] == found[1][0]

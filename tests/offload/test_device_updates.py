@@ -52,7 +52,7 @@ def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:
     elsewhere = training.optimizer.device_updates
     assert isinstance(elsewhere, DeviceUpdates)
     assert elsewhere.num_updates == 2 * LAYERS * EXPERTS // 2
-    section = training.optimizer.states.experts[ExpertKey(0, 0)].layout.bytes_of(Sections.MEAN)
+    section = training.optimizer.records.experts[ExpertKey(0, 0)].layout.bytes_of(Sections.MEAN)
     assert elsewhere.moved_bytes == elsewhere.num_updates * 7 * section
     training.close()
 

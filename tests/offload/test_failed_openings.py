@@ -39,10 +39,10 @@ def second_time(call: Callable[..., Any]) -> Callable[..., Any]:
 STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a file of records": (disk.RecordFile, "_grow", lambda _: fail),
     "the threads of the disk": (disk, "ReadQueue", lambda _: fail),
-    "memory for records": (offloading, "ExpertStates", lambda _: fail),
+    "memory for records": (offloading, "RecordStore", lambda _: fail),
     "the link": (offloading, "open_link", lambda _: fail),
-    "first weights": (states.ExpertStates, "write_state", second_time),
-    "their versions": (states.ExpertStates, "commit", lambda _: fail),
+    "first weights": (states.RecordStore, "write_state", second_time),
+    "their versions": (states.RecordStore, "commit", lambda _: fail),
     "the threads of the swap": (activation_swap, "ReadQueue", lambda _: fail),
     "the swap": (offloading, "ActivationSwap", lambda _: fail),
     "the policy of activations": (offloading, "ActivationPolicy", lambda _: fail),

@@ -132,7 +132,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path: Path, what:
         p.numel() for n, p in model.named_parameters() if ".experts." in n and p.requires_grad
     )
     training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)
-    layouts = [expert.layout for expert in training.states.experts.values()]
+    layouts = [expert.layout for expert in training.records.experts.values()]
     assert sum(tensor.num_elements for layout in layouts for tensor in layout.trained) == trained
     assert sum(math.prod(span.shape) for layout in layouts for span in layout.spans) == trained
     for layout in layouts:
@@ -140,7 +140,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path: Path, what:
             assert layout.record_bytes == layout.bytes_of(Sections.PARAMETERS)
             assert bytes_of_step(layout, SETTINGS) == (2 * layout.record_bytes, 0)
     model.loss(batches(1)[0]).backward()
-    waiting = [expert for expert in training.states.experts.values() if expert.has_gradient]
+    waiting = [expert for expert in training.records.experts.values() if expert.has_gradient]
     assert all(expert.layout.trained for expert in waiting)
     assert bool(waiting) == bool(trained)
     training.discard()

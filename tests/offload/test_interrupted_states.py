@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload.disk import Disk, RecordFile
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 KEYS = [ExpertKey(0, expert) for expert in range(5)]
@@ -29,7 +29,7 @@ def state_of(record: torch.Tensor) -> torch.Tensor:
     return record[: LAYOUT.state_bytes].view(torch.float32)
 
 
-class Trained(ExpertStates):
+class Trained(RecordStore):
     """Four experts on the disk, slots for three, one in memory; each is full of one number."""
 
     def __init__(self, folder: Path) -> None:

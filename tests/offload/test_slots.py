@@ -10,7 +10,7 @@ import torch
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.disk import Disk, RecordFile
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections, Version
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]
@@ -28,14 +28,14 @@ class Gate(RecordFile):
 
 
 @pytest.fixture
-def slots(tmp_path: Path) -> ExpertStates:
+def slots(tmp_path: Path) -> RecordStore:
     """Four experts on the disk, slots for three, and a read of the first that waits at the gate."""
     Gate.begun.clear()
     Gate.open.clear()
     layout = RecordLayout([ExpertTensor("w", (3, 5), decays=True)], torch.float32)
     layouts = dict.fromkeys([FIRST, *OTHERS], layout)
     disk = Disk(tmp_path, layouts, io_threads=1, open_file=partial(Gate, direct=False))
-    slots = ExpertStates(layouts, resident=[], ring_slots=3, disk=disk)
+    slots = RecordStore(layouts, resident=[], ring_slots=3, disk=disk)
     for expert in slots.experts.values():
         expert.version = Version(disk.files[layout.state_bytes].take(), 0, 0)
     slots.expect((key, Sections.STATE) for key in [FIRST, *OTHERS])
@@ -43,7 +43,7 @@ def slots(tmp_path: Path) -> ExpertStates:
     return slots
 
 
-def test_a_read_that_ends_while_closing_begins_no_other(slots: ExpertStates) -> None:
+def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordStore) -> None:
     """What is expected next has no slot until the first read ends: then the threads are ending."""
     slots.expect((key, Sections.STATE) for key in OTHERS)
     assert slots.disk is not None
@@ -59,7 +59,7 @@ def test_a_read_that_ends_while_closing_begins_no_other(slots: ExpertStates) -> 
 
 
 def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
-    slots: ExpertStates, monkeypatch: pytest.MonkeyPatch
+    slots: RecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots.expect((key, Sections.STATE) for key in OTHERS)
 
@@ -76,7 +76,7 @@ def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
 
 
 def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(
-    slots: ExpertStates, monkeypatch: pytest.MonkeyPatch
+    slots: RecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another was expected next, so it stays expected, and a read that ends begins to read it."""
     slots.expect((key, Sections.STATE) for key in [FIRST, OTHERS[2]])

@@ -54,7 +54,7 @@ def test_bytes_of_a_step(
     before = training.stats().traffic
     train_offloaded(training, model.loss, every_expert(3))
     after = training.stats().traffic
-    section = training.optimizer.states.experts[ExpertKey(0, 0)].layout.section_bytes
+    section = training.optimizer.records.experts[ExpertKey(0, 0)].layout.section_bytes
     experts = LAYERS * EXPERTS
     assert after.needed_bytes - before.needed_bytes == 3 * read * experts * section
     assert after.written_bytes - before.written_bytes == 3 * written * experts * section
@@ -214,7 +214,7 @@ def test_tiers_follow_the_load(tmp_path: Path) -> None:
                 layer.gate.weight.requires_grad_(False)
     inputs = [[x] for x in batches(TIER_CHANGE_STEPS + 2, tokens=4)]
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.4)
-    experts = training.optimizer.states.experts
+    experts = training.optimizer.records.experts
     before = [key for key, e in experts.items() if e.resident_slot is not None]
     train_in_memory(expected, inputs, PLAIN)
     train_offloaded(training, model.loss, inputs)

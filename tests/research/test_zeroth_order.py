@@ -182,15 +182,15 @@ def test_each_expert_moves_once_in_each_direction(tmp_path: Path) -> None:
     training = offloaded(stack(), tmp_path, 0.0, SETTINGS)
     inputs = [batches(2, tokens=400) for _ in range(3)]
     take(training, inputs[0], 0)
-    before = training.states.traffic
+    before = training.records.traffic
     needed, written = before.needed_bytes, before.written_bytes
     for step, window in enumerate(inputs[1:], start=1):
         take(training, window, step)
-    layout = training.states.experts[0, 0].layout  # type: ignore[index]
+    layout = training.records.experts[0, 0].layout  # type: ignore[index]
     assert layout.record_bytes == layout.section_bytes
     once = 2 * LAYERS * EXPERTS * layout.section_bytes
-    assert training.states.traffic.needed_bytes - needed == once
-    assert training.states.traffic.written_bytes - written == once
+    assert training.records.traffic.needed_bytes - needed == once
+    assert training.records.traffic.written_bytes - written == once
     training.close()
 
 

@@ -121,14 +121,14 @@ class Tiers:
     def check_residents(self, layer: int) -> None:
         """Compares what kernels are told of a layer with what its entries say."""
         store = self.store
-        with store._changed:
+        with store._monitor:
             here = {
                 key: entry.slot
                 for key, entry in store._entries.items()
                 if key.layer == layer and entry.arrived and entry.read.error is None
             }
             slots = [here.get(ExpertKey(layer, expert), -1) for expert in range(NUM_EXPERTS)]
-            are_all = len(here) == NUM_EXPERTS and not here.keys() & store._streamed
+            are_all = len(here) == NUM_EXPERTS and not here.keys() & store._unadmitted
             made = store._find_residents(layer, 0)  # from what was noted since it was first asked
             for found in (store._residents.setdefault(layer, made), made):
                 assert found.slots.tolist() == slots

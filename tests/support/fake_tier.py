@@ -27,7 +27,7 @@ class FakeTier:
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
-        self.changed = Monitor()
+        self.monitor = Monitor()
         self.under_way: set[Read] = set()
         self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
         self.fetched: list[ExpertKey] = []
@@ -105,7 +105,7 @@ class PromptTier:
     """Fills a slot with its key at once, and says so from another thread."""
 
     def __init__(self) -> None:
-        self.changed = Monitor()
+        self.monitor = Monitor()
         self.under_way: set[Read] = set()
         self.threads: list[threading.Thread] = []
 

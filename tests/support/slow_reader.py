@@ -18,7 +18,7 @@ class SlowReader:
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
     is_closed: bool = False
-    changed: Monitor = field(default_factory=Monitor)
+    monitor: Monitor = field(default_factory=Monitor)
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         if self.is_closed:

@@ -171,8 +171,8 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
     def noted(passes: Any, layer: int, *rest: Any) -> None:
         each(passes, layer, *rest)
         store = passes._store
-        with store._changed:
-            ahead = [key for key in store._streamed if store._entries[key].expected]
+        with store._monitor:
+            ahead = [key for key in store._unadmitted if store._entries[key].expected]
             absent = [key for key in rest[1] or () if key not in store._entries]
         found.append((layer, {key.layer for key in ahead}))
         assert len(ahead) == most or not absent

@@ -364,7 +364,7 @@ static void pack_blocks(const char *src, int dtype, int64_t count, float *panel,
 /* Values are rounded once, and sums add up as in a tile of fp32: a row of x has the same bits whether values are multiplied in
  * registers or from memory. */
 
-/* `count` weight rows, one or a tile's, by one row of x; or their values to `out`, a row behind the other. */
+/* `count` weight rows, one or a tile's, by one row of x; or their values to `out`, a row after the other. */
 INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, const char *weight, int64_t stride, int64_t k, const float *x,
                        float *out) {
     const int codes = TRAITS(code).codes, bytes = TRAITS(code).bytes;

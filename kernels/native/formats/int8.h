@@ -50,7 +50,7 @@ typedef struct {
     int64_t groups;
 } Int8Rows;
 
-/* The codes of a block, whole also at the end of a row, behind which nothing may be read. */
+/* The codes of a block, whole also at the end of a row, after which nothing may be read. */
 INLINE const char *int8_block_codes(int kind, const char *row, int64_t element, int64_t k, char padded[QUANT_BLOCK]) {
     const int block_bytes = kind == KIND_QUANT_INT4 ? QUANT_BLOCK / 2 : QUANT_BLOCK;
     const char *codes = row + element / QUANT_BLOCK * block_bytes;
@@ -248,7 +248,7 @@ static void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT
     switch (panel_rows) { FOR_PANEL_ROWS(INT8_CASE, kind) }
 }
 
-/* The last codes of rows, behind which nothing may be read, as whole blocks. */
+/* The last codes of rows, after which nothing may be read, as whole blocks. */
 static __attribute__((noinline)) void end_of_rows(const char **codes, int num_rows, size_t num_bytes, char *padded, size_t block_bytes) {
     memset(padded, 0, (size_t)num_rows * block_bytes);
     for (int n = 0; n < num_rows; n++) codes[n] = memcpy(padded + (size_t)n * block_bytes, codes[n], num_bytes);

@@ -245,7 +245,7 @@ typedef struct {
 
 INLINE void step_scales(int has_halves, const StepNumbers *numbers, const Int8Step *x, Int8Row *row, StepScales *out) {
     if (!has_halves) {
-        const __m512 both = _mm512_mul_ps(numbers->numbers[0], _mm512_loadu_ps(x->scales)); /* and the sums behind them */
+        const __m512 both = _mm512_mul_ps(numbers->numbers[0], _mm512_loadu_ps(x->scales)); /* and the sums after them */
         row->minima = _mm512_add_ps(row->minima, both);
         out->scales = both;
         return;

@@ -61,7 +61,7 @@ static LaneGroups lane_groups(const Quantized *format, int64_t block_codes, cons
     return groups;
 }
 
-/* Of the codes that begin with an element. The last are those of a block that the row ends in: what lies behind its scales
+/* Of the codes that begin with an element. The last are those of a block that the row ends in: what lies after its scales
  * would make NaN of the lanes of no code, whose sums are 0. */
 INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *row, int64_t element, int is_last) {
     const int64_t first = element >> groups->shift;
@@ -82,7 +82,7 @@ INLINE __m512i zeros_at(const LaneGroups *groups, const RowGroups *row, int64_t 
     return _mm512_permutexvar_epi32(groups->expand, _mm512_loadu_si512(row->zeros + (element >> groups->shift)));
 }
 
-/* Whether some E8M0 is 0 or 255, which are no exponents of normal numbers; those behind the last are looked at too. */
+/* Whether some E8M0 is 0 or 255, which are no exponents of normal numbers; those after the last are looked at too. */
 static int has_ends(const char *scales, int64_t count) {
     for (int64_t i = 0; i < count; i += BYTES_BEHIND) {
         const __m512i less_one = _mm512_sub_epi8(_mm512_loadu_si512(scales + i), _mm512_set1_epi8(1));
@@ -91,7 +91,7 @@ static int has_ends(const char *scales, int64_t count) {
     return 0;
 }
 
-/* Whether some stored scales of rows cannot be read as they lie: E8M0 of 0 or 255, or none behind the last. */
+/* Whether some stored scales of rows cannot be read as they lie: E8M0 of 0 or 255, or none after the last. */
 static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind) {
     const int64_t apart = rows[count - 1].stored - rows->stored, groups = rows->groups;
     if (behind < BYTES_BEHIND) return 1;
@@ -102,7 +102,7 @@ static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind)
     return 0;
 }
 
-/* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: behind
+/* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: after
  * them must be those of other rows. */
 static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index) {
     const Quantized *format = rows->format;

@@ -202,7 +202,7 @@ FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F16)
 
 static const WriteCodes WRITE_CODES[][CODE_PLANES][2] = {NAME_WRITERS(DTYPE_F32) NAME_WRITERS(DTYPE_BF16) NAME_WRITERS(DTYPE_F16)};
 
-/* The last codes are as many as lie in a step, whatever lies behind the row. */
+/* The last codes are as many as lie in a step, whatever lies after the row. */
 static void write_row_of_codes(const RowGroups *row, const char *codes, int64_t ahead, int dtype, char *out) {
     const int kind = row->format->codes == CODE_E2M1 ? CODE_UINT4 : (int)row->format->codes;
     const WriteCodes write = WRITE_CODES[dtype][kind][is_ordinary_row(row, codes)];

@@ -7,7 +7,7 @@
 /* Numbers of groups are read a whole vector at a time. */
 enum { GROUP_PADDING = 16, WIDENED = 16 };
 
-/* One row's scales and zero points, zeros behind the last. */
+/* One row's scales and zero points, zeros after the last. */
 typedef struct {
     const Quantized *format;
     int64_t k, groups;

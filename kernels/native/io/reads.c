@@ -16,7 +16,7 @@
 
 enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1, WORTH_A_CALL = 512 << 10 };
 
-/* One positional read: `place` bytes behind the begin of the slot, of which `needed` bytes must arrive. */
+/* One positional read: `place` bytes after the start of the slot, of which `needed` bytes must arrive. */
 typedef struct {
     int64_t fd, offset, place, size, needed;
 } Block;
@@ -29,7 +29,7 @@ typedef struct Read {
     int64_t error, error_block, error_offset; /* errno or FILE_ENDED, of the first block that failed */
     int is_ahead;
     int64_t num_steps;
-    const OrderStep *steps; /* behind the blocks: done once all of them are there, before the end is told */
+    const OrderStep *steps; /* after the blocks: done once all of them are there, before the end is told */
     Block blocks[];
 } Read;
 
@@ -203,7 +203,7 @@ MOE_EXPORT void moe_reads_close(void *of) {
     free(queue);
 }
 
-/* Starts a queue with its threads; NULL where there is no memory or not one thread can be had. */
+/* Starts a queue with its threads; NULL where there is no memory, or no thread can be started. */
 MOE_EXPORT void *moe_reads_open(int num_threads) {
     Queue *queue = calloc(1, sizeof *queue + (size_t)num_threads * sizeof(pthread_t));
     if (!queue) return NULL;

@@ -72,7 +72,7 @@ INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, 
     }
 }
 
-/* Lines of K_STEP columns, or of the last few: those are copied, as nothing behind them may be read. A line below the last
+/* Lines of K_STEP columns, or of the last few: those are copied, as nothing after them may be read. A line below the last
  * is zeros, in x as well. Fetches what the next lines will be. */
 INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lines, int64_t depth, int64_t bytes,
                         Lines *lines) {

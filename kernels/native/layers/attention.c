@@ -9,7 +9,7 @@
 enum { ROWS_AT_ONCE = 4 };
 
 /* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. The angles of
- * second values are `angle` values behind those of first values. */
+ * second values are `angle` values after those of first values. */
 INLINE void rotate_as(int dtype, const char *restrict x, const char *restrict cos, const char *restrict sin, char *restrict out,
                       int64_t half, int64_t angle) {
     for (int64_t i = 0; i < half; i++) {
@@ -62,7 +62,7 @@ typedef struct {
 
 enum { QUERIES, KEYS };
 
-/* Normalises the heads of one row, where the layer does so, by way of `normed`, and turns them by the angles of a
+/* Normalises the heads of one row, where the layer does so, by way of `normed`, and applies RoPE for a
  * position. */
 static void make_heads(const AttentionLayer *layer, int kind, const Angles *angles, int64_t position, const char *row,
                        char *normed, char *out, int64_t out_stride) {

@@ -123,7 +123,7 @@ def _interleaved_experts() -> list[private.WeightTransform]:
 
 
 def _turned_heads() -> list[private.WeightTransform]:
-    """Llama's: the two values that an angle turns lie one behind the other in files."""
+    """Llama's: the two values that an angle turns lie one after the other in files."""
 
     class OfKeys(private.PermuteForRope):
         """The same for the heads of keys, of which there may be fewer."""
@@ -249,7 +249,7 @@ def named_weights(
 
 
 def num_layers_of(header: GgufHeader) -> int | None:
-    """Layers of the model itself, where others are behind them; else None."""
+    """Layers of the model itself, where others are after them; else None."""
     every, further = header.value("block_count"), header.value("nextn_predict_layers")
     if type(every) is int and type(further) is int and 0 < further < every:
         return every - further

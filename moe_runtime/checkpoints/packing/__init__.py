@@ -91,7 +91,7 @@ class PackedWriter(CheckpointWriter):
         return int(size * _LEAST_RATIO[self._code])
 
     def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
-        """Writes one expert behind the other, and before them the header, whose room is left."""
+        """Writes one expert after the other, and before them the header, whose room is left."""
         layouts, names = self.experts.layouts, [*self.tensors_of(keys)]
         most = sum(2 * layouts[key].slot_bytes + BLOCK_BYTES for key in keys)
         _, header = header_of([(name, "U8", (most,), most) for name in names], BLOCK_BYTES)

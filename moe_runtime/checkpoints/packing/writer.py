@@ -1,7 +1,7 @@
 """Writing a checkpoint's experts anew: file by file, whole or not at all, going on after a kill.
 
 The new folder grows as ``NAME.packing``. What is whole in there is listed with its digests; the
-next run with the same checkpoint and settings begins behind it. Once all is written, read back and
+next run with the same checkpoint and settings begins after it. Once all is written, read back and
 compared, the folder takes its place in one step.
 """
 
@@ -59,7 +59,7 @@ class WrittenFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors, which lie behind the header."""
+        """Bytes of its tensors, which lie after the header."""
         return sum(size for begin, size, _ in self.pieces if begin)
 
 

@@ -225,6 +225,6 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
             try:
                 line = input("> ")
             except (EOFError, KeyboardInterrupt):
-                print(file=sys.stderr)  # what is said next does not stand behind the prompt
+                print(file=sys.stderr)  # what is said next does not stand after the prompt
                 raise
             yield line

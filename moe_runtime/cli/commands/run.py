@@ -122,7 +122,7 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
 
 
 def load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs."""
+    """Loads the tokenizer of a model, without its weights."""
     from moe_runtime.checkpoints.opening import find_checkpoint
     from moe_runtime.checkpoints.opening import load_tokenizer as load
 

@@ -157,7 +157,7 @@ class FusedAttention:
         return is_observed(*self._parts)
 
     def _may_fuse(self, num_sequences: int) -> bool:
-        """Whether the kernels take so many sequences, with the settings and weights of now."""
+        """Whether the kernels take so many sequences, with the current settings and weights."""
         own = vars(self._module)
         settings = [
             *self._places_now(),
@@ -288,7 +288,7 @@ def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
 
 
 def merge(*parts: SmallBatchLinear) -> None:
-    """Moves the weights of linear layers into one buffer, one behind the other; biases likewise."""
+    """Moves the weights of linear layers into one buffer, one after the other; biases likewise."""
     for name in ("weight", "bias"):
         parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
         if not parameters:
@@ -307,7 +307,7 @@ def merge(*parts: SmallBatchLinear) -> None:
 
 
 def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Tensors that lie one behind the other as one, or None where they do not."""
+    """Tensors that lie one after the other as one, or None where they do not."""
     first = parameters[0]
     if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
         from moe_runtime.checkpoints.dense_weights import whole_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.misses import HostPart, Misses
-from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots, is_kernels
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots, has_kernel
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights, QuantizedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
@@ -34,7 +34,7 @@ from moe_runtime.memory.device.device_store import DeviceStore, Residents, Slots
 from moe_runtime.memory.device.host_tables import has_room
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
@@ -52,7 +52,7 @@ class Routed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the host knows of a step of a layer, behind the event ``copied``.
+    """What the host knows of a step of a layer, after the event ``copied``.
 
     Attributes:
         values_TD: inputs of the experts; None where the CPU computes nothing.
@@ -86,12 +86,12 @@ class DeviceExperts(OffloadedExperts):
     def _make_step(self, weights: ExpertWeights) -> None:
         """The short path of the host is not used."""
 
-    def compute(
+    def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         routed = Routed(hidden_states, top_k_index, top_k_weights)
         if not self.has_stack(hidden_states.dtype) or not top_k_index.numel():
-            return super().compute(*routed)
+            return super().forward_without_grad(*routed)
         if self.recording is not None:
             return self.recording(self, routed)
         assert isinstance(self.store, DeviceStore)
@@ -108,16 +108,16 @@ class DeviceExperts(OffloadedExperts):
         """Whether kernels take the slots of this layer as one stack, for rows of this type."""
         return (
             isinstance(self.store, DeviceStore)
-            and self.share is None
+            and self.partition is None
             and not self._norms_outputs
-            and is_kernels(self._activation_now())
+            and has_kernel(self._activation_now())
             and self.store.has_stack(self.layer, dtype)
         )
 
     def products(self, routed: Routed) -> SlottedProducts:
         """What sums the experts of these tokens."""
         activation = self._activation_now()
-        assert is_kernels(activation)
+        assert has_kernel(activation)
         return SlottedProducts(*routed, self.num_experts, activation)
 
     def found(
@@ -160,13 +160,13 @@ class DeviceExperts(OffloadedExperts):
             if self.misses is not None and not residents.experts.issuperset(experts):
                 self.misses.speeds.rested()
             if not self.listeners.demanded and (
-                len(found.ids_TK) == 1 or len(keys) <= store.share(self.layer)
+                len(found.ids_TK) == 1 or len(keys) <= store.slots_of(self.layer)
             ):
                 queue = partial(self._launch_arrived, store, products)
                 keys = use_arriving(store, keys, residents, queue)
             if keys:
                 add = partial(self._add, store, products, residents.experts)
-                self._compute(routing._replace(keys=keys), add)
+                self._lease_and_run(routing._replace(keys=keys), add)
 
     def keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
         """The experts of a step, most wanted last."""
@@ -224,7 +224,7 @@ class DeviceExperts(OffloadedExperts):
         """Computes what is not resident, the CPU its part while the others are copied."""
         misses, activation = self.misses, self._activation_now()
         assert misses is not None
-        assert is_kernels(activation)
+        assert has_kernel(activation)
         plan, begun_s = misses.plan(self.layer, rows, residents), misses.clock()
         keys = [self._keys[expert] for expert in plan.computed]
         num_choices = routing.ids_TK.shape[1]
@@ -249,7 +249,7 @@ class DeviceExperts(OffloadedExperts):
             part.compute()  # while others are copied, or read
 
         if others:
-            self._compute(routing._replace(keys=others), add)
+            self._lease_and_run(routing._replace(keys=others), add)
         else:
             misses.store.bring(kept)
             for listener in self.listeners.demanded:
@@ -304,11 +304,11 @@ def open_device_stores(
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     experts: dict[str, ExpertMap],
-    listeners: Sequence[Any],
+    listeners: Sequence[StoreListener | None],
     device: CudaDevice,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it. Raises
-    CapacityError: memory cannot be had, or not be locked."""
+    CapacityError: memory cannot be allocated or locked."""
     slots = Slab(plans["device"].num_slots, plans["device"].slot_bytes, allocate=device.allocate)
     above, below = open_tiers(
         source, slab, slots, plans, new_policy, experts, listeners, device,
@@ -325,7 +325,7 @@ def open_tiers(
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     experts: dict[str, ExpertMap],
-    listeners: Sequence[Any],
+    listeners: Sequence[StoreListener | None],
     device: CudaDevice,
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:

@@ -316,7 +316,7 @@ def fuse_residuals(model: torch.nn.Module) -> None:
 
 
 def _fuse_stack(parent: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
-    """Layers one behind the other, and a norm behind the last one if the parent has just one."""
+    """Layers one after the other, and a norm after the last one if the parent has just one."""
     before: ResidualLayer | None = None
     for layer in layers:
         form = RESIDUAL_LAYERS.get(class_name(layer))
@@ -354,7 +354,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def fuse_routers(model: torch.nn.Module) -> None:
-    """Gives the routers of a model on a GPU that qualify one kernel behind their product."""
+    """Gives the routers of a model on a GPU that qualify one kernel after their product."""
     for module in model.modules():
         if is_router(module) and not module._modules and "forward" not in vars(module):
             form = router_form(module)

@@ -538,8 +538,8 @@ def is_resizable(handle: RuntimeHandle) -> bool:
 def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     """Has a model that ``is_resizable`` keep so many experts in memory, ``MIN_SLOTS`` at least.
 
-    Returns how many it keeps now: more while experts are in use or being read, fewer where memory
-    cannot be had.
+    Returns how many it keeps now: more while experts are in use or being read, fewer where
+    allocation fails.
     """
     store, facts = handle._store, handle.facts
     plan = replace(facts.host_plan, num_slots=num_slots)

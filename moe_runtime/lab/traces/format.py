@@ -365,7 +365,7 @@ class JournalWriter:
         """Hands a block to the operating system; returns where the journal ends now.
 
         ``at`` is what the call for the block before returned, 0 for the first: what a failed call
-        has written behind it is overwritten.
+        has written after it is overwritten.
         """
         frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
         with named_failure(self._path, "trace"):

@@ -140,7 +140,7 @@ class RecentRouting:
         self.discard()
 
     def _write(self) -> None:
-        """Puts what was recorded behind what earlier runs kept."""
+        """Puts what was recorded after what earlier runs kept."""
         self._written_s = self._clock()
         if not self._steps:
             return

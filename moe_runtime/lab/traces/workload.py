@@ -78,7 +78,7 @@ class Workload:
 
     @cached_property
     def _ended(self) -> dict[int, list[int]]:
-        """Requests by the first event behind their last ones."""
+        """Requests by the first event after their last ones."""
         trace = self.trace
         step = np.repeat(np.arange(trace.num_steps), np.diff(trace.step_start))
         behind = np.searchsorted(self.step, step, side="right")

@@ -240,8 +240,8 @@ class CudaDevice:
     def download(
         self, numbers: torch.Tensor, *, is_kept: bool = False
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Copies numbers to host memory behind what the current stream has queued, without waiting;
-        they are there behind the event. Nothing writes them again where ``is_kept``: later work
+        """Copies numbers to host memory after what the current stream has queued, without waiting;
+        they are there after the event. Nothing writes them again where ``is_kept``: later work
         need not wait for the copy."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied, here = torch.cuda.Event(), self.computing_here()
@@ -275,7 +275,7 @@ class CudaDevice:
         after: Sequence[Any],
         priority: Priority,
     ) -> CudaCopy:
-        """Queues copies of ``uint8`` pairs from the host into vacated slots, behind the events of
+        """Queues copies of ``uint8`` pairs from the host into vacated slots, after the events of
         ``vacate``. The sources must stay unchanged until the returned event, and nothing may read
         the targets before it."""
         stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
@@ -288,7 +288,7 @@ class CudaDevice:
         return CudaCopy(begun, done)
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """Queues copies from the device to pinned host memory, behind all work queued so far.
+        """Queues copies from the device to pinned host memory, after all work queued so far.
         Neither side may be changed before the returned event."""
         done = torch.cuda.Event(blocking=True)
         self.compute_here()

@@ -19,7 +19,7 @@ ALIGNMENT = 256
 """Bytes: tensors begin at multiples of it, so that kernels load 16 bytes at once."""
 
 _FOLLOWS = {"up": "gate", "up_bias": "gate_bias"}
-"""What lies directly behind what, so that the two are one tensor of the stack."""
+"""What lies directly after what, so that the two are one tensor of the stack."""
 
 
 class CopyPart(NamedTuple):
@@ -120,7 +120,7 @@ def stack_slots(
     stride = slot_bytes // base.element_size()
 
     def stack(name: str, *, twice: int = 0) -> Tensor:
-        """A tensor of all slots; ``twice`` elements behind it begins a second one."""
+        """A tensor of all slots; ``twice`` elements after it begins a second one."""
         member = names.index(name)
         tensor = layout.tensors[member]
         shape, strides = [*tensor.shape], [*tensor.stride]

@@ -124,7 +124,7 @@ class DeviceLease(Lease[W]):
         found = super()._take_ready()
         while self._streaming and self._resident and 0 < len(found) < self._batch_size:
             found.append(self._resident.popleft())
-        if not found and not self._decides_later:
+        if not found and not self._admits_after_use:
             found = self._take_queued()
         if not found:  # they are waited for
             self._store.fetcher.wake_ends()
@@ -186,7 +186,7 @@ class DeviceStore(TierStore[W]):
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
     ) -> DeviceLease[W]:
         """As ``ExpertStore.lease``; MoERuntimeError where a copy failed that work was queued
-        behind."""
+        after."""
         self.fetcher.raise_failure()
         self.device.compute_here()
         self._count_uses(waits=True)
@@ -209,8 +209,8 @@ class DeviceStore(TierStore[W]):
         return -(-self._stream_slots // 2)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
-        with self._changed:
-            room = min(len(self._free), self._stream_slots - len(self._streamed))
+        with self._monitor:
+            room = min(len(self._free), self._stream_slots - len(self._unadmitted))
             absent = [key for key in dict.fromkeys(keys) if key not in self._entries]
             del absent[max(0, room) :]
             for start in range(0, len(absent), self.stream_batch):
@@ -231,14 +231,14 @@ class DeviceStore(TierStore[W]):
 
     def with_residents(self, layer: int, queue: Callable[[Residents], object]) -> Residents:
         """Queues work on a layer's residents: none leaves meanwhile, and what fills a slot later
-        runs behind it."""
+        runs after it."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
-        with self._changed:
+        with self._monitor:
             found = self._residents.get(layer)
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
-            self._changed.is_whole = True
+            self._monitor.is_consistent = True
             queue(found)
             return found
 
@@ -249,11 +249,11 @@ class DeviceStore(TierStore[W]):
         have."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
-        with self._changed:
+        with self._monitor:
             for layer, found in expected.items():
                 if self._residents.get(layer) is not found or found.stream != stream:
                     return False
-            self._changed.is_whole = True
+            self._monitor.is_consistent = True
             queue()
             return True
 
@@ -262,22 +262,22 @@ class DeviceStore(TierStore[W]):
         assert self.stacks is not None, "the layer has a stack"
         layer = keys[0].layer
         slots = np.full(self.stacks.num_experts(layer), -1, np.int32)
-        with self._changed:
+        with self._monitor:
             for key in keys:
                 slots[key.expert] = self._entries[key].slot
         return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
-        """Counts the use of residents later: ``used`` names them behind ``event``, most wanted
+        """Counts the use of residents later: ``used`` names them after ``event``, most wanted
         last."""
-        with self._changed:
+        with self._monitor:
             self._uncounted.append((event, used))
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self.count_one()
 
     def count_one(self) -> bool:
         """Counts the oldest deferred use; says whether the device has got so far."""
-        with self._changed:
+        with self._monitor:
             if not self._uncounted or not self._uncounted[0][0].query():
                 return False
             # first: what an exception cuts short is not counted twice
@@ -287,7 +287,7 @@ class DeviceStore(TierStore[W]):
 
     def count_behind(self, event: Event) -> None:
         """Counts what waits for an event that is about to be reused, and all before it."""
-        with self._changed:
+        with self._monitor:
             while any(waited_for is event for waited_for, _ in self._uncounted):
                 self._uncounted[0][0].synchronize()
                 self.count_one()
@@ -297,19 +297,19 @@ class DeviceStore(TierStore[W]):
     ) -> bool:
         """Counts the use of the residents, if a step wants no others. Then nothing has to be
         leased: no slot is overwritten before the launched work has ended."""
-        if self._streamed or self.listener is not None or not residents.experts.issuperset(ids):
+        if self._unadmitted or self.listener is not None or not residents.experts.issuperset(ids):
             return False
         self.count_later(event, keys)
         return True
 
     def bring(self, keys: Sequence[ExpertKey]) -> None:
-        """Copies experts behind all demands, and keeps them as if a lease had asked.
+        """Copies experts after all demands, and keeps them as if a lease had asked.
 
         For experts that were computed elsewhere and may be asked for again. A policy that decides
         after a use gets nothing.
         """
         self._count_uses(waits=False)  # who was just used gives no slot
-        with self._changed:
+        with self._monitor:
             for key in keys if not self.decides_later else ():
                 if key in self._entries:
                     continue
@@ -335,7 +335,7 @@ class DeviceStore(TierStore[W]):
             begun_s: when it began, of ``time.perf_counter``.
             host_s: when the CPU had done its part.
         """
-        with self._changed:
+        with self._monitor:
             self._counters.misses += num_computed
             self._counters.computed_misses += num_computed
             if seconds:
@@ -346,7 +346,7 @@ class DeviceStore(TierStore[W]):
 
     def stats(self) -> StoreStats:
         self._count_uses(waits=True)
-        with self._changed:
+        with self._monitor:
             self._count_plans()
         return super().stats()
 
@@ -362,7 +362,7 @@ class DeviceStore(TierStore[W]):
         super().close()
 
     def _count_uses(self, *, waits: bool) -> None:
-        with self._changed:
+        with self._monitor:
             while self._uncounted:
                 if waits:
                     self._uncounted[0][0].synchronize()
@@ -409,7 +409,7 @@ class DeviceStore(TierStore[W]):
             super()._hasten(key, entry, priority)
 
     def _arrive_together(self, keys: Iterable[ExpertKey], read: Read) -> None:
-        with self._changed:
+        with self._monitor:
             for key in keys:
                 self._arrive(key, read)
 
@@ -427,7 +427,7 @@ class DeviceStore(TierStore[W]):
         if entry is not None and entry.arrived:  # else it has left meanwhile
             self._counters.useful_guesses += entry.guessed
             entry.guessed = False
-            if key not in self._streamed:
+            if key not in self._unadmitted:
                 self._policy.touch(key)
 
     def _find_residents(self, layer: int, stream: int) -> Residents:
@@ -438,7 +438,7 @@ class DeviceStore(TierStore[W]):
             for key, entry in self._entries.items():
                 if key.layer == layer and is_resident(entry):
                     slots[key.expert] = entry.slot
-        are_kept = not any(key.layer == layer for key in self._streamed)
+        are_kept = not any(key.layer == layer for key in self._unadmitted)
         return Residents(layer, slots.copy(), self.stacks, stream, are_kept=are_kept)
 
     def _note(self, key: ExpertKey) -> None:
@@ -449,7 +449,7 @@ class DeviceStore(TierStore[W]):
             slots[key.expert] = self._entries[key].slot if self.has(key) else -1
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
-        with self._changed:
+        with self._monitor:
             self.fetcher.has_arrived(key)
             super()._arrive(key, read)
             self._note(key)
@@ -459,7 +459,7 @@ class DeviceStore(TierStore[W]):
         self._note(key)
 
     def _drop(self, key: ExpertKey) -> None:
-        if key not in self._streamed and self.has(key) and not self.is_closed:
+        if key not in self._unadmitted and self.has(key) and not self.is_closed:
             self.fetcher.give_back(key, self._slab.slot(self._entries[key].slot))
         super()._drop(key)
         self._note(key)
@@ -490,16 +490,16 @@ def use_arriving(
         decides after the use; else those without slots.
 
     Raises:
-        MoERuntimeError: a copy failed that earlier work was queued behind.
+        MoERuntimeError: a copy failed that earlier work was queued after.
     """
     fetcher = store.fetcher
     fetcher.raise_failure()
     store.device.compute_here()
-    with store._changed:
+    with store._monitor:
         entries = store._entries
         missing = [key for key in keys if key.expert not in residents.experts]
         if (
-            store._streamed
+            store._unadmitted
             or store.listener is not None
             or store.decides_later
             or any(key in entries for key in missing)
@@ -527,7 +527,7 @@ def use_arriving(
         for copy in copies:
             copy.has_users = True
             store.device.wait_here(copy.event)
-        store._changed.is_whole = True
+        store._monitor.is_consistent = True
         launch(started)
     fetcher.wake_ends()
     return [key for key in missing if key not in started]

@@ -79,11 +79,11 @@ class HostTables:
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
         Returns the residents by layer; None where nothing was queued. Raises MoERuntimeError: a
-        copy failed that earlier work was queued behind, or the model was closed."""
+        copy failed that earlier work was queued after, or the model was closed."""
         store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()
-        with store._changed, lower._changed:
+        with store._monitor, lower._monitor:
             if store.is_closed:
                 raise MoERuntimeError(CLOSED)
             if stream != self._stream:  # tables and landing slots are there once
@@ -92,7 +92,7 @@ class HostTables:
                 self._stream = stream
             if not all(self._list(layer, stream) for layer in self.layers):
                 return None
-            store._changed.is_whole = lower._changed.is_whole = True
+            store._monitor.is_consistent = lower._monitor.is_consistent = True
             try:
                 queue()
             finally:
@@ -108,7 +108,7 @@ class HostTables:
             ids: chosen experts by layer, most wanted last.
         """
         store = self._store
-        with store._changed:
+        with store._monitor:
             self._uses_LE *= DECAY
             for layer, chosen in ids.items():
                 places = self.layers[layer]
@@ -150,9 +150,9 @@ class HostTables:
         store, lower = self._store, self._lower
         if key in store._entries or store.is_closed:
             return
-        with lower._changed:
+        with lower._monitor:
             if not store._free:
-                victim = next(filter(store._is_idle, store._streamed), None)
+                victim = next(filter(store._is_idle, store._unadmitted), None)
                 if victim is None:
                     victim = store._victim(key)
                     if victim is None:
@@ -189,7 +189,7 @@ def open_host_tables(
         return None
     slot, find = store._slab.slot(0), store.fetcher.moves_of
     # at once: slots that are neither free nor closed nor an expert's are lost
-    with store._changed, lower._changed:  # who takes the lower one hears of what has been read
+    with store._monitor, lower._monitor:  # who takes the lower one hears of what has been read
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
         moves = dict[int, Sequence[Sequence[CopyPart]]]()
@@ -198,7 +198,7 @@ def open_host_tables(
             if alike is None:
                 return None
             moves[layer] = alike
-        givers = sorted(layers, key=store.share)[-num_choices:] * num_choices
+        givers = sorted(layers, key=store.slots_of)[-num_choices:] * num_choices
         taken = [store._take_slot(layers[n][0], keep=True) for n in givers[:num_choices]]
         landing = [slot for slot in taken if slot is not None]
         if len(landing) < num_choices:
@@ -238,7 +238,7 @@ def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     Removes those that are there or under way from ``keys``."""
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"
-    with lower._changed:
+    with lower._monitor:
         keys[:] = [key for key in keys if not (store.has(key) or lower.read_spare(key))]
 
 

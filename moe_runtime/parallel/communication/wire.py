@@ -50,7 +50,7 @@ class Bf16Wire:
 
 
 class Fp8Wire:
-    """Rows as e4m3, with a scale for each group of `GROUP_COLUMNS` columns behind them."""
+    """Rows as e4m3, with a scale for each group of `GROUP_COLUMNS` columns after them."""
 
     def encode(self, rows_RD: Tensor) -> Tensor:
         num_rows, width = rows_RD.shape

@@ -27,10 +27,11 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_exp
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import set_up_libraries
-from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts, bind_weights
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_weights
 from moe_runtime.inference.generation import end_token_ids
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
-from moe_runtime.kernels.expert_mlp import ActivationName, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.parallel import Transport
@@ -110,7 +111,7 @@ def slots_used_by(placement: Placement, rank: int) -> np.ndarray:
 
     Its own slot where it has one, else one of the replicas, another one for the next rank. All rows
     of a rank for an expert go to one replica: the number of rows computed at once may decide the
-    kernel. The last column, for choices of no expert, is one behind the last slot.
+    kernel. The last column, for choices of no expert, is one after the last slot.
     """
     slots_LEC = placement.slots_of_expert
     is_own = (slots_LEC >= 0) & (slots_LEC // placement.slots_per_gpu == rank)
@@ -185,7 +186,7 @@ class SpreadExperts:
             leaving_RD = y_RD.index_select(0, stage.arriving_position)
             returned_RD = transport.exchange(leaving_RD, stage.route, reverse=True).wait()
             kept_RD = torch.cat((returned_RD, kept_RD))
-        # Choices of no expert point behind the last row.
+        # Choices of no expert point after the last row.
         padded_RD = torch.cat((kept_RD, kept_RD.new_zeros((1, kept_RD.shape[1]))))
         return padded_RD.index_select(0, plan.place_TK.flatten().clamp(max=len(kept_RD)))
 
@@ -229,10 +230,12 @@ class SpreadModule(OffloadedExperts):
         self._no_choice = torch.empty((0, 1), dtype=torch.int64)
 
     @property
-    def activation(self) -> ActivationName | GateFunction:
+    def activation(self) -> ExpertActivation:
         return self._activation
 
-    def expert_rows(self, hidden_TD: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def expert_outputs(
+        self, hidden_TD: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """A collective call."""
         return self._spread.compute(self, hidden_TD, top_k_index)
 

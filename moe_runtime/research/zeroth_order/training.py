@@ -49,7 +49,7 @@ from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, Traini
 from moe_runtime.training.offload.offloading import (
     find_sites,
     layouts_of,
-    open_states,
+    open_records,
     plan_memory,
     require_whole_saves,
 )
@@ -62,7 +62,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 
@@ -137,13 +137,13 @@ class SpsaExecutor:
     """
 
     def __init__(
-        self, sites: Sequence[ExpertsModuleSpec], states: ExpertStates, settings: ZerothOrder
+        self, sites: Sequence[ExpertsModuleSpec], records: RecordStore, settings: ZerothOrder
     ) -> None:
         self.slopes: list[float | None] = []
         self.rates: list[float] = []
         self.num_left = 0
         self._sites = list(sites)
-        self._states = states
+        self._records = records
         self._settings = settings
         self._last_visited: dict[int, list[ExpertKey]] = {}
 
@@ -155,7 +155,7 @@ class SpsaExecutor:
         """Takes the step's slope; experts move by it when they are needed next."""
         self.slopes.append(slope)
         self.rates.append(rate)
-        self._states.commit()
+        self._records.commit()
         self._expect(0, [])
 
     def forward(self, layer: int, inputs: Sequence[LayerInput]) -> list[Tensor]:
@@ -172,14 +172,14 @@ class SpsaExecutor:
                 self._visit(key, calls[: self.num_left], calls[self.num_left :])
             else:
                 self._compute(key, self._fetch(key), calls)
-                self._states.release(key)
+                self._records.release(key)
         return [call.output() for call in calls]
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         record = self._fetch(key)
         named = self._named(key, record)
         copies = {name: tensor.clone() for name, tensor in named.items()}
-        self._states.release(key)
+        self._records.release(key)
         return copies
 
     def _visit(
@@ -192,19 +192,19 @@ class SpsaExecutor:
             self._shift(named, along, distance)
             self._compute(key, record, calls)
         if named:
-            self._states.set_content_step(key, 2 * self.step + 1)
-            self._states.write_state(key)
-        self._states.release(key)
+            self._records.set_content_step(key, 2 * self.step + 1)
+            self._records.write_state(key)
+        self._records.release(key)
 
     def _fetch(self, key: ExpertKey) -> Tensor:
         """An expert's record after all steps so far."""
-        trains = bool(self._states.experts[key].layout.trained)
-        record = self._states.acquire(key, Sections.PARAMETERS, writes=trains)
-        behind = self._states.content_step(key)
+        trains = bool(self._records.experts[key].layout.trained)
+        record = self._records.acquire(key, Sections.PARAMETERS, writes=trains)
+        behind = self._records.content_step(key)
         if behind >= 2 * self.step or not trains:
             return record
         self._catch_up(key, self._trained(key, record), behind)
-        self._states.set_content_step(key, 2 * self.step)
+        self._records.set_content_step(key, 2 * self.step)
         return record
 
     def _catch_up(self, key: ExpertKey, named: dict[str, Tensor], behind: int) -> None:
@@ -226,7 +226,7 @@ class SpsaExecutor:
         slope = self.slopes[step]
         if slope is None:
             return
-        for tensor in self._states.experts[key].layout.trained:
+        for tensor in self._records.experts[key].layout.trained:
             decay = self._settings.weight_decay if tensor.decays else 0.0
             descend(
                 named[tensor.name], along[tensor.name], slope, rate=self.rates[step], decay=decay
@@ -253,25 +253,25 @@ class SpsaExecutor:
         x_TD = here[0].x_TD
         if x_TD.dtype != views[0].dtype or x_TD.is_cuda:
             views = [view.to(x_TD.device, x_TD.dtype) for view in views]
-        names = [tensor.name for tensor in self._states.experts[key].layout.tensors]
+        names = [tensor.name for tensor in self._records.experts[key].layout.tensors]
         weights = self._sites[key.layer].stacked(names, views)
         for call in here:
             call.forward(key.expert, weights)
 
     def _named(self, key: ExpertKey, record: Tensor) -> dict[str, Tensor]:
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         return {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
 
     def _trained(self, key: ExpertKey, record: Tensor) -> dict[str, Tensor]:
         """The parameters that move."""
         named = self._named(key, record)
-        return {t.name: named[t.name] for t in self._states.experts[key].layout.trained}
+        return {t.name: named[t.name] for t in self._records.experts[key].layout.trained}
 
     def _expect(self, layer: int, keys: Sequence[ExpertKey]) -> None:
         """Reads ahead: this layer's experts, then those that the next layer had last time."""
         following = self._last_visited.get(layer + 1 if keys else layer, [])
-        self._states.expect((key, Sections.PARAMETERS) for key in [*keys, *following])
+        self._records.expect((key, Sections.PARAMETERS) for key in [*keys, *following])
 
 
 class SpsaExperts(AbsentExperts):
@@ -358,15 +358,15 @@ class ZerothOrderTraining(ExpertTraining):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        states: ExpertStates,
+        records: RecordStore,
         settings: ZerothOrder,
         memory: TrainingMemory,
     ) -> None:
-        checkpoints = ExpertCheckpoints(states, sites, PARAMETERS_ALONE)
-        super().__init__(model, sites, states, memory, checkpoints)
+        checkpoints = ExpertCheckpoints(records, sites, PARAMETERS_ALONE)
+        super().__init__(model, sites, records, memory, checkpoints)
         self._settings = settings
         self._measured: _Measured | None = None
-        self._executor = SpsaExecutor(sites, states, settings)
+        self._executor = SpsaExecutor(sites, records, settings)
         self._modules: list[SpsaExperts] = []
         for layer, site in enumerate(sites):
             module = SpsaExperts(site, layer, self._executor)
@@ -548,11 +548,11 @@ def offload_zeroth_order(
         state=PARAMETERS_ALONE,
     )
     folder = None if storage_dir is None else Path(storage_dir)
-    states = open_states(layouts, memory, folder, io_threads, direct)
+    records = open_records(layouts, memory, folder, io_threads, direct)
     if not resumes:
-        fill(states, sites, initial)
+        fill(records, sites, initial)
     require_whole_saves(model, sites)
-    return ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
+    return ZerothOrderTraining(model, sites, records, optimizer or ZerothOrder(), memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class AnswerFile:
         self._path = path
         self._asked = asked
         self._end = 0
-        # where each answer lies: its first byte and the one behind its last
+        # where each answer lies: its first byte and the one after its last
         self._places: dict[int, tuple[int, int]] = {}
         self._failed: set[int] = set()
         self._place = place_of(path)

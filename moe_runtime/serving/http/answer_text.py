@@ -37,7 +37,7 @@ class MarkSearch:
 
     def add(self, piece: str) -> tuple[str, str | None, str]:
         """Takes text; gives text that is free, the mark that ends it if one was found, and the text
-        behind it."""
+        after it."""
         text = self._held + piece
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
@@ -62,7 +62,7 @@ class MarkSearch:
 
 
 class JsonMarkSearch(MarkSearch):
-    """As `MarkSearch` for marks behind JSON: within its strings a mark is text."""
+    """As `MarkSearch` for marks after JSON: within its strings a mark is text."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         super().__init__(marks)
@@ -336,7 +336,7 @@ class AnswerSections:
         return not self._tools.reader.may_begin(begun, self._functions)
 
     def _refuse_call(self) -> Generator[Part, None, str]:
-        """Reasoning goes on behind a mark that opens no call; gives the text to be split again."""
+        """Reasoning goes on after a mark that opens no call; gives the text to be split again."""
         assert self._marks is not None
         text, self._call, self._section = self._call, "", "reasoning"
         self._is_thought = self._is_behind_mark = False
@@ -355,7 +355,7 @@ class AnswerSections:
     def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
         """Gives the calls that were written, or the text where it is none.
 
-        ``mark`` ends it, or is what of that was written where the text ends. Returns text behind a
+        ``mark`` ends it, or is what of that was written where the text ends. Returns text after a
         mark that seemed to lie in a string, where that was no call.
         """
         assert self._tools is not None

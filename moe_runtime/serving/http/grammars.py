@@ -458,7 +458,7 @@ def of_harmony_call(functions: Sequence[Function]) -> str:
 
 
 def after_analysis(grammar: str, *, is_call: bool) -> str:
-    """A grammar whose text gpt-oss may write behind its analysis: a call, or its final message."""
+    """A grammar whose text gpt-oss may write after its analysis: a call, or its final message."""
     body = grammar.replace("start:", "answer:", 1)
     header = "" if is_call else '<|channel|> "final" <|message|> '
     analysis = '<|channel|> "analysis" <|message|> THOUGHT <|end|> <|start|> "assistant"'

@@ -219,7 +219,7 @@ class Server:
 
 
 class ClientTurns:
-    """Lets one piece of work at a time run, each client's next one behind one of every other."""
+    """Lets one piece of work at a time run, each client's next one after one of every other."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -248,7 +248,7 @@ class ClientTurns:
             own = self._waiting.pop(client)
             ready = own.popleft()
             if own:
-                self._waiting[client] = own  # behind all others
+                self._waiting[client] = own  # after all others
             if not ready.done():
                 ready.set_result(None)
                 return

@@ -105,7 +105,7 @@ def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
-    """Values, those of lists one by one; and the text behind the last that is whole, which
+    """Values, those of lists one by one; and the text after the last that is whole, which
     begins with ``[`` where a list does not end."""
     values, rest, is_list = [], text.strip(_BETWEEN), False
     while rest or is_list:
@@ -386,7 +386,7 @@ class ArgumentWriting:
 
 @dataclass(frozen=True, slots=True)
 class CallWriting:
-    """How calls are written behind the mark that opens the first, in llguidance's Lark.
+    """How calls are written after the mark that opens the first, in llguidance's Lark.
 
     ``NAME`` and ``ARGUMENTS`` stand for those of a function, which are one JSON object without
     ``argument``. ``again`` stands before each further call; None where there is one at most.
@@ -487,7 +487,7 @@ _DEEPSEEK, _FENCED_DEEPSEEK = (
 
 
 def _json_writing(key: str = "arguments", after: str = "", **around: Any) -> CallWriting:
-    """A JSON object with name and arguments, behind white space where a mark comes after it."""
+    """A JSON object with name and arguments, after white space where a mark comes after it."""
     before = r"\n" if after else ""
     call = rf'"{before}{{\"name\": \"" NAME "\", \"{key}\": " ARGUMENTS "}}{before}" {after}'
     return CallWriting(call, **around)

@@ -44,7 +44,7 @@ from moe_runtime.training.offload.records import (
     records_path,
 )
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 EXPERTS_FORMAT = 3
@@ -163,12 +163,12 @@ class ExpertCheckpoints:
 
     def __init__(
         self,
-        states: ExpertStates,
+        records: RecordStore,
         sites: Sequence[ExpertsModuleSpec],
         state_format: StateFormat,
         processes: OneProcess | None = None,
     ) -> None:
-        self._states = states
+        self._records = records
         self._sites = list(sites)
         self._layouts = [site.layout(state_format) for site in sites]
         self._state_format = str(state_format)
@@ -183,12 +183,12 @@ class ExpertCheckpoints:
     def begin(self) -> dict[str, Any]:
         """Holds every expert as it is now. The result is what the checkpoint says; `write`
         completes it."""
-        if self._states.disk is None:
+        if self._records.disk is None:
             raise CheckpointError("checkpoints need a storage_dir, where experts are saved")
         self.wait()
         if self._begun:
-            self._states.drop_versions(self._begun)
-        self._begun = self._states.hold_versions()
+            self._records.drop_versions(self._begun)
+        self._begun = self._records.hold_versions()
         return {
             "format": EXPERTS_FORMAT,
             "sites": self._shapes(),
@@ -230,9 +230,9 @@ class ExpertCheckpoints:
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
         """
-        assert self._states.disk is not None, "checkpoints need a folder"
+        assert self._records.disk is not None, "checkpoints need a folder"
         own = self._processes.folder_name
-        folder = self._states.disk.folder
+        folder = self._records.disk.folder
         experts = SavedExperts(folder.parent if own else folder, saved, last_step)
         self._require_same_model(saved)
         keys = {self._name(key): key for key in self._everyone()}
@@ -240,7 +240,7 @@ class ExpertCheckpoints:
         here, moves = {}, []
         for name, key in keys.items():
             where, version = experts.rows[name]
-            if key not in self._states.experts:
+            if key not in self._records.experts:
                 if where == own:
                     self._lend(key, version)
             elif where == own:
@@ -248,15 +248,15 @@ class ExpertCheckpoints:
             else:
                 moves.append((name, key))
         self._kept = here
-        self._states.restore(here)
+        self._records.restore(here)
         for name, key in moves:
-            self._states.take_in(
+            self._records.take_in(
                 key,
                 lambda record, name=name, key=key: experts.read(
                     name, key, self._layouts[key.layer], record
                 ),
             )
-        self._states.commit()
+        self._records.commit()
         experts.close()
 
     def wait(self) -> None:
@@ -269,7 +269,7 @@ class ExpertCheckpoints:
         self._thread.shutdown()
 
     def _durable_rows(self, versions: Mapping[ExpertKey, Version]) -> dict[str, Any]:
-        self._states.wait_until_durable(versions)
+        self._records.wait_until_durable(versions)
         folder = self._processes.folder_name
         return {self._name(key): row_of(version, folder) for key, version in versions.items()}
 
@@ -290,22 +290,22 @@ class ExpertCheckpoints:
 
     def _release(self, versions: dict[ExpertKey, Version]) -> None:
         """The checkpoint is durable: slots that only the one before named are free."""
-        assert self._states.disk is not None
-        self._states.drop_versions(self._kept)
-        self._states.drop_lent(self._lent)
+        assert self._records.disk is not None
+        self._records.drop_versions(self._kept)
+        self._records.drop_lent(self._lent)
         self._kept, self._lent = versions, []
         if self._is_first and self._processes.rank == 0:
-            folder = self._states.disk.folder
+            folder = self._records.disk.folder
             storage = folder.parent if self._processes.folder_name else folder
             remove_left_behind(storage, self._processes.size)
         self._is_first = False
 
     def _lend(self, key: ExpertKey, version: Version) -> None:
         """Keeps a record here that another process takes over, until the next checkpoint."""
-        assert self._states.disk is not None
+        assert self._records.disk is not None
         layout = self._layouts[key.layer]
         # What has no file open here is not written to either.
-        if (file := self._states.disk.files.get(layout.state_bytes)) is not None:
+        if (file := self._records.disk.files.get(layout.state_bytes)) is not None:
             file.hold(version.slot)
             self._lent.append((file, version.slot))
 

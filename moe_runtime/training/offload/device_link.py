@@ -59,7 +59,7 @@ class _Job(NamedTuple):
 
 
 class _Buffer:
-    """Memory of one expert's tensors, and the events behind which it may be written."""
+    """Memory of one expert's tensors, and the events after which it may be written."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -106,7 +106,7 @@ class DeviceLink:
     def bring(
         self, tensors: Sequence[Tensor], dtype: torch.dtype, into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Queues the copy of an expert's weights; the current stream goes on behind it.
+        """Queues the copy of an expert's weights; the current stream goes on after it.
 
         Args:
             tensors: in the record, which must not change before `release` calls its action.
@@ -169,7 +169,7 @@ class DeviceLink:
         self._num_crossing += 1
 
     def release(self, action: Callable[[], object]) -> None:
-        """All work with an expert is queued: its buffer may be filled behind that.
+        """All work with an expert is queued: its buffer may be filled after that.
 
         Args:
             action: releases the record; called when nothing uses it, at the end of the next

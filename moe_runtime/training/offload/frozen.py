@@ -353,7 +353,7 @@ class FrozenExpertsExecutor:
         self._adapters[key.layer].accept(key.expert, named)
 
     def finish(self) -> None:
-        """Returns when no product is queued behind a copy that may still fail; raises if one has
+        """Returns when no product is queued after a copy that may still fail; raises if one has
         failed."""
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()

@@ -31,7 +31,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.records import Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
@@ -84,13 +84,13 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        states: ExpertStates,
+        records: RecordStore,
         memory: TrainingMemory,
         checkpoints: ExpertCheckpoints,
     ) -> None:
         self.model = model
         self.memory = memory
-        self.states = states
+        self.records = records
         self.skipped_steps = 0
         self._sites = list(sites)
         self._checkpoints = checkpoints
@@ -104,11 +104,11 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
     def stats(self) -> OffloadStats:
-        experts, disk = self.states.experts.values(), self.states.disk
+        experts, disk = self.records.experts.values(), self.records.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
-            traffic=dataclasses.replace(self.states.traffic),
+            traffic=dataclasses.replace(self.records.traffic),
             link=LinkTraffic(),
             num_experts=len(experts),
             resident_experts=sum(expert.resident_slot is not None for expert in experts),
@@ -130,10 +130,10 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self._checkpoints.wait()
 
     def transfers(self) -> dict[str, Any]:
-        return self.states.traffic.by_route()
+        return self.records.traffic.by_route()
 
     def check(self) -> None:
-        self.states.check()
+        self.records.check()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses to be copied or pickled."""
@@ -146,7 +146,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
             MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
         """
         self._checkpoints.close()
-        self.states.close()
+        self.records.close()
         self._checkpoints.wait()
 
 
@@ -178,22 +178,22 @@ def require_trained(model: nn.Module) -> None:
 
 
 def fill(
-    states: ExpertStates,
+    records: RecordStore,
     sites: Sequence[ExpertsModuleSpec],
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None,
 ) -> None:
     """Writes every expert's first record: what `initial` gives, or its module's parameters."""
-    for key, expert in states.experts.items():
+    for key, expert in records.experts.items():
         layout = expert.layout
         tensors = sites[key.layer].parameters_of(key.expert) if initial is None else initial(key)
-        record = states.acquire(key, Sections.NONE, writes=True)
+        record = records.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)
         views = layout.views(record, Sections.PARAMETERS)
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-        states.write_state(key)
-        states.release(key)
-    states.commit()
+        records.write_state(key)
+        records.release(key)
+    records.commit()
 
 
 _KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
@@ -215,7 +215,7 @@ class OffloadedTraining(ExpertTraining):
         self,
         model: nn.Module,
         sites: Sequence[ExpertsModuleSpec],
-        states: ExpertStates,
+        records: RecordStore,
         settings: AdamW,
         memory: TrainingMemory,
         *,
@@ -225,9 +225,9 @@ class OffloadedTraining(ExpertTraining):
         processes: OneProcess,
         link: DeviceLink | None,
     ) -> None:
-        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, processes)
-        super().__init__(model, sites, states, memory, checkpoints)
-        self.optimizer = ExpertOptimizer(states, settings, device_updates, processes)
+        checkpoints = ExpertCheckpoints(records, sites, settings.state_format, processes)
+        super().__init__(model, sites, records, memory, checkpoints)
+        self.optimizer = ExpertOptimizer(records, settings, device_updates, processes)
         self._executor = TrainedExpertsExecutor(
             sites, self.optimizer, activations, copy_bytes, link
         )
@@ -312,7 +312,7 @@ class OffloadedTraining(ExpertTraining):
         rate = self._settings.lr if rate is None else rate
         if self._final_rate is not None and rate != self._final_rate:
             raise ValueError(
-                f"backward was told a rate of {self._final_rate}, step one of {rate}; "
+                f"backward had a rate of {self._final_rate}, step has one of {rate}; "
                 "experts were updated with the first"
             )
         self._processes.reduce_gradients(self.dense.parameters())

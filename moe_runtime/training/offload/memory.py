@@ -21,7 +21,7 @@ from moe_runtime.training.offload.device_link import (
 )
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import BLOCK_BYTES, RecordLayout
-from moe_runtime.training.offload.states import MIN_RING_SLOTS, ExpertStates
+from moe_runtime.training.offload.states import MIN_RING_SLOTS, RecordStore
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20
@@ -207,12 +207,12 @@ def link_bytes(layouts: Iterable[RecordLayout], place: torch.device) -> int:
     return 0 if place.type == "cpu" else HOST_BUFFERS * buffer_bytes(_largest(layouts))
 
 
-def open_link(states: ExpertStates, place: torch.device) -> DeviceLink | None:
+def open_link(records: RecordStore, place: torch.device) -> DeviceLink | None:
     """The way between records and the device; None where the CPU computes."""
     if place.type == "cpu":
         return None
-    section = _largest(state.layout for state in states.experts.values())
-    return DeviceLink(open_device(place), section, states.slab)
+    section = _largest(record.layout for record in records.experts.values())
+    return DeviceLink(open_device(place), section, records.slab)
 
 
 def held_bytes(

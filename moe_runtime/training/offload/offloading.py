@@ -51,7 +51,7 @@ from moe_runtime.training.offload.site import (
     layer_sites,
     processes_of,
 )
-from moe_runtime.training.offload.states import ExpertStates
+from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 
@@ -210,16 +210,16 @@ def offload_training(
         )  # fmt: skip
     folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
     with contextlib.ExitStack() as opened:
-        states = open_states(layouts, memory, folder, io_threads, direct)
-        opened.callback(states.close)
-        link = open_link(states, place)  # may refuse: before every expert is written
+        records = open_records(layouts, memory, folder, io_threads, direct)
+        opened.callback(records.close)
+        link = open_link(records, place)  # may refuse: before every expert is written
         if not resumes:
-            fill(states, sites, initial)
+            fill(records, sites, initial)
         policy = _activation_policy(activations, sites, room, folder, direct)
         opened.callback(policy.close)
         require_whole_saves(model, sites)
         training = OffloadedTraining(
-            model, sites, states, settings, memory, activations=policy, device_updates=elsewhere,
+            model, sites, records, settings, memory, activations=policy, device_updates=elsewhere,
             copy_bytes=copies, processes=processes, link=link,
         )  # fmt: skip
         opened.pop_all()
@@ -317,23 +317,23 @@ def own_folder(storage_dir: Path, processes: OneProcess) -> Path:
     return folder
 
 
-def open_states(
+def open_records(
     layouts: Mapping[ExpertKey, RecordLayout],
     memory: TrainingMemory,
     storage_dir: Path | None,
     io_threads: int,
     direct: bool,
-) -> ExpertStates:
+) -> RecordStore:
     with contextlib.ExitStack() as opened:
         disk = None
         if storage_dir is not None:
             disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
             opened.callback(disk.close)
-        states = ExpertStates(
+        records = RecordStore(
             layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk
         )
         opened.pop_all()
-    return states
+    return records
 
 
 def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:

@@ -16,7 +16,7 @@ from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, tak
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
-from moe_runtime.training.offload.states import ExpertStates, Need
+from moe_runtime.training.offload.states import Need, RecordStore
 from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
@@ -46,12 +46,12 @@ class ExpertOptimizer:
 
     def __init__(
         self,
-        states: ExpertStates,
+        records: RecordStore,
         settings: AdamW,
         device_updates: DeviceUpdates | None,
         processes: OneProcess,
     ) -> None:
-        self.states = states
+        self.records = records
         self.processes = processes
         self.device_updates = device_updates
         self.settings = settings
@@ -62,7 +62,7 @@ class ExpertOptimizer:
         self._norms: dict[ExpertKey, float] = {}
         self.bad_experts: list[ExpertKey] = []
         self._last_norm: float | None = None
-        self._uses = UseCounts(states.experts)
+        self._uses = UseCounts(records.experts)
 
     def need(self, key: ExpertKey) -> Sections:
         """What has to be read before an expert can compute: all of it if it missed steps."""
@@ -74,12 +74,12 @@ class ExpertOptimizer:
     def fetch(
         self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
     ) -> Tensor:
-        """The record of an expert as it is after `step` steps; `states.release` gives it back."""
+        """The record of an expert as it is after `step` steps; `records.release` gives it back."""
         is_behind = self._is_behind(key)
-        record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
+        record = self.records.acquire(key, self.need(key) | more, writes=writes or is_behind)
         if is_behind and self._is_behind(key):
             self._catch_up(key, record, self._rates)
-            self.states.set_content_step(key, self.step)
+            self.records.set_content_step(key, self.step)
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
@@ -87,7 +87,7 @@ class ExpertOptimizer:
         return not (self._is_resident(key) or waits or self.bad_experts)
 
     def _is_resident(self, key: ExpertKey) -> bool:
-        return self.states.experts[key].resident_slot is not None
+        return self.records.experts[key].resident_slot is not None
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
         """Takes an acquired record with its summed gradient, and gives the record back.
@@ -95,7 +95,7 @@ class ExpertOptimizer:
         Args:
             rate: learning rate if the gradient is final; None if more may be added.
         """
-        layout = self.states.experts[key].layout
+        layout = self.records.experts[key].layout
         gradient = layout.flat(record, Sections.GRADIENT)
         norm = float(torch.linalg.vector_norm(gradient)) * self._mean / self.loss_scale.value
         self._norms[key] = norm
@@ -104,8 +104,8 @@ class ExpertOptimizer:
         if rate is not None and self.updates_in_backward(key):
             self._update(key, record, rate, self._mean * self._scale(self._last_norm))
         else:
-            self.states.park_gradient(key)
-            self.states.release(key, has=Sections.GRADIENT)
+            self.records.park_gradient(key)
+            self.records.release(key, has=Sections.GRADIENT)
 
     def take_step(
         self, rate: float, dense_norm: float, dense_is_bad: bool
@@ -126,26 +126,26 @@ class ExpertOptimizer:
         norm = math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2)
         is_skipped = dense_is_bad or num_bad > 0
         scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
-        waiting = [key for key in sorted(self._norms) if self.states.experts[key].has_gradient]
+        waiting = [key for key in sorted(self._norms) if self.records.experts[key].has_gradient]
         self._await_device()
         if is_skipped:
             for key in waiting:
-                self.states.forget_gradient(key)
-            self.states.roll_back()
+                self.records.forget_gradient(key)
+            self.records.roll_back()
         else:
-            self.states.expect((key, Sections.ALL) for key in waiting)
+            self.records.expect((key, Sections.ALL) for key in waiting)
             for key in waiting:
                 record = self.fetch(key, Sections.ALL, writes=True)
                 self._update(key, record, rate, self._mean * scale)
-                self.states.forget_gradient(key)
+                self.records.forget_gradient(key)
             self._await_device()
-            self.states.commit()
+            self.records.commit()
             self._rates.append(rate)
             self._scales.append(self._mean * scale)
             self.step += 1
             self._last_norm = norm
             for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
-                self.states.exchange_tiers(arriving, leaving)
+                self.records.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
         self.bad_experts.clear()
@@ -154,11 +154,11 @@ class ExpertOptimizer:
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
         self._await_device()
-        for key, expert in self.states.experts.items():
+        for key, expert in self.records.experts.items():
             if expert.has_gradient:
-                self.states.forget_gradient(key)
-        self.states.abandon()
-        self.states.roll_back()
+                self.records.forget_gradient(key)
+        self.records.abandon()
+        self.records.roll_back()
         self._norms.clear()
         self.bad_experts.clear()
 
@@ -198,21 +198,21 @@ class ExpertOptimizer:
             self.device_updates.wait()
 
     def _is_behind(self, key: ExpertKey) -> bool:
-        if not self.states.experts[key].layout.trained:
+        if not self.records.experts[key].layout.trained:
             return False
         is_exact = self.settings.untouched == "dense_exact"
-        is_old = self.states.content_step(key) < self.step
+        is_old = self.records.content_step(key) < self.step
         return is_old and (is_exact or self._pending(key) is not None)
 
     def _pending(self, key: ExpertKey) -> int | None:
         """The step whose gradient the nearest copy of a record keeps, and has not used yet."""
-        step = self.states.experts[key].pending
-        return step if step is not None and step + 1 == self.states.content_step(key) else None
+        step = self.records.experts[key].pending
+        return step if step is not None and step + 1 == self.records.content_step(key) else None
 
     def _catch_up(self, key: ExpertKey, record: Tensor, rates: Sequence[float]) -> None:
         """Takes the steps that a record missed, the first with the gradient that it may keep."""
-        layout, count = self.states.experts[key].layout, self.states.experts[key].count
-        pending, behind = self._pending(key), self.states.content_step(key)
+        layout, count = self.records.experts[key].layout, self.records.experts[key].count
+        pending, behind = self._pending(key), self.records.content_step(key)
         steps = [
             UpdateStep(number, rates[step])
             for step in range(behind, len(rates))
@@ -237,11 +237,11 @@ class ExpertOptimizer:
         number = self.step + 1
 
         def write_back() -> None:
-            self.states.set_content_step(key, number)
-            self.states.write_state(key)
-            self.states.release(key)
+            self.records.set_content_step(key, number)
+            self.records.write_state(key)
+            self.records.release(key)
 
-        expert = self.states.experts[key]
+        expert = self.records.experts[key]
         gradient = expert.layout.flat(record, Sections.GRADIENT)
         if self.settings.is_delayed(self.step):  # as ZeRO-Offload does
             self._catch_up(key, record, [*self._rates, rate])

@@ -1,4 +1,4 @@
-"""Forward and backward passes of layers whose experts come and go, and the modules in their place.
+"""Forward and backward passes of layers with offloaded experts, and the modules in their place.
 
 A window is the micro-batches of one `backward` call. An expert is fetched once for all of them, in
 either direction (Li et al., "Harmony", 2022). The backward pass needs the experts of the forward
@@ -89,8 +89,8 @@ class TrainedExpertsExecutor:
         self.activations = activations
         self._sites = list(sites)
         self._optimizer = optimizer
-        self._states = optimizer.states
-        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
+        self._records = optimizer.records
+        self.copies = ComputeCopies(optimizer.records.experts, copy_bytes, link)
         self._widths = [site.dim_preactivation for site in sites]
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -106,7 +106,7 @@ class TrainedExpertsExecutor:
 
     def expect_first_layer(self) -> None:
         """Begins to read what the next forward pass will probably want first."""
-        self._states.expect(self._optimizer.needs(self._last_visited.get(0, [])))
+        self._records.expect(self._optimizer.needs(self._last_visited.get(0, [])))
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
@@ -123,7 +123,7 @@ class TrainedExpertsExecutor:
         calls = streamed(site, inputs)
         keys = visited(layer, calls)
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
-        self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
+        self._records.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
             self.visits.layers.append((layer, keys))
             self.visits.calls[layer] += 1
@@ -138,7 +138,7 @@ class TrainedExpertsExecutor:
                 weights = self._weights(key, record, here[0].x_TD)
                 for call in here:
                     call.forward(key.expert, weights)
-                self.copies.release(partial(self._states.release, key))
+                self.copies.release(partial(self._records.release, key))
             self.copies.finish()
         return calls, [call.output() for call in calls]
 
@@ -154,7 +154,7 @@ class TrainedExpertsExecutor:
         is_only_call = self.visits.calls[layer] == 1
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
-        self._states.expect(self._ahead_of_backward(keys))
+        self._records.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with self._observed("backward", layer, ()):
@@ -167,12 +167,12 @@ class TrainedExpertsExecutor:
     def parameters(self, key: ExpertKey) -> Iterator[dict[str, Tensor]]:
         """An expert's parameters as they are after the steps so far, by name, while in use."""
         record = self._optimizer.fetch(key)
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         try:
             yield {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
         finally:
-            self._states.release(key)
+            self._records.release(key)
 
     def stacked(self, layer: int, name: str) -> Tensor:
         """A copy of one parameter as the layer's module had it, this process's experts first."""
@@ -185,7 +185,7 @@ class TrainedExpertsExecutor:
     def _backward_expert(
         self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
     ) -> None:
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         trains = bool(layout.trained)
         record = self._optimizer.fetch(key, self._backward_sections(key), writes=trains)
         here = [call for call in calls if call.num_rows(key.expert)]
@@ -193,9 +193,9 @@ class TrainedExpertsExecutor:
         if not trains:
             for call in here:
                 call.backward(key.expert, weights, None)
-            self.copies.release(partial(self._states.release, key))
+            self.copies.release(partial(self._records.release, key))
             return
-        has_gradient = self._states.experts[key].has_gradient
+        has_gradient = self._records.experts[key].has_gradient
         gradients = layout.views(record, Sections.GRADIENT)
         if not has_gradient:
             layout.clear_padding(record)
@@ -241,11 +241,11 @@ class TrainedExpertsExecutor:
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
         """Reports what a pass took to the plan of activations."""
-        before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
+        before, started = dataclasses.replace(self._records.traffic), time.perf_counter()
         yield
         if direction is None:
             return
-        after, width = self._states.traffic, self._widths[layer]
+        after, width = self._records.traffic, self._widths[layer]
         hidden = width // (2 if self._sites[layer].has_gate else 1)
         self.activations.observe(
             direction,
@@ -260,10 +260,10 @@ class TrainedExpertsExecutor:
         )
 
     def _backward_sections(self, key: ExpertKey) -> Sections:
-        if not self._states.experts[key].layout.trained:
+        if not self._records.experts[key].layout.trained:
             return Sections.NONE
         sections = Sections.NONE
-        if self._states.experts[key].has_gradient:
+        if self._records.experts[key].has_gradient:
             sections |= Sections.GRADIENT
         if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
             sections |= Sections.STATE
@@ -286,15 +286,15 @@ class TrainedExpertsExecutor:
                 yield key, self._optimizer.need(key) | self._backward_sections(key)
 
     def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
-        layout = self._states.experts[key].layout
+        layout = self._records.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         names = [tensor.name for tensor in layout.tensors]
-        views = self.copies.weights(key, self._states.content_step(key), views, x_TD)
+        views = self.copies.weights(key, self._records.content_step(key), views, x_TD)
         return self._sites[key.layer].stacked(names, views)
 
     def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients in the order of kernels; None where a tensor is frozen or missing."""
-        names = [tensor.name for tensor in self._states.experts[key].layout.trained]
+        names = [tensor.name for tensor in self._records.experts[key].layout.trained]
         return self._sites[key.layer].gradients(names, tensors)
 
 

@@ -6,8 +6,8 @@ as a checkpoint names it. Experts on the disk pass through a ring of slots. `exp
 needed next, so that it arrives while other experts compute.
 
 The cache of `moe_runtime.memory` moves whole experts in one direction and chooses by a policy.
-Records come and go by sections, are changed in their slots and written back as versions, in a known
-order.
+Records move in both directions, section by section, in a known order; they are changed in their
+slots and written back as versions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIN_RING_SLOTS = 3
 Need = tuple[ExpertKey, Sections]
 
 
-class ExpertStates:
+class RecordStore:
     """Records of all experts. One thread at a time computes with them; transfers run next to it.
 
     Args:

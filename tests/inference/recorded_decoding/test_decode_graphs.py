@@ -88,7 +88,7 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
             request = Request(model)
             request.steps(3)
             assert not is_recorded or recorded(model).is_one_graph
-            with store._changed:
+            with store._monitor:
                 store._drop(ExpertKey(1, 0))
                 store._drop(ExpertKey(1, 5))
             found.append(request.steps(2))

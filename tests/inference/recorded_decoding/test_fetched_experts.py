@@ -187,7 +187,7 @@ def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(
         model.moe.prefetcher = mode and Mock(mode=mode)
         store = store_of(model)
         lower = store.fetcher.lower
-        with lower._changed:
+        with lower._monitor:
             for key in [key for key in lower._entries if not store.has(key)]:
                 lower._drop(key)
         request = Request(model)
@@ -257,7 +257,7 @@ def decode_and_count(model: Any) -> None:
     """With nobody on the device who is in the host's memory, too."""
     request = Request(model).until_fetched()
     store = store_of(model)
-    with store._changed:
+    with store._monitor:
         for key in set.intersection(*in_both(model)):
             store._drop(key)
     request.steps(4)

@@ -77,7 +77,7 @@ def test_the_disk_writes_behind_kernels(checkpoint: Path) -> None:
         lower, order = store_of(model).fetcher.lower, []
         (late,) = launch(model)
         victim, fetch = only_below(model), lower._fetcher._source.fetch
-        with lower._changed:
+        with lower._monitor:
             lower._drop(victim)
 
         def noted(*what: Any) -> None:
@@ -101,7 +101,7 @@ def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(
             device.compute(lambda: None, 5.0)
         kernels = device.now_s + 5.0
         victim = min(in_both(model)[0] - in_both(model)[1])
-        with store._changed:
+        with store._monitor:
             store._drop(victim)
         assert max(event.time_s for event in lower._fetcher._leaving.values()) > kernels
 
@@ -133,7 +133,7 @@ def test_who_is_nowhere_is_seen_at_once(checkpoint: Path) -> None:
         store, queued = store_of(model), []
         lower, victim = store.fetcher.lower, only_below(model)
         assert_listed(model)
-        with lower._changed:
+        with lower._monitor:
             lower._drop(victim)
         assert store.host_tables.launch(lambda: queued.append(1)) is None
         assert not queued
@@ -146,7 +146,7 @@ def test_nobody_comes_or_goes_while_work_is_queued(checkpoint: Path) -> None:
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, seen = store_of(model), deque[str]()
-        locks = {"above": store._changed, "below": store.fetcher.lower._changed}
+        locks = {"above": store._monitor, "below": store.fetcher.lower._monitor}
 
         def take(name: str) -> None:
             with locks[name]:
@@ -188,13 +188,13 @@ def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(
             assert store.num_slots == num_slots
             assert store.host_tables is None
             model.moe.check()
-        shares = sum(store.share(layer) for layer in range(LAYERS))
+        shares = sum(store.slots_of(layer) for layer in range(LAYERS))
         with patch.object(EmulatedEvent, "synchronize", noted):
             Request(model).until_fetched()  # the stores were emptied: experts are read again
         assert store.host_tables is not None
         assert waited
         assert store.num_slots == num_slots - 2
-        assert sum(store.share(layer) for layer in range(LAYERS)) == shares - 2
+        assert sum(store.slots_of(layer) for layer in range(LAYERS)) == shares - 2
         model.moe.check()
 
 

@@ -77,7 +77,7 @@ def open_training(
 def own_experts(training: OffloadedTraining) -> dict[str, Tensor]:
     """Parameters of this rank's experts by logical name."""
     found = {}
-    for key in training.optimizer.states.experts:
+    for key in training.optimizer.records.experts:
         for name, tensor in training.expert(key).items():
             found[f"layers.{key.layer}.experts.{name}.{key.expert}"] = tensor
     return found
