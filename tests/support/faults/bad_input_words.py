@@ -34,6 +34,7 @@ _SOUND = {
     "predictor fit": ("trace.npz", "-o", "new.npz"),
     "predictor evaluate": ("trace.npz",),
     "predictor list": (),
+    "predictor teach": ("model", "trace.npz"),
     "bench kernels": (),
     "bench latency": ("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB"),
     "bench throughput": (
