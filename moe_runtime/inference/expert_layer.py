@@ -72,7 +72,7 @@ class OffloadedExperts(AbsentParameters):
             self.add_module(name, child)
         self._activation: ExpertActivation = _find_activation(original)
         self._step: ExpertStep | None = None
-        # not registered: its remaining submodules are ours, and its class would be initialised anew
+        # not registered: its submodules are registered here, and its class would be initialised anew
         self.__dict__["replaced"] = original
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class OffloadedExperts(AbsentParameters):
                 weights of experts were given to it.
         """
         if torch.compiler.is_compiling():
-            return _beside_graphs(self._forward_general, hidden_states, top_k_index, top_k_weights)
+            return _outside_graphs(self._forward_general, hidden_states, top_k_index, top_k_weights)
         step = self._step
         if (
             step is not None
@@ -235,7 +235,7 @@ class OffloadedExperts(AbsentParameters):
         for row, expert in enumerate(ids_R):
             if 0 <= expert < self.num_experts:
                 groups.setdefault(expert, []).append(row)
-        if len(groups) == len(ids_R):  # a row each, in the order of their rows
+        if len(groups) == len(ids_R):  # one row per expert, already in order
             return groups
         return dict(sorted(groups.items(), key=lambda group: (len(group[1]), group[1][-1])))
 
@@ -332,8 +332,8 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
     return forward(*inputs)
 
 
-# between two graphs of the compiler, which would follow every read and thread
-_beside_graphs: Any = torch.compiler.disable(_call)
+# runs outside compiled graphs: the compiler would trace every read and thread
+_outside_graphs: Any = torch.compiler.disable(_call)
 
 
 def _find_activation(experts: Any) -> ExpertActivation:

@@ -191,7 +191,7 @@ def load(
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     set_up_libraries(checkpoint.dtype)
-    # what is imported and set up by now is the libraries'; everything after this line is ours
+    # memory of imported libraries; everything after this line counts as the runtime's
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
@@ -302,7 +302,7 @@ def load(
     policies = PolicyListener(watched) if watched else None
     for listener in filter(None, (TokenLimit(max_tokens), times, policies, learning)):
         listeners.add(listener)
-    # where every expert has a slot there is nothing to choose
+    # where every expert has a slot, no policy has to be chosen
     is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
@@ -573,7 +573,7 @@ def _muted(model: Any) -> Iterator[None]:
     try:
         for store in stores:
             store.listener = None
-        with model._steps.unheard():
+        with model._steps.muted():
             yield
     finally:
         for store, listener in zip(stores, listeners, strict=True):

@@ -212,7 +212,7 @@ class Steps:
         self._known.is_known = True
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def muted(self) -> Iterator[None]:
         """Mutes the listeners within a ``with`` block of this thread; other threads wait."""
         with self._turn, self.listeners.muted():
             yield

@@ -139,7 +139,7 @@ class TierFetcher:
 
     def close(self) -> None:
         """Ends the tier below, and what waits for it; then the copies."""
-        self._ends.close()  # no copy is queued at once any more
+        self._ends.close()  # from now on no copy is queued by its caller
         if self._device and not self.monitor.is_forked:
             self._device.drain()  # copies may still read from slots below
         self.lower.close()
@@ -193,7 +193,7 @@ class TierFetcher:
                 for key, source in sources.items():
                     parts += self._parts(key, source, slots[key])
                 copied = self._device.copy(parts, after, read.priority)
-                if not lease.is_open:  # later, the tier below waits for this copy to be emptied
+                if not lease.is_open:  # a later reset of the tier below drains this copy
                     return False
                 self.queued[read] = _Copy(copied)
                 finish = partial(self._finish, lease, read, copied, _num_bytes(parts), len(slots))
@@ -203,7 +203,7 @@ class TierFetcher:
                 undo.pop_all()
                 return True
         except (MemoryError, OSError, RuntimeError):
-            # unless it is queued nevertheless, a thread tries again, and tells of what fails there
+            # unless the copy was queued, a thread tries again and reports its failure
             return self._ends.is_under_way(read)
 
     def wake_ends(self) -> None:
@@ -254,7 +254,7 @@ class TierFetcher:
         num_bytes, copied = _num_bytes(parts), None
         try:
             copied = self._device.copy(parts, after, read.priority)
-            if not lease.is_open:  # later, the tier below waits for this copy to be emptied
+            if not lease.is_open:  # a later reset of the tier below drains this copy
                 raise LeaseEndedError
             with self.monitor:
                 self.queued[read] = _Copy(copied)
@@ -277,7 +277,7 @@ class TierFetcher:
         finally:
             try:
                 if not has_ended:
-                    # it may still read from a slot, and write to one, that are given up
+                    # it may still read or write slots that are given up
                     self._device.drain()
             finally:
                 self._forget(read, sys.exc_info()[1])

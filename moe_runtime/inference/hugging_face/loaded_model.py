@@ -58,7 +58,7 @@ def as_loaded_model(
 
 
 # locks and listeners are no part of a graph; what is called within may be
-_beside_graphs: Any = torch.compiler.disable(
+_outside_graphs: Any = torch.compiler.disable(
     recursive=False,
     reason="the experts of a loaded model come and go: export the model that from_pretrained has",
 )
@@ -77,7 +77,7 @@ class LoadedModel:
         """As in transformers: a model with its experts in memory."""
         return cls._own_class()(*args, **kwargs)
 
-    @_beside_graphs
+    @_outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; calls of several threads take turns.
 
