@@ -72,7 +72,7 @@ class OffloadedExperts(AbsentParameters):
             self.add_module(name, child)
         self._activation: ExpertActivation = _find_activation(original)
         self._step: ExpertStep | None = None
-        # not registered: its submodules are registered here, and its class would be initialised anew
+        # not registered: its submodules are registered here, its class would be initialised anew
         self.__dict__["replaced"] = original
 
     def __getattr__(self, name: str) -> Any:

@@ -358,8 +358,8 @@ class ModelPasses:
     def _trial(self) -> Iterator[None]:
         """Passes are no requests: the model's listeners learn and record nothing of them."""
         steps = getattr(self._model, "_steps", None)  # of a model from ``load``
-        unheard = contextlib.nullcontext() if steps is None else steps.muted()
-        with unheard, torch.inference_mode():
+        muted = contextlib.nullcontext() if steps is None else steps.muted()
+        with muted, torch.inference_mode():
             yield
 
     def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
