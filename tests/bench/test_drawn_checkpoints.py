@@ -125,7 +125,7 @@ def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_
         chosen.append([frozenset(row) for row in inputs[1].tolist()])
 
     for module in model.modules():
-        if hasattr(module, "expert_rows"):
+        if hasattr(module, "expert_outputs"):
             module.register_forward_pre_hook(note)
     with model.moe, torch.no_grad():
         logits = model(torch.tensor([[5, 9, 5, 77, 9, 5]])).logits
