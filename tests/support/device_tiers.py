@@ -109,8 +109,11 @@ class Tiers:
 
     def settle(self) -> None:
         """Waits until the host knows that all reads have ended."""
-        while self.store._link.under_way:
+        while self.store._link.under_way or self.host._link.under_way:
             time.sleep(1e-4)
+        for store in (self.store, self.host):
+            with store._monitor:  # delivers what ended
+                pass
 
     def check(self) -> None:
         self.store.check()
