@@ -177,6 +177,10 @@ static request *request_of(reuse *s, int64_t id) {
 }
 
 EXPORT void moe_reuse_finish(reuse *s, int64_t id) {
+    int32_t kept = 0; /* tokens of the running step that are another request's */
+    for (int32_t i = 0; i < s->num_open; i++)
+        if (s->open[i].of->id != id) s->open[kept++] = s->open[i];
+    s->num_open = kept;
     for (request **at = &s->requests; *at; at = &(*at)->next)
         if ((*at)->id == id) {
             request *ended = *at;

@@ -109,7 +109,7 @@ def watch(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
 
 
 def _prior(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weighted least squares that begins with what LRU knows: the longer ago, the worse.
+    """The state of a regression that begins with what LRU knows: the longer ago, the worse.
 
     Returns:
         ``[F, F]`` products of features, ``[F]`` moments, ``[F]`` weights.
@@ -425,6 +425,7 @@ class CompiledReuse:
         self._sizes = (shape.num_layers, shape.num_experts, shape.top_k, memory, learn_every)
         self._network: ReuseNetwork | None = None
         self._scores: list[list[float] | None] = [None] * shape.num_layers
+        self._num_tokens = 0  # of the running step
         self._state = _State(library, self._sizes)
         self._begin(*_prior(_NUM_FEATURES))
 
@@ -436,19 +437,22 @@ class CompiledReuse:
                 *(self._state.at, sequences.ctypes.data, token_ids.ctypes.data, len(sequences))
             ):
                 raise MemoryError(f"no memory for a step of {len(sequences)} tokens")
+            self._num_tokens = len(sequences)
             return
-        ids = np.ascontiguousarray(event.expert_ids, np.int64)
+        layer, ids = event.layer, np.ascontiguousarray(event.expert_ids, np.int64)
         gates = np.ascontiguousarray(event.gate_weights, np.float32)
+        num_tokens, top_k = ids.shape
+        fits = num_tokens >= self._num_tokens and top_k <= self._shape.top_k
+        if not fits or gates.size not in (0, ids.size):
+            raise ValueError(
+                f"expected ids and weights of {self._num_tokens} tokens, at most "
+                f"{self._shape.top_k} each, got {ids.shape} and {gates.shape}"
+            )
+        self._scores[layer] = None  # refuses a layer that there is not
+        gates_at = gates.ctypes.data if gates.size else None
         self._library.moe_reuse_route(
-            *(
-                self._state.at,
-                event.layer,
-                ids.ctypes.data,
-                gates.ctypes.data if gates.size else None,
-            ),
-            *ids.shape,
+            self._state.at, layer, ids.ctypes.data, gates_at, num_tokens, top_k
         )
-        self._scores[event.layer] = None
 
     def finish(self, sequence: int) -> None:
         self._library.moe_reuse_finish(self._state.at, sequence)

@@ -116,6 +116,39 @@ def test_what_is_learned_moves_between_both_forms():
     np.testing.assert_allclose(pair[1].scores(0), pair[0].scores(0), rtol=1e-4, atol=1e-4)
 
 
+@needs_compiled
+def test_a_request_may_end_within_a_step():
+    estimator = CompiledReuse(SHAPE)
+    estimator.take_network(drawn_network(SHAPE, 1))
+    events = [e for e in drawn_events(SHAPE, 120, 2) if not isinstance(e, int)]
+    rng = np.random.default_rng(0)
+    for event in events:
+        estimator.observe(event)
+        if isinstance(event, StepBegins):
+            sequences = event.sequences
+        elif rng.random() < 0.2:
+            estimator.finish(int(rng.choice(sequences)))
+        assert np.isfinite(estimator.scores(int(rng.integers(SHAPE.num_layers)))).all()
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("layer", "ids", "gates", "kind"),
+    [
+        (0, np.zeros((1, 2)), np.zeros((1, 2)), ValueError),
+        (0, np.zeros((2, 3)), np.zeros((2, 3)), ValueError),
+        (0, np.zeros((2, 2)), np.zeros((2, 1)), ValueError),
+        (3, np.zeros((2, 2)), np.zeros((2, 2)), IndexError),
+    ],
+    ids=["tokens", "choices", "weights", "layer"],
+)
+def test_events_of_other_sizes_are_refused(layer, ids, gates, kind):
+    estimator = CompiledReuse(SHAPE)
+    estimator.observe(StepBegins(sequences=np.array([0, 1]), token_ids=np.array([1, 2])))
+    with pytest.raises(kind):
+        estimator.observe(LayerRouted(layer=layer, expert_ids=ids, gate_weights=gates))
+
+
 def test_gradients_are_those_of_differences():
     routes = chained_routes(2, 100, seed=4)
     window = [*reuse_network._windows(routes)][1]
