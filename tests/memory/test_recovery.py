@@ -4,11 +4,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from typing import Self
 
 import pytest
 from fake_tier import FakeTier, content, keys, make_store, use
-from injection import KINDS, calls_of, raise_on
+from injection import KINDS, calls_of, raise_on, without_collection
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.memory import reads
@@ -121,51 +122,64 @@ def test_leases_that_an_exception_left_open_end_for_their_thread_alone():
     use(store, keys(0, 3, 4, 5))
 
 
-@contextlib.contextmanager
-def interrupted(pauses_s: float) -> Iterator[None]:
-    """Presses Ctrl-C again and again while a block runs."""
-    stop = threading.Event()
+class Interrupts:
+    """Presses Ctrl-C again and again while a block runs; it strikes once each time `is_awaited`.
 
-    def press() -> None:
-        while not stop.wait(pauses_s):
+    Elsewhere it would strike the test, or pytest. Garbage is collected before: what a finalizer
+    raises is lost.
+    """
+
+    def __init__(self, pauses_s: float) -> None:
+        self.is_awaited = False
+        self._pauses_s = pauses_s
+        self._stop = threading.Event()
+        self._pressing = threading.Thread(target=self._press)
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._exits.enter_context(without_collection())
+        self._exits.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        signal.signal(signal.SIGINT, self._strike)
+        self._pressing.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_awaited = False
+        self._stop.set()
+        self._pressing.join()
+        self._exits.close()
+
+    def _press(self) -> None:
+        while not self._stop.wait(self._pauses_s):
             os.kill(os.getpid(), signal.SIGINT)
 
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    try:
-        yield
-    finally:
-        while pressing.is_alive():
-            with contextlib.suppress(KeyboardInterrupt):
-                stop.set()
-                pressing.join()
+    def _strike(self, *_: object) -> None:
+        if self.is_awaited:
+            self.is_awaited = False
+            raise KeyboardInterrupt
 
 
 def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
-    store, num_struck = make_store(FakeTier(), 7), 0
+    store, num_struck, number = make_store(FakeTier(), 7), 0, 0
     resets, reset = [], store._monitor.reset
     store._monitor.reset = lambda: (resets.append(1), reset())
-    handler = signal.getsignal(signal.SIGINT)
-    with interrupted(0.002):
-        number = 0
+    with Interrupts(0.002) as interrupts:
+        handler = signal.getsignal(signal.SIGINT)
         while num_struck < 100:
             number += 1
+            wanted = keys(number % 3, *{number % 5, number % 4, number // 3 % 6})
             try:
-                wanted = keys(number % 3, *{number % 5, number % 4, number // 3 % 6})
+                interrupts.is_awaited = True
                 with store.lease(wanted, streaming=number % 7 == 0) as lease:
                     for group in lease:
                         for key, slot in group:
                             assert (slot == content(key)).all()
+                interrupts.is_awaited = False
             except KeyboardInterrupt:
                 num_struck += 1
-                while True:
-                    try:
-                        store.end_leases()
-                        break
-                    except KeyboardInterrupt:
-                        continue
+                store.end_leases()
+        assert signal.getsignal(signal.SIGINT) == handler
     assert not resets
-    assert signal.getsignal(signal.SIGINT) is handler
     assert not any(entry.pins for entry in store._entries.values())
     store.check()
     other = threading.Thread(target=use, args=(store, keys(0, 0, 1)))
@@ -177,7 +191,13 @@ def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
 def test_ctrl_c_ends_a_wait_for_a_read():
     tier = FakeTier(at_once=False)
     store = make_store(tier, 3)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def press_once_it_reads() -> None:
+        while not tier.under_way:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_once_it_reads).start()
     with pytest.raises(KeyboardInterrupt):
         use(store, keys(0, 0))
     store.check()
