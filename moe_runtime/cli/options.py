@@ -195,6 +195,8 @@ class Loading:
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
         predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
+        teach: With --policy auto: afterwards train the policy reuse in the background, once enough
+            routing is kept.
     """
 
     host_memory: HostMemory = "auto"
@@ -210,9 +212,12 @@ class Loading:
     predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
+    teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses a predictor that nothing asks."""
+        """Refuses what changes nothing."""
+        if self.policy != "auto":
+            refuse_given(ctx, {"teach"}, "has no effect: only --policy auto keeps routing")
         if self.prefetch == "off":
             refuse_given(ctx, {"predictor"}, "has no effect: give --prefetch")
 

@@ -98,6 +98,7 @@ def load(
     max_tokens: int | None = None,
     io_threads: int = 4,
     warm_up: bool = False,
+    teach: bool = True,
     progress: Progress | None = None,
     group: Group | None = None,
     placement: str | Path | None = None,
@@ -140,6 +141,8 @@ def load(
             default the length that the model knows, 4096 at most.
         io_threads: reads in flight at once.
         warm_up: reads experts as far as there are slots and compiles kernels before it returns.
+        teach: with ``policy="auto"``: once enough routing is kept, a process of the lowest
+            priority trains the policy ``reuse`` on it after the model is closed.
         progress: called with what is being done, the bytes done and the bytes in all.
         group: processes that divide the experts, each within budgets of its own. All load the same
             model with the same options and make the same calls; the output has the bits of a single
@@ -309,7 +312,13 @@ def load(
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
         recorder = open_record(
-            listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
+            listeners,
+            signature,
+            folder,
+            trace,
+            expert_bytes=largest,
+            keeps_recent=is_auto,
+            teaches=teach,
         )
     if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
@@ -454,7 +463,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
     "io_threads": (int,),
-    "warm_up": (bool,),
+    **dict.fromkeys(("warm_up", "teach"), (bool,)),
     "progress": (cast("type", Callable), _NONE),
 }
 
@@ -496,10 +505,11 @@ def resolve_policy(
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
         from moe_runtime.lab.replay.choice import choose_policy
+        from moe_runtime.lab.traces.learned import read_lesson
         from moe_runtime.lab.traces.recent import read_recent
 
-        recent = read_recent(signature, checkpoint)
-        chosen = choose_policy(signature, recent, num_slots, expert_bytes)
+        recent, lesson = read_recent(signature, checkpoint), read_lesson(signature, checkpoint)
+        chosen = choose_policy(signature, recent, num_slots, expert_bytes, lesson)
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")

@@ -250,12 +250,13 @@ def teach(
         recorded = [recent]
     with console.loading_bar() as progress:
         lesson = teach_reuse(join_traces(recorded), summary.path, lambda what: progress(what, 0, 0))
+    counted = zip(("lru", "reuse", "taught"), lesson.lesson.misses.tolist(), strict=True)
     facts = {
         "tokens": lesson.tokens,
         "held_out_tokens": lesson.held_out_tokens,
-        "lru_misses": lesson.lru_misses,
-        "reuse_misses": lesson.plain_misses,
-        "taught_misses": lesson.taught_misses,
+        "capacities": lesson.lesson.capacities.tolist(),
+        **{f"{name}_misses": misses for name, misses in counted},
+        "policy_s": lesson.lesson.policy_s,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
     if as_json:
