@@ -215,9 +215,7 @@ class Loading:
     teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses what changes nothing."""
-        if self.policy != "auto":
-            refuse_given(ctx, {"teach"}, "has no effect: only --policy auto keeps routing")
+        """Refuses a predictor that nothing asks."""
         if self.prefetch == "off":
             refuse_given(ctx, {"predictor"}, "has no effect: give --prefetch")
 

@@ -230,15 +230,11 @@ def load(
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
-        from moe_runtime.inference.prediction import (
-            learned_bytes,
-            make_live_estimator,
-            resolve_predictor,
-        )
+        from moe_runtime.inference.prediction import open_estimator
 
-        named = resolve_predictor(predictor, model, blocks, signature)
-        estimator = make_live_estimator(named, signature)
-        table_bytes = learned_bytes(named, estimator)
+        estimator, table_bytes = open_estimator(
+            predictor, model, blocks, signature, checkpoint.folder
+        )
     free = {
         "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
     }

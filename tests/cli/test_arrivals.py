@@ -46,6 +46,7 @@ LOADING = {
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
+    "teach": ("--no-teach", ("teach", False)),
 }
 CASES = {
     "inspect": Case(

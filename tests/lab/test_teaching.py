@@ -16,7 +16,13 @@ from moe_runtime.lab.replay import teaching
 from moe_runtime.lab.replay.choice import choose_policy
 from moe_runtime.lab.replay.teaching import LEAST_KEPT_TOKENS, is_due, start_teaching, teach_kept
 from moe_runtime.lab.traces import Trace, write_trace
-from moe_runtime.lab.traces.learned import Lesson, learned_path, read_lesson, write_lesson
+from moe_runtime.lab.traces.learned import (
+    Lesson,
+    learned_path,
+    read_lesson,
+    read_predictor,
+    write_lesson,
+)
 from moe_runtime.lab.traces.recent import FILE_TOKENS, recent_path
 from moe_runtime.policies.eviction.reuse import new_estimator
 from moe_runtime.policies.prediction import Shape
@@ -50,6 +56,7 @@ def lesson_of(trace: Trace, **changed: Any) -> Lesson:
         misses=np.array([[100, 50], [90, 48], [60, 40]]),
         is_kept=True,
         policy_s=1e-6,
+        recall=0.7,
     )
     return replace(lesson, **changed)
 
@@ -88,6 +95,9 @@ def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with() -> 
     assert lesson.tokens == 2500
     assert lesson.is_kept
     assert (lesson.misses[2] < lesson.misses[0]).all()
+    predictor = read_predictor(learned_path("predictor", trace.signature, CHECKPOINT))
+    assert predictor.name == "path-network"
+    assert lesson.recall > 0.5  # a quarter by chance
     estimator = new_estimator(shape_of(trace.signature))
     estimator.restore(dict(np.load(learned_path("reuse", trace.signature, CHECKPOINT))))
     assert "network_bias" in estimator.learned()

@@ -211,7 +211,7 @@ def evaluate(
 def teach(
     ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
-    """Train the network of the policy reuse for a model, from what it routed.
+    """Train the policy reuse, and a predictor for prefetching, for a model from what it routed.
 
     Without traces it learns from the routing that runs of the model kept. It is compared with reuse
     without a network on the latest fifth, which it does not learn from. If it misses less, later
@@ -257,6 +257,7 @@ def teach(
         "capacities": lesson.lesson.capacities.tolist(),
         **{f"{name}_misses": misses for name, misses in counted},
         "policy_s": lesson.lesson.policy_s,
+        "recall": lesson.lesson.recall,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
     if as_json:

@@ -1,4 +1,5 @@
-"""Trains the network of the policy ``reuse`` on what a model routed, if that saves misses.
+"""Trains the network of the policy ``reuse``, and a predictor of the coming layers, on what a model
+routed, if that saves misses and finds more.
 
 As a program, with a file of kept routing and the checkpoint, it does so in the background.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.files import locked, make_folders
+from moe_runtime.lab.replay.evaluation import evaluate
 from moe_runtime.lab.replay.experiment import usual_capacities
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace, read_trace
@@ -27,6 +29,7 @@ from moe_runtime.lab.traces.learned import (
     read_lesson,
     write_learned,
     write_lesson,
+    write_predictor,
 )
 from moe_runtime.lab.traces.recent import FILE_TOKENS, recent_path
 from moe_runtime.lab.traces.routes import routes_of
@@ -34,7 +37,9 @@ from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Maker
 from moe_runtime.policies.eviction.reuse import LEAST_TOKENS, maker_of, new_estimator, teach
+from moe_runtime.policies.prediction import RunningCounts
 from moe_runtime.policies.prediction.base import shape_of
+from moe_runtime.policies.prediction.trained import PathNetwork
 
 LEAST_KEPT_TOKENS = 2000
 """Fewest kept tokens that are taught from in the background."""
@@ -42,7 +47,7 @@ _LEAST_REQUESTS = 3
 _HELD_OUT = 5  # the latest fifth of the steps is held out
 _MOST_CELLS = 1 << 26
 """Tokens x layers x experts that are taught from in the background: each takes five bytes."""
-_TIMED_EVENTS = 2000
+_TIMED_EVENTS, _JUDGED_TOKENS = 2000, 1000
 _NUM_LAST = 64  # tokens by which the last teaching is found in what is kept now
 
 
@@ -62,7 +67,8 @@ def teach_reuse(
     """Trains a network, counts its misses on the latest fifth of the steps, and may keep it.
 
     It is kept if it misses less than ``reuse`` without a network. Later runs of the checkpoint with
-    the policy ``reuse`` begin with it, and ``auto`` goes by its misses.
+    the policy ``reuse`` begin with it, and ``auto`` goes by its misses. A predictor is trained on
+    the same steps, and kept if it finds more than counts.
 
     Raises:
         ValueError: the trace has too few tokens.
@@ -111,6 +117,16 @@ def teach_reuse(
     if sum(counted[2]) < sum(counted[1]):
         saves = True
         write_learned(estimator, signature, path)
+    on_progress("training the predictor")
+    trained, counts = PathNetwork(shape), RunningCounts(shape)
+    trained.fit(learned)
+    judged = routes_of(held_out.trace)
+    _, ours, theirs = evaluate([trained, counts], judged, distances=(1,), max_tokens=_JUDGED_TOKENS)
+    recall = ours.at(1).mean_at_k
+    if recall > theirs.at(1).mean_at_k:
+        write_predictor(learned_path("predictor", signature, checkpoint), trained, signature)
+    else:
+        recall = 0.0
     lesson = Lesson(
         tokens=trace.num_tokens,
         last_marks=_marks(trace)[-_NUM_LAST:],
@@ -118,6 +134,7 @@ def teach_reuse(
         misses=np.array(counted, np.int64),
         is_kept=saves,
         policy_s=_policy_s(held_out, estimator),
+        recall=recall,
     )
     write_lesson(lesson, signature, checkpoint)
     return TeachingResult(

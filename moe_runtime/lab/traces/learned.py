@@ -53,6 +53,7 @@ class Lesson:
     misses: np.ndarray  # ``[3, C]`` of LRU, of ``reuse`` without a network and with it
     is_kept: bool  # whether runs begin with the network
     policy_s: float  # seconds that the policy takes of a layer of a step
+    recall: float  # recall@K of the predictor that was trained along; 0 where none was kept
 
     def share_of_lru(self, capacity: float) -> float:
         """Misses that the policy has for each one of LRU."""
@@ -164,7 +165,7 @@ def write_learned(learner: Learner, signature: ModelSignature, path: Path) -> No
 
 def write_lesson(lesson: Lesson, signature: ModelSignature, checkpoint: Path) -> None:
     """Writes what a teaching brought, in the place of the one before."""
-    facts = np.array([lesson.tokens, lesson.is_kept, lesson.policy_s])
+    facts = np.array([lesson.tokens, lesson.is_kept, lesson.policy_s, lesson.recall])
     arrays = [lesson.capacities, lesson.misses, lesson.last_marks, facts]
     path = learned_path(_LESSON.owner, signature, checkpoint)
     make_folders(path.parent)
@@ -184,7 +185,7 @@ def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
         arrays = _read_arrays(archive, header)
         capacities, misses, last_marks, facts = (arrays[name] for name in _LESSON_ARRAYS)
         fits = capacities.ndim == 1 <= capacities.size and misses.shape == (3, len(capacities))
-        if fits and last_marks.ndim == 1 and facts.shape == (3,) and np.isfinite(facts).all():
+        if fits and last_marks.ndim == 1 and facts.shape == (4,) and np.isfinite(facts).all():
             return Lesson(
                 tokens=int(facts[0]),
                 last_marks=last_marks,
@@ -192,6 +193,7 @@ def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
                 misses=misses,
                 is_kept=bool(facts[1]),
                 policy_s=float(facts[2]),
+                recall=float(facts[3]),
             )
     return None
 
