@@ -35,13 +35,18 @@ from moe_runtime.lab.traces.recent import KEPT_STEPS, recent_path
 
 CAPACITIES = (0.125, 0.25, 0.375, 0.5, 0.75)
 FIXED = (
-    ("lru", "off"), ("lfu-aging", "off"), ("slru", "off"), ("reuse", "off"),
-    ("lru", "enforce"), ("reuse", "enforce"),
-)  # fmt: skip
+    ("lru", "off"),
+    ("lfu-aging", "off"),
+    ("reuse", "off"),
+    ("lru", "enforce"),
+    ("reuse", "enforce"),
+)
 AUTO, OFF = ("auto", "auto"), ("lru", "off")
 TEXT = Path(argparse.__file__)
 """Python's own source, cut by the model's tokenizer."""
-PROMPT_TOKENS, WARM_STEPS = 16, 8
+PROMPT_TOKENS = 16
+WARM_STEPS = 24
+"""Steps before the measured ones: prefetching in `auto` ends its first trial within them."""
 
 
 def text_ids(path: str, count: int) -> torch.Tensor:
