@@ -233,7 +233,7 @@ def load(
         from moe_runtime.inference.prediction import open_estimator
 
         estimator, table_bytes = open_estimator(
-            predictor, model, blocks, signature, checkpoint.folder
+            predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
     free = {
         "host": available_host_bytes() // (1 if partition is None else partition.processes_here())

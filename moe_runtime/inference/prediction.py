@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 NEXT_GATE_RECALL = 0.64
 """Share of the next layer's experts that `next-gate` finds among its first K on the pocket model,
 and so what a trained predictor must find to be taken by ``auto``."""
+MOST_TABLES = 1 / 256
+"""Bytes of its tables, of those of all experts: they take slots."""
 
 
 def open_estimator(
@@ -53,6 +55,7 @@ def open_estimator(
     block_names: Sequence[str],
     signature: ModelSignature,
     checkpoint: Path,
+    expert_bytes: int,
 ) -> tuple[Estimator, int]:
     """The estimator that is named, and the bytes of its tables; untrained counts are in the fixed
     reserve. For ``auto`` it is what the model's own routing trained, where that finds as much as
@@ -68,7 +71,9 @@ def open_estimator(
         if lesson is not None and lesson.recall > least:
             path = learned_path("predictor", signature, checkpoint)
             try:
-                return _with_bytes(read_predictor(path, signature))
+                found = _with_bytes(read_predictor(path, signature))
+                if found[1] <= MOST_TABLES * expert_bytes:
+                    return found
             except CheckpointError as error:
                 text = f"the predictor is {predictor}: {error}"
                 warnings.warn(text, MoERuntimeWarning, stacklevel=2)

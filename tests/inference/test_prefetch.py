@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.inference import prediction
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.prediction import NEXT_GATE_RECALL
 from moe_runtime.lab.traces.learned import Lesson, learned_path, write_lesson, write_predictor
@@ -114,6 +115,7 @@ def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
         write_lesson(lesson, POCKET, pocket_path())
 
     assert asked() == "next-gate"
+    monkeypatch.setattr(prediction, "MOST_TABLES", 1.0)
     path = learned_path("predictor", POCKET, pocket_path())
     teach(NEXT_GATE_RECALL + 0.01)
     path.write_bytes(trained.read_bytes())
@@ -121,6 +123,8 @@ def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
     teach(NEXT_GATE_RECALL - 0.01)
     assert asked() == "next-gate"
     teach(NEXT_GATE_RECALL + 0.01)
+    monkeypatch.setattr(prediction, "MOST_TABLES", 0.0)
+    assert asked() == "next-gate"
     path.write_bytes(b"PK")
     with pytest.warns(MoERuntimeWarning, match="the predictor is next-gate"):
         assert asked() == "next-gate"
