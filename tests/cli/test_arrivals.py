@@ -43,6 +43,7 @@ LOADING = {
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
+    "draft": ("--draft lookup", ("draft", "lookup")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
