@@ -78,7 +78,7 @@ def test_answers_are_those_without_drafts(
         if exact:
             assert [answer.tokens for answer in together] == [a.tokens for a in expected]
         drained(engine)
-        found = engine.statistics()
+    found = engine.statistics()
     assert steps < len(PROMPTS) * (1 + NEW * 0.6)
     assert found.accepted_drafts >= len(PROMPTS) * NEW // 2
     assert found.draft_steps + found.accepted_drafts == 2 * len(PROMPTS) * (NEW - 1)
