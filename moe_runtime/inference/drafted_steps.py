@@ -48,6 +48,8 @@ DRAFTED_ELSEWHERE = "is_drafted_elsewhere"
 _TRIED = (2, 3, 8)
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position")
 _KEPT = ("use_cache", "logits_to_keep", "return_dict")
+_UNUSED = ("tokenizer", "assistant_tokenizer")
+"""What ``generate`` passes on to models, which do not look at it."""
 _MORE = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Settings with which a model answers more than logits."""
 
@@ -150,8 +152,8 @@ class DraftedSteps:
             return None
         if not can_give_back(cache) or cache.get_seq_length() != text.num_tokens:
             return None
-        taken = {self._cache_name, *_TAKEN, *_KEPT}
-        if any(value is not None and name not in taken for name, value in given.items()):
+        others = given.keys() - {self._cache_name, *_TAKEN, *_KEPT, *_UNUSED}
+        if any(given[name] is not None and given[name] is not False for name in others):
             return None
         if not isinstance(given.get("logits_to_keep", 0), int) or self._answers_more():
             return None

@@ -8,9 +8,12 @@ import pytest
 import torch
 from scripted_drafts import EveryDraft, Told
 from tiny_checkpoints import PROMPT, save, tiny_model
+from transformers import AutoTokenizer
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.drafts import Lookup
+from moe_runtime.inference.generation import generate_text
 from moe_runtime.models.pocket import pocket_path
 
 NEW = 24
@@ -206,6 +209,25 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(
     drafted.moe.check()
     told(drafted, whole)
     assert generated(drafted, do_sample=False).sequences[0].tolist() == whole
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
+def test_the_text_of_a_prompt_is_that_without_drafts(
+    plain: Any, drafted: Any, settings: dict[str, Any]
+) -> None:
+    """As `run` generates it, with what is passed on to the model by the way."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket_path())
+    drafted._drafts.new_drafter, drafted._drafts.control = Lookup, EveryDraft(16)
+    prompt = "def first(x):\n    return x\n\ndef second(x):\n"
+    texts = [
+        generate_text(model, tokenizer, prompt, max_new_tokens=60, **settings)
+        for model in (plain, drafted)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    counts = drafted._drafts.control.counts()
+    assert counts["drafted_tokens"] > counts["accepted_drafts"] > 5
+    # those of the first token and of a last draft that was not asked for to its end are left out
+    assert counts["draft_steps"] + counts["accepted_drafts"] + 15 >= 58
 
 
 @pytest.mark.parametrize(
