@@ -132,7 +132,9 @@ class DraftedSteps:
             text.num_tokens += 1
             if text.expected[:1] == [token] and _is_kept(text, given.get("position_ids")):
                 return self._answer_kept(text, cache)
-            self._judge(text)
+            if text.expected:
+                self.control.judged(text.draft.grade, 0, has_failed=True)
+            self._forget(text)
             draft = self._draft(text)
             if draft.tokens:
                 return self._verify(run, given, text, draft, token)
@@ -186,7 +188,7 @@ class DraftedSteps:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if text is None:
             text = _Text(self.new_drafter())
-        self._judge(text)
+        self._forget(text)
         is_whole = mask is None or (mask.ndim == 2 and bool(mask.all()))
         if ids is not None and len(ids) == 1 and is_whole and text.num_tokens == num_before:
             text.drafter.extend(ids[0].tolist())
@@ -241,13 +243,12 @@ class DraftedSteps:
         for layer in cache.layers:
             assert layer.take_place() is not None, "the pass had room for all of its tokens"
         del text.expected[0]
+        self.control.judged(text.draft.grade, 1, has_failed=False)
         assert text.make is not None
         return text.make(text.logits_RV.pop(0))
 
-    def _judge(self, text: _Text) -> None:
+    def _forget(self, text: _Text) -> None:
         """Nothing more of the last draft is used."""
-        if num_drafted := len(text.draft.tokens):
-            self.control.judged(text.draft.grade, num_drafted, num_drafted - len(text.expected))
         text.draft, text.expected, text.logits_RV, text.make = Draft([], 0), [], [], None
 
 

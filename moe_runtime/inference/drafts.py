@@ -157,13 +157,13 @@ class DraftControl:
         if num_rows > num_base:
             self._lose(seconds, num_base, num_base)
 
-    def judged(self, grade: int, num_drafted: int, num_accepted: int, num_base: int = 1) -> None:
-        """So many tokens of a draft were verified, and so many of them right."""
-        self._counts["accepted_drafts"] += num_accepted
+    def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
+        """So many tokens of a draft were right, and maybe the one after them was not."""
+        self._counts["accepted_drafts"] += num_right
         right = self._right[grade]
-        right[0] += num_accepted
-        right[1] += min(num_accepted + 1, num_drafted)
-        self._lose(0.0, num_accepted, num_base)
+        right[0] += num_right
+        right[1] += num_right + has_failed
+        self._lose(0.0, num_right, num_base)
 
     def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
         """Seconds were spent, and tokens came that steps of so many sequences take time for."""

@@ -342,7 +342,8 @@ class Engine:
         parts = logits_RV.split([1 + most for most in chosen])
         for sequence, draft, own_RV in zip(group, drafted, parts, strict=True):
             num_right = self._advance_over(sequence, draft.tokens, own_RV)
-            drafts.control.judged(draft.grade, len(draft.tokens), num_right, num_base)
+            has_failed = not sequence.is_finished and num_right < len(draft.tokens)
+            drafts.control.judged(draft.grade, num_right, has_failed=has_failed, num_base=num_base)
 
     def _offer(self, sequence: Sequence) -> Draft:
         """What may be verified with a sequence's next token, where there is room for it."""

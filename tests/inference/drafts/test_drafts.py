@@ -70,7 +70,8 @@ def run(
             accepted = 0
             while accepted < num_drafted and is_right(places[index] + accepted):
                 accepted += 1
-            control.judged(grade, num_drafted, accepted, num_sequences)
+            has_failed = accepted < num_drafted
+            control.judged(grade, accepted, has_failed=has_failed, num_base=num_sequences)
             places[index] += 1 + accepted
     return spent, control
 
@@ -121,5 +122,5 @@ def test_times_that_are_not_known_come_from_those_that_are() -> None:
         control.measured(1, 1, 1.0)
     assert control.choose(offer) > [4]  # a row is taken to take little
     control.measured(1, 16, 17.0)
-    control.judged(4, 15, 15)
+    control.judged(4, 15, has_failed=False)
     assert control.choose(offer) == [0]  # it takes as long as a step
