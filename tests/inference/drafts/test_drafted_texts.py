@@ -226,8 +226,7 @@ def test_the_text_of_a_prompt_is_that_without_drafts(
     assert texts[0].token_ids == texts[1].token_ids
     counts = drafted._drafts.control.counts()
     assert counts["drafted_tokens"] > counts["accepted_drafts"] > 5
-    # those of the first token and of a last draft that was not asked for to its end are left out
-    assert counts["draft_steps"] + counts["accepted_drafts"] + 15 >= 58
+    assert counts["draft_steps"] + counts["accepted_drafts"] == 59  # the first is the prompt's
 
 
 @pytest.mark.parametrize(
