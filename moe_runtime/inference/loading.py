@@ -25,6 +25,7 @@ from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
+    DRAFTS,
     SHARES,
     Budget,
     MemorySize,
@@ -93,6 +94,7 @@ def load(
     cache_code: str = "none",
     activations: str = "exact",
     misses: str = "device",
+    draft: str = "none",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
@@ -134,6 +136,9 @@ def load(
         misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
             for steps of up to 16 tokens; or ``"auto"``, by measured speeds. Except for ``"device"``
             the last bits of a result depend on residency.
+        draft: what guesses the next tokens, several of which a pass verifies: ``"none"``, or
+            ``"lookup"``: what followed the latest tokens where they stood before. Texts stay the
+            same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
@@ -176,6 +181,7 @@ def load(
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
+    check_draft(draft, place, trace, is_alone=group is None and placement is None)
     if misses != "device":
         from moe_runtime.inference.device.misses import check_misses
 
@@ -322,6 +328,12 @@ def load(
         prefetcher = open_prefetcher(
             model, listeners, blocks, store, estimator, mode, place, partition, learning
         )
+    drafts = None
+    if draft != "none":
+        from moe_runtime.inference.drafted_steps import DraftedSteps
+        from moe_runtime.inference.drafts import Lookup
+
+        drafts = DraftedSteps(model, Lookup, max_tokens)
     cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
@@ -330,9 +342,13 @@ def load(
         prefetcher=prefetcher,
         timeline=None if times is None else times.timeline,
         learning=learning,
+        drafts=None if drafts is None else drafts.control,
     )
     if warm_up:
         warm(model, modules, max_tokens, progress)
+    if drafts is not None:
+        cast(Any, model)._drafts = drafts
+        cast(Any, model).moe.reset_stats()
     return model
 
 
@@ -453,7 +469,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
     **dict.fromkeys(
-        ("policy", "prefetch", "shares", "cache_code", "activations", "misses"), (str,)
+        ("policy", "prefetch", "shares", "cache_code", "activations", "misses", "draft"), (str,)
     ),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
@@ -481,6 +497,24 @@ def check_names(
             read_predictor_signature(predictor)
         else:
             check_name(str(predictor))
+
+
+def check_draft(
+    draft: str, place: torch.device, trace: str | Path | None, *, is_alone: bool
+) -> None:
+    """Refuses drafts where nothing verifies them. Raises ValueError: so it is, or the name is
+    none."""
+    require_known("draft", draft, DRAFTS)
+    if draft == "none":
+        return
+    if place.type != "cpu":
+        raise ValueError(f"draft={draft!r} is for models on a CPU, not on {place}; leave it out")
+    if not is_alone:
+        raise ValueError(f"draft={draft!r} is for a single process; leave it out")
+    if trace is not None:
+        raise ValueError(
+            f"draft={draft!r} computes tokens that a trace must not have; leave one of the two out"
+        )
 
 
 def resolve_policy(

@@ -280,6 +280,7 @@ def test_options_arrive(
             "misses": "device",
             "prefetch": "observe",
             "predictor": "running-counts",
+            "draft": "lookup",
         },
         **{"device": "cpu", "dtype": "bfloat16"},
     }
