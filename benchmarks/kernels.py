@@ -343,7 +343,7 @@ def measure_packed(device: str, copy_bytes_s: float, *, tiny: bool) -> dict[str,
 
             def in_turn(each: Any, every: list[Tensor] = turns, x: Tensor = x, weights=weights):
                 for one in every:
-                    of_turn = each(one) if callable(each) else each
+                    of_turn: Any = each(one) if callable(each) else each
                     expert_mlp(x, one, weights, of_turn, activation=activation)
 
             ours, theirs = (

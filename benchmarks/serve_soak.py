@@ -35,7 +35,13 @@ import numpy as np
 import psutil
 from scipy.stats import theilslopes
 
-from moe_runtime.benchmarks.harness.scripting import parser_of, present_folder, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    SAVE,
+    facts,
+    parser_of,
+    present_folder,
+    save_results,
+)
 from moe_runtime.benchmarks.load.client import draw_words
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
@@ -263,35 +269,22 @@ def save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     growths = ("least_growth_bytes", "allowed_growth_bytes")
     sizes |= {name: found["memory"][name] for name in growths}
     sizes["rss_bytes"] = [size for _, size in found["rss_bytes"]]
-    metrics = {name: Metric("count", is_judged=False) for name in counts}
-    metrics |= {name: Metric("bytes", is_judged=name == "used_bytes") for name in sizes}
+    metrics = {**facts("count", *counts), **facts("bytes", *sizes), "used_bytes": Metric("bytes")}
     settings = {name: getattr(arguments, name) for name in ("minutes", "host_memory", "max_tokens")}
     settings |= {"model": arguments.model.name, "clients": CLIENTS, "seed": arguments.seed}
     save_results("serve-soak", settings, {"server": [counts | sizes]}, metrics)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add(
-        "--model",
-        type=present_folder,
-        default=pocket_path(),
-        help="a checkpoint (default: the pocket one)",
-    )
+    parser = parser_of(__doc__, "--no-prefix-cache=what requests leave is not kept", SAVE)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--model", type=present_folder, default=pocket_path(), help="(default: the pocket one)")
     add("--minutes", type=float, default=15.0)
-    add("--host-memory", default="40MiB", help="the server's budget (default: %(default)s)")
+    add("--host-memory", default="40MiB", help=f"the server's budget {default}")
     add("--max-tokens", type=int, default=1024, help="of all requests at a time")
-    add(
-        "--fetches-per-fault",
-        type=int,
-        default=5000,
-        help="fetches from one expert that cannot be read for some seconds to the next; 0 for none "
-        "(default: %(default)s)",
-    )
+    faults = "fetches from one expert that cannot be read for some seconds to the next; 0 for none"
+    add("--fetches-per-fault", type=int, default=5000, help=f"{faults} {default}")
     add("--seed", type=int, default=0)
-    add("--no-prefix-cache", action="store_true", help="what requests leave is not kept")
-    add("--save", action="store_true", help="write a file in benchmarks/results")
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < float("inf"):
         parser.error(f"argument --minutes: expected a number above 0, got {arguments.minutes:g}")
@@ -396,14 +389,12 @@ class Client:
     ) -> None:
         if body["stream"]:
             await self._stream(path, body, goes_after, on_begun)
-        elif goes_after is not None:
-            try:
-                async with asyncio.timeout(goes_after / 100):
-                    self._judge(await self._http.post(path, json=body))
-            except TimeoutError:
-                self._tally.counts["cancelled"] += 1
-        else:
-            self._judge(await self._http.post(path, json=body))
+            return
+        try:
+            async with asyncio.timeout(None if goes_after is None else goes_after / 100):
+                self._judge(await self._http.post(path, json=body))
+        except TimeoutError:
+            self._tally.counts["cancelled"] += 1
 
     async def _stream(
         self, path: str, body: dict[str, Any], goes_after: int | None, on_begun: Callable[[], None]

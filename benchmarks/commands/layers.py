@@ -16,7 +16,6 @@ from moe_runtime.benchmarks.cases.layer_shapes import (
     LAYER_SHAPES,
     TRAINING_SHAPES,
     LayerSizes,
-    sizes_of_shape,
 )
 from moe_runtime.benchmarks.commands.shared import (
     JOULE_ROWS,
@@ -193,17 +192,16 @@ def bench_experts(
     import torch
 
     from moe_runtime.benchmarks.cases import expert_layers as experts
-    from moe_runtime.benchmarks.cases.expert_layers import PEERS, kinds_of_calls
     from moe_runtime.kernels.operands import find_device
 
     asked, place, num_threads = parse_dtype(dtype), find_device(device), use_threads(threads)
-    block_s = 0.2 if run.quick else 0.5
+    rest: dict[str, Any] = {"tokens": numbers, "block_s": 0.2 if run.quick else 0.5}
     if names:
         from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 
-        sizes = sizes_of_shape(shape) if shape else experts.sizes_of_model(model or "", "auto")[0]
+        sizes = sizes_of(model, shape, None)[0]
         kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
-        plan: Any = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
+        plan: Any = FormatsPlan(names, sizes, num_bytes, **rest)
         measure: Callable[..., dict[str, Any]] = measure_formats
     else:
         if shape is not None:
@@ -213,24 +211,20 @@ def bench_experts(
         layer.module.to(place)
         sizes = LayerSizes(layer.num_experts, layer.top_k, layer.dim_model, layer.dim_hidden)
         kind, more = str(layer.dtype).removeprefix("torch."), {}
-        plan = experts.ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
+        plan = experts.ExpertsPlan(layer=layer, trains=training, **rest)
         measure = experts.measure_experts
     given = {"model": None, "format": "bf16", "num_threads": num_threads}
     given |= {"top_k": sizes.top_k, "most_tokens": numbers[-1]}
     settings = {
-        **_sizes_said(model, shape, sizes),
-        "dtype": kind,
-        "tokens": numbers,
-        "training": training,
+        **_said(model, shape, sizes, kind, numbers, training, num_threads),
         "device": str(place),
         "gpu": torch.cuda.get_device_name(place) if place.type == "cuda" else None,
-        "num_threads": num_threads,
         **more,
     }
-    peers = find_peers(peer or (), given, "experts", PEERS)
-    judged = [name for name, _, _ in kinds_of_calls(numbers, trains=training)]
+    peers = find_peers(peer or (), given, "experts", experts.PEERS)
+    judged = [name for name in plan.metrics() if name.endswith("_s")]
     show = show_formats if names else show_experts
-    run.measure(measure, plan, settings, judged, show, peers, unasked=PEERS)
+    run.measure(measure, plan, settings, judged, show, peers, unasked=experts.PEERS)
 
 
 @case(quick=_QUICK)
@@ -251,25 +245,13 @@ def bench_layer(
     require_one(model, shape, "whose sizes are taken?")
     numbers = parse_tokens(tokens, quick=run.quick)
     quiet_transformers(run.session)
-    import torch
-
-    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.benchmarks.cases.layer import PEERS, LayerPlan, measure_layer
 
-    asked, num_threads = parse_dtype(dtype), use_threads(threads)
-    if shape is not None:
-        sizes, found = sizes_of_shape(shape), asked or torch.bfloat16
-    else:
-        sizes, found = sizes_of_model(model or "", asked or "auto")
-    block_s = 0.2 if run.quick else 0.5
+    sizes, found = sizes_of(model, shape, parse_dtype(dtype))
+    num_threads, block_s = use_threads(threads), 0.2 if run.quick else 0.5
     plan = LayerPlan(sizes=sizes, dtype=found, tokens=numbers, trains=training, block_s=block_s)
-    settings = {
-        **_sizes_said(model, shape, sizes),
-        "dtype": str(found).removeprefix("torch."),
-        "tokens": numbers,
-        "training": training,
-        "num_threads": num_threads,
-    }
+    kind = str(found).removeprefix("torch.")
+    settings = _said(model, shape, sizes, kind, numbers, training, num_threads)
     show = partial(show_experts, what="layer")
     run.measure(measure_layer, plan, settings, plan.metrics(), show, unasked=PEERS)
 
@@ -294,7 +276,7 @@ def bench_ops(
     from moe_runtime.benchmarks.cases.ops import SIZES, OpsPlan, measure_ops
 
     plan = OpsPlan(
-        sizes=SIZES if shape is None else sizes_of_shape(shape),
+        sizes=SIZES if shape is None else LAYER_SHAPES[shape],
         dtype=parse_dtype(dtype) or torch.bfloat16,
         tokens=numbers,
         trains=training,
@@ -347,7 +329,6 @@ def bench_training(
     hold_to(isa)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases import training
-    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
     from moe_runtime.kernels.operands import find_device
 
@@ -358,7 +339,7 @@ def bench_training(
     if peers and place.type != "cpu":
         raise ValueError(f"--peer {peers[0].name} trains on the CPU; leave --device {device} out")
     num_threads = use_threads(threads)
-    sizes = TRAINING_SHAPES[shape] if shape else sizes_of_model(model or "", "auto")[0]
+    sizes = TRAINING_SHAPES[shape] if shape else sizes_of(model, None, None)[0]
     free = available_host_bytes()
     plan = training.TrainingPlan(
         sizes=sizes,
@@ -406,20 +387,37 @@ def use_threads(threads: int | None) -> int:
     return number
 
 
-def _sizes_said(model: str | None, shape: str | None, sizes: LayerSizes) -> dict[str, Any]:
-    return {
-        "model": shape or Path(model or "").name,
-        "experts": sizes.num_experts,
-        "top_k": sizes.top_k,
-        "dim_model": sizes.dim_model,
-        "dim_hidden": sizes.dim_hidden,
-    }
+def sizes_of(
+    model: str | None, shape: str | None, dtype: "torch.dtype | None"
+) -> "tuple[LayerSizes, torch.dtype]":
+    """Sizes of a layer, and the type to compute in; that of a shape is bfloat16 by default."""
+    import torch
+
+    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
+
+    if shape is not None:
+        return LAYER_SHAPES[shape], dtype or torch.bfloat16
+    return sizes_of_model(model or "", dtype or "auto")
+
+
+def _said(
+    model: str | None,
+    shape: str | None,
+    sizes: LayerSizes,
+    dtype: str,
+    tokens: list[int],
+    training: bool,
+    num_threads: int,
+) -> dict[str, Any]:
+    num_experts, *others = sizes
+    names = dict(zip(("experts", *LayerSizes._fields[1:]), (num_experts, *others), strict=True))
+    asked = {"dtype": dtype, "tokens": tokens, "training": training, "num_threads": num_threads}
+    return {"model": shape or Path(model or "").name, **names, **asked}
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":
     """The type to compute in; None for ``auto``."""
     from moe_runtime.checkpoints.checkpoint import COMPUTE_DTYPES
-    from moe_runtime.config import require_known
 
     known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
     if name == "auto":

@@ -229,8 +229,10 @@ def profiled(title: str, call: Callable[[], Any], device: str) -> str:
     kinds = ("cpu", "cuda") if device == "cuda" else ("cpu",)
     with profile(activities=[getattr(ProfilerActivity, kind.upper()) for kind in kinds]) as found:
         call()
-    averages, shown = found.key_averages(), {"row_limit": PROFILED_ROWS}
-    lines += (averages.table(sort_by=f"self_{kind}_time_total", **shown) for kind in kinds)
+    averages: Any = found.key_averages()
+    lines += (
+        averages.table(sort_by=f"self_{kind}_time_total", row_limit=PROFILED_ROWS) for kind in kinds
+    )
     python, text = cProfile.Profile(), io.StringIO()
     python.runcall(call)
     pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(2 * PROFILED_ROWS)
