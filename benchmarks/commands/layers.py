@@ -22,17 +22,17 @@ from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     Threads,
     case,
+    cells_of,
     equal_cell,
     mean_cell,
     median_cell,
     num_repetitions,
     show_rows,
-    unit_of,
     with_numbers,
 )
 from moe_runtime.benchmarks.suite.figures import unit_for
 from moe_runtime.cli import options
-from moe_runtime.cli.console import print_table, quiet_transformers
+from moe_runtime.cli.console import quiet_transformers
 from moe_runtime.config import format_bytes, parse_budget, require_known
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ Shape = Annotated[
     str | None,
     typer.Option(
         callback=options.named("shape", lambda: LAYER_SHAPES),
-        help="Instead of MODEL: olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b, "
-        "without any file.",
+        help=f"Sizes instead of MODEL's, without any file: {', '.join(LAYER_SHAPES)}.",
     ),
 ]
 Tokens = Annotated[
@@ -104,14 +103,6 @@ Training = Annotated[bool, typer.Option("--training", help="Calls with backward,
 Dtype = Annotated[
     str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, else bfloat16.")
 ]
-OpsShape = Annotated[
-    str | None,
-    typer.Option(
-        callback=options.named("shape", lambda: LAYER_SHAPES),
-        help="Sizes of a layer of olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b; 32 "
-        "experts of 512 x 1024, 4 a token, when omitted.",
-    ),
-]
 TrainingShape = Annotated[
     str | None,
     typer.Option(
@@ -125,8 +116,7 @@ TrainingPeers = Annotated[
     typer.Option(
         "--peer",
         metavar="NAME[@PYTHON]",
-        help="Another system beside these, several times if wanted: deepspeed, or a file PEER.py; "
-        "PYTHON is its environment's.",
+        help="Another system, several times if wanted: deepspeed, or a file PEER.py.",
     ),
 ]
 Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of the model.")]
@@ -259,7 +249,7 @@ def bench_layer(
 @case(quick=_QUICK)
 def bench_ops(
     run: CaseRun,
-    shape: OpsShape = None,
+    shape: Shape = None,
     tokens: Tokens = None,
     training: Training = False,
     dtype: Dtype = "auto",
@@ -472,86 +462,73 @@ def hold_to(isa: str | None) -> None:
 
 def show_experts(results: dict[str, Any], what: str = "experts") -> None:
     """Prints a column for each implementation, and how much quicker ours is than the best."""
-    shown = with_numbers(results)
-    rows = [["repetitions", *map(num_repetitions, shown), ""]] if shown else []
+    shown, rows = with_numbers(results), []
     for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
         passes, tokens = metric.split("_")[:2]
-        factor, unit = unit_of(shown, metric)
-        cells = [mean_cell(one, metric, factor) for one in shown]
-        rows.append([f"{passes}, T={tokens}, {unit}", *cells, _ratio(shown, metric)])
+        found = {one["system"]: one["summary"][metric]["median"] for one in shown
+                 if metric in one["summary"]}  # fmt: skip
+        ours, others = found.pop("moe_runtime", None), found.values()
+        ratio = f"{min(others) / ours:.2f}" if ours and others else ""
+        row, unit = cells_of(shown, metric, mean_cell)
+        rows.append([f"{passes}, T={tokens}, {unit}", *row, ratio])
     title = f"{what} of {_sizes_shown(results)}, {results['settings']['dtype']}"
-    show_rows(title, ["", *(one["system"] for one in shown), "best / ours"], rows)
+    counts = ["repetitions", *map(num_repetitions, shown), ""]
+    heads = ["", *(one["system"] for one in shown), "best / ours"]
+    show_rows(title, heads, [counts, *rows] if shown else [])
 
 
 def _sizes_shown(results: dict[str, Any]) -> str:
-    settings = results["settings"]
-    return (
-        f"{settings['model']}: E={settings['experts']} K={settings['top_k']} "
-        f"D={settings['dim_model']} F={settings['dim_hidden']}"
-    )
-
-
-def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
-    medians = {
-        one["system"]: one["summary"][metric]["median"] for one in shown if metric in one["summary"]
-    }
-    ours = medians.pop("moe_runtime", None)
-    return f"{min(medians.values()) / ours:.2f}" if ours and medians else ""
+    of = results["settings"]
+    experts = of.get("experts", of.get("num_experts"))
+    model = f"{of['model']}: " if "experts" in of else ""
+    return f"{model}E={experts} K={of['top_k']} D={of['dim_model']} F={of['dim_hidden']}"
 
 
 def show_formats(results: dict[str, Any]) -> None:
     shown, heads = with_numbers(results), [""]
     rows = [[one["system"]] for one in shown]
     for number in results["settings"]["tokens"] if shown else ():
-        factor, unit = unit_of(shown, f"forward_{number}_s")
+        cells, unit = cells_of(shown, f"forward_{number}_s", mean_cell)
         heads += [f"T={number}, {unit}", "of a read"]
-        for one, row in zip(shown, rows, strict=True):
+        for one, row, cell in zip(shown, rows, cells, strict=True):
             share = one["summary"].get(f"forward_{number}_of_read")
-            row.append(mean_cell(one, f"forward_{number}_s", factor))
-            row.append(f"{share['median']:.2f}" if share else "")
+            row += [cell, f"{share['median']:.2f}" if share else ""]
     most = format_bytes(results["settings"]["memory"])
     show_rows(f"experts of {_sizes_shown(results)}, at most {most} of a format", heads, rows)
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    settings, rows = results["settings"], []
+    tokens, rows = results["settings"]["tokens"], []
     for one in results["measurements"]:
         for kind in ("forward", "backward"):
-            names = [f"{kind}_{tokens}_s" for tokens in settings["tokens"]]
+            names = [f"{kind}_{number}_s" for number in tokens]
             medians = [one["summary"][name]["median"] for name in names if name in one["summary"]]
             if medians:
                 factor, unit = unit_for("s", medians)
                 cells = (mean_cell(one, name, factor) for name in names)
                 rows.append([one["system"], f"{kind}, {unit}", *cells])
-    title = (
-        f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
-        f"F={settings['dim_hidden']}, {settings['dtype']}"
-    )
-    lengths = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
-    if rows:
-        print_table(title, [("", "left"), ("", "left"), *lengths], rows)
+    title = f"ops: {_sizes_shown(results)}, {results['settings']['dtype']}"
+    show_rows(title, ["", "", *(f"T={number}" for number in tokens)], rows, num_left=2)
 
 
 def show_training(results: dict[str, Any]) -> None:
     from moe_runtime.benchmarks.suite.comparing import counted
 
-    settings, shown = results["settings"], with_numbers(results)
+    of, shown = results["settings"], with_numbers(results)
     heads = ["", "repetitions", "step, ms", "tokens/s", "losses equal"]
-    factors: dict[str, float] = {}
+    further = []
     for what, metric in _FURTHER.items():
         if any(metric in one["summary"] for one in shown):
-            factors[metric], unit = unit_of(shown, metric)
+            cells, unit = cells_of(shown, metric, median_cell)
+            further.append(cells)
             heads.append(f"{what}, {unit}")
     rows = [
         [
             *(one["system"], num_repetitions(one), mean_cell(one, "step_s", 1e3)),
             *(median_cell(one, "tokens_per_s", 1.0), equal_cell(one)),
-            *(median_cell(one, metric, factor) for metric, factor in factors.items()),
+            *(cells[place] for cells in further),
         ]
-        for one in shown
+        for place, one in enumerate(shown)
     ]
-    title = (
-        f"training of {settings['model']}: {counted('{} layers', settings['layers'])}, "
-        f"{settings['sequences']} x {settings['context']} tokens, {settings['dtype']}"
-    )
-    show_rows(title, heads, rows)
+    layers, tokens = counted("{} layers", of["layers"]), f"{of['sequences']} x {of['context']}"
+    show_rows(f"training of {of['model']}: {layers}, {tokens} tokens, {of['dtype']}", heads, rows)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from moe_runtime.cli.commands.train import ConfigFile
 from moe_runtime.cli.console import (
     fetch_model,
     print_json,
-    print_table,
     quiet_transformers,
     say_line,
 )
@@ -59,13 +59,10 @@ _TRAININGS = {
     "tokens/s": "tokens_per_s",
 }
 Experts = Annotated[
-    int | None,
-    typer.Option(min=1, help="Experts that a repetition reads. [128; quick: 32; at most all]"),
+    int | None, typer.Option(min=1, help="Experts of a repetition. [128; quick: 32; at most all]")
 ]
 InFlight = Annotated[int, typer.Option(min=1, max=256, help="Experts on their way at any time.")]
-IoThreads = Annotated[
-    int, typer.Option(min=1, max=256, help="Threads that serve this project's reads.")
-]
+IoThreads = Annotated[int, typer.Option(min=1, max=256, help="Threads of this project's reads.")]
 Ranks = Annotated[int, typer.Option(min=2, max=64, help="Processes here; torchrun has its own.")]
 Tokens = Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each process.")]
 Dim = Annotated[int, typer.Option(min=1, max=1 << 16, help="Width of a token.")]
@@ -131,19 +128,10 @@ def bench_io(
     checkpoint = open_checkpoint(fetch_model(model), "auto")
     layouts = map_experts(build_on_meta(checkpoint), checkpoint).layouts
     num_experts = min(experts or (32 if run.quick else 128), len(layouts))
-    plan = ReadPlan(
-        layouts=layouts,
-        num_experts=num_experts,
-        in_flight=min(in_flight, num_experts),
-        io_threads=io_threads,
-    )
-    settings = {
-        "model": Path(model).name,
-        "expert_bytes": sorted({layout.tensor_bytes for layout in layouts.values()}),
-        "experts": num_experts,
-        "in_flight": plan.in_flight,
-        "io_threads": io_threads,
-    }
+    asked = {"in_flight": min(in_flight, num_experts), "io_threads": io_threads}
+    plan = ReadPlan(layouts=layouts, num_experts=num_experts, **asked)
+    sizes = sorted({layout.tensor_bytes for layout in layouts.values()})
+    settings = {"model": Path(model).name, "expert_bytes": sizes, "experts": num_experts, **asked}
     peers = ("preadv", "preadv:direct")
     run.measure(measure_reads, plan, settings, ["bytes_per_s"], show_reads, unasked=peers)
 
@@ -189,29 +177,16 @@ def bench_dispatch(
         )
         from moe_runtime.benchmarks.cases.dispatch_ranks import ranks_here
 
-        plan = DispatchBenchPlan(
-            shapes=[
-                ExchangeShape(tokens, dim, experts, top_k, one, kind)
-                for kind in dtypes
-                for one in loads
-            ],
-            rounds=3 if run.quick else 5,
-        )
+        sizes = {"tokens": tokens, "dim": dim, "experts": experts, "top_k": top_k}
+        kinds = itertools.product(dtypes, loads)
+        shapes = [ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds]
+        plan = DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
         rules = stack.enter_context(run.rules(*(f"{plan.name(one)}_s" for one in plan.shapes)))
-        settings = {
-            "backend": "gloo",
-            "ranks": num_ranks,
-            "tokens": tokens,
-            "dim": dim,
-            "experts": experts,
-            "top_k": top_k,
-            "loads": loads,
-            "dtypes": dtypes,
-            "rounds": plan.rounds,
-        }
+        settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
+        settings |= {"dtypes": dtypes, "rounds": plan.rounds}
         results = measure_dispatch(plan, rules, settings)
     if results is not None:
         run.end(results, show_dispatch)
@@ -270,8 +245,9 @@ def bench_kernels(
     path = table or table_path(gpu)
     room = describe_device(device)
     found: list[tuple[LayerBatch, Measured]] = []
+    unwritten, written = None, str(path) if tune else None
     with run.stopping() as stop:
-        for layer in shapes:
+        for layer in itertools.takewhile(lambda _: not stop.is_set, shapes):
             for measured in tune_problems(
                 layer_problems(layer, torch.bfloat16, device),
                 (lambda problem: candidate_tiles(problem, room)) if tune else lambda problem: (),
@@ -286,17 +262,13 @@ def bench_kernels(
                     print(describe(measured), flush=True)
                 if stop.is_set:
                     break
-            if stop.is_set:
-                break
-        unwritten = None
         if run.output is not None:
             unwritten = keep_products(run.output, found, gpu, lambda: stop.is_set)
-    written = str(path) if tune else None
     if run.as_json:
         rows = [as_dict(measured) for _, measured in found]
         print_json({"gpu": gpu, "table": written, "products": rows})
     elif tune:
-        print_table("", [("", "left"), ("", "left")], [("written to", str(path))])
+        show_rows("", ("", ""), [("written to", str(path))], num_left=2)
     if unwritten is not None:
         say_line(unwritten)
     run.exit_if_stopped()
@@ -317,11 +289,8 @@ def keep_products(
 
     products = [TimedProduct(layer, measured, median_seconds) for layer, measured in found]
     rules = Rules(judged=("product_s",), max_s=_REPEATED_S, is_stopping=is_stopping)
-    settings = {
-        "gpu": gpu,
-        "dtype": "bfloat16",
-        "tiles": {one.name: dataclasses.asdict(one.tile) for one in products},
-    }
+    tiles = {one.name: dataclasses.asdict(one.tile) for one in products}
+    settings = {"gpu": gpu, "dtype": "bfloat16", "tiles": tiles}
     return keep_results(measure_systems("kernels", products, METRICS, rules, settings), output)
 
 
@@ -398,22 +367,15 @@ def bench_ablation(
 
 
 def show_ablation(results: dict[str, Any]) -> None:
-    settings, shown = results["settings"], with_numbers(results)
+    of, shown = results["settings"], with_numbers(results)
     found = {
         what: metric
         for what, metric in _TRAININGS.items()
         if any(metric in one["summary"] and one["summary"][metric]["p99"] for one in shown)
     }
-    rows = [
-        [
-            *(one["system"], num_repetitions(one)),
-            *(mean_cell(one, metric, 1.0) for metric in found.values()),
-            equal_cell(one),
-        ]
-        for one in shown
-    ]
-    title = (
-        f"{settings['model']}: {settings['steps']} steps of {settings['sequences']} x "
-        f"{settings['context']} tokens"
-    )
+    rows = []
+    for one in shown:
+        cells = (mean_cell(one, metric, 1.0) for metric in found.values())
+        rows.append([one["system"], num_repetitions(one), *cells, equal_cell(one)])
+    title = f"{of['model']}: {of['steps']} steps of {of['sequences']} x {of['context']} tokens"
     show_rows(title, ["", "seeds", *found, "losses equal"], rows)
