@@ -297,10 +297,7 @@ def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
             lambda: grouped_gemm(x, weight, skewed),
             lambda: torch.bmm(padded, weight.mT),
         ),
-        "combine, beside a copy": (
-            lambda: combine(x, gates, order),
-            lambda: target.copy_(source),
-        ),
+        "combine, beside a copy": (lambda: combine(x, gates, order), lambda: target.copy_(source)),
         PROJECTIONS: (
             lambda: [together(*one) for one in layers],
             lambda: [each(*one) for one in layers],

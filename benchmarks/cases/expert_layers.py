@@ -71,7 +71,7 @@ class CallsPlan:
         return {name: Metric("s") for name, _, _ in self.calls()}
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """What is timed, given its number; and how many tokens of a result are compared, and agree."""
 
     run: Callable[[int], object]
@@ -84,7 +84,7 @@ class CallsSystem(BenchSystem):
     def __init__(
         self,
         name: str,
-        calls: Mapping[str, Call],
+        calls: Mapping[str, TimedCall],
         block_s: float,
         select: Callable[[], object] = lambda: None,
         difference: str = "tokens differ by more than roundings allow",
@@ -335,7 +335,7 @@ def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor])
         return len(found), num_equal(plan, found, expected[metric], trains=trains)
 
     calls = {
-        metric: Call(plan.call(tokens, trains=trains), partial(judge, metric, trains))
+        metric: TimedCall(plan.call(tokens, trains=trains), partial(judge, metric, trains))
         for metric, tokens, trains in plan.calls()
         if name == OURS or name in plan.layer.contenders(tokens, trains=trains)
     }

@@ -16,9 +16,9 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     FEW,
     IN_FLOAT64,
     OURS,
-    Call,
     CallsPlan,
     CallsSystem,
+    TimedCall,
     num_near,
     output_or_gradient,
 )
@@ -136,7 +136,7 @@ def block_system(
 
     slow = name == "eager" and plan.sizes.num_experts > FEW
     calls = {
-        metric: Call(partial(run, plan.x(tokens), trains), expected[metric].judge)
+        metric: TimedCall(partial(run, plan.x(tokens), trains), expected[metric].judge)
         for metric, tokens, trains in plan.calls()
         if not (trains and slow)
     }

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import Call, CallsPlan, CallsSystem
+from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, CallsSystem, TimedCall
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import Rules
@@ -119,9 +119,9 @@ def op_system(ops: Mapping[int, OpCall], plan: OpsPlan) -> CallsSystem:
         return torch.autograd.grad(out, op.leaves, torch.ones_like(out))
 
     calls = {
-        name: Call(partial(both, ops[tokens]), lambda _: (0, 0))
+        name: TimedCall(partial(both, ops[tokens]), lambda _: (0, 0))
         if trains
-        else Call(partial(forward, ops[tokens]), partial(_judged, ops[tokens]))
+        else TimedCall(partial(forward, ops[tokens]), partial(_judged, ops[tokens]))
         for name, tokens, trains in plan.calls()
         if ops[tokens].leaves or not trains
     }

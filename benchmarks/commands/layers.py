@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram
 
 _MOST_TOKENS = 1 << 20
+_FORMAT_BYTES = 2 << 30
+"""Experts of a format take no more, and fewer are made."""
 _FURTHER = {
     "read": "storage_read_bytes",
     "written": "storage_written_bytes",
@@ -79,13 +81,6 @@ Formats = Annotated[
         "a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0, q4_k, q6_k; "
         "with -int8 behind any but the first two, activations are rounded to int8. Without "
         "--tokens a call has 1 and 16 of them."
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="With --formats: experts of a format take no more, and fewer are made. [2GiB]",
     ),
 ]
 Peers = Annotated[
@@ -150,7 +145,6 @@ def bench_experts(
     peer: Peers = None,
     tokens: Tokens = None,
     formats: Formats = None,
-    memory: Memory = None,
     training: Training = False,
     dtype: Dtype = "auto",
     device: options.Device = "cpu",
@@ -164,10 +158,7 @@ def bench_experts(
     allow gets no numbers. Ctrl-C shows what was measured so far.
     """
     require_one(model, shape, "whose experts are measured?")
-    if memory is not None and formats is None:
-        raise ValueError("--memory bounds experts of --formats; leave it out")
     numbers = parse_tokens("1,16" if tokens is None and formats else tokens, quick=run.quick)
-    num_bytes = options.bytes_of(memory or "2GiB", "--memory", needs_unit=True)
     from moe_runtime.benchmarks.suite.peers import find_peers
 
     found = find_peers(peer or (), {}, "experts")
@@ -190,8 +181,8 @@ def bench_experts(
         from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 
         sizes = sizes_of(model, shape, None)[0]
-        kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
-        plan: Any = FormatsPlan(names, sizes, num_bytes, **rest)
+        kind, more = "bfloat16", {"formats": names, "memory": _FORMAT_BYTES}
+        plan: Any = FormatsPlan(names, sizes, _FORMAT_BYTES, **rest)
         measure: Callable[..., dict[str, Any]] = measure_formats
     else:
         if shape is not None:

@@ -155,7 +155,7 @@ class GgufShape:
         """
         _require_gguf()
         write_tokenizer(folder, self.sizes["V"])
-        metadata = filled(FAMILIES[_RANDOM]["gguf"], self._letters())
+        metadata = filled(FAMILIES[_RANDOM]["gguf"], self._dims())
         tensors = self._tensors(np.random.default_rng(0))
         _write_file(folder / FILE_NAME, _RANDOM, folder / TOKENIZER_NAME, tensors, metadata)
 
@@ -171,7 +171,7 @@ class GgufShape:
         file = folder / FILE_NAME
         return file.is_file() and file.stat().st_size >= self.total_bytes
 
-    def _letters(self) -> dict[str, Any]:
+    def _dims(self) -> dict[str, Any]:
         """Sizes with those that follow: Q queries, KV keys, S values and M all of linear layers."""
         of, queries = self.sizes, self.sizes["H"] * self.sizes["d"]
         found = {**of, "L": self.num_layers, "name": self.name, "Q": queries, "2Q": 2 * queries}
@@ -179,7 +179,7 @@ class GgufShape:
         return found | {"M": 2 * of["G"] * of["s"] + found["S"]}
 
     def _tensors(self, generator: np.random.Generator) -> Iterator[WrittenTensor]:
-        facts, letters = FAMILIES[_RANDOM], self._letters()
+        facts, letters = FAMILIES[_RANDOM], self._dims()
         rows = [("", row) for row in facts["top"]]
         for layer in range(self.num_layers):
             kind = "linear" if (layer + 1) % facts["interval"] else "full"
