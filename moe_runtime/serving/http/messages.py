@@ -33,7 +33,7 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
-from moe_runtime.serving.http.translated import TranslatedBody, Turns, joined, named
+from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named
 
 _NAMES = {
     "response_format": "output_config.format.schema",
@@ -243,8 +243,8 @@ def _text(content: str | Sequence[TextBlock] | None, gap: str = "\n") -> str:
     return gap.join(block.text for block in content)
 
 
-def _conversation(body: MessagesBody) -> Turns:
-    found = Turns()
+def _conversation(body: MessagesBody) -> ChatMessages:
+    found = ChatMessages()
     if body.system:
         found.say("system", _text(body.system))
     for at, message in enumerate(body.messages):
@@ -272,7 +272,7 @@ def _conversation(body: MessagesBody) -> Turns:
     return found
 
 
-def _add_to_answer(found: Turns, block: Any, where: str) -> None:
+def _add_to_answer(found: ChatMessages, block: Any, where: str) -> None:
     message = found.answer()
     if isinstance(block, TextBlock):
         assert not isinstance(message.content, list)

@@ -40,7 +40,7 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.translated import TranslatedBody, Turns, joined, named
+from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named
 
 _KEPT_BYTES = 64 << 20
 _NAMES = {
@@ -265,7 +265,7 @@ def _keep(
     messages: Sequence[Message],
     response: dict[str, Any],
 ) -> None:
-    answer = Turns()
+    answer = ChatMessages()
     for item in response["output"]:
         kind = {"message": InputMessage, "reasoning": ReasoningItem}.get(item["type"])
         _add_item(answer, (kind or FunctionCallItem).model_validate(item))
@@ -315,8 +315,8 @@ def _text(content: str | Sequence[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _conversation(body: ResponsesBody) -> Turns:
-    found = Turns()
+def _conversation(body: ResponsesBody) -> ChatMessages:
+    found = ChatMessages()
     if isinstance(body.input, str):
         found.say("user", body.input)
     else:
@@ -325,7 +325,7 @@ def _conversation(body: ResponsesBody) -> Turns:
     return found
 
 
-def _add_item(found: Turns, item: Any) -> None:
+def _add_item(found: ChatMessages, item: Any) -> None:
     if isinstance(item, FunctionOutputItem):
         found.say("tool", _text(item.output), tool_call_id=item.call_id)
     elif isinstance(item, InputMessage) and item.role != "assistant":

@@ -37,7 +37,7 @@ class TranslatedBody(Body):
         return self.model_construct(stream=self.stream)
 
 
-class Turns:
+class ChatMessages:
     """Messages of a chat out of smaller items: those of one assistant's turn become one message."""
 
     def __init__(self) -> None:
