@@ -137,7 +137,7 @@ def teach(trace: Path, asked: Asked, checkpoint: Path, cache: Path) -> None:
     write_trace(cache / "train.npz", read_layers(trace, asked))
     words = ["predictor", "teach", str(checkpoint), str(cache / "train.npz"), "--json"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "moe_runtime", *words],
+        [sys.executable, "-P", "-m", "moe_runtime.cli.main", *words],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,

@@ -18,10 +18,6 @@ class RoutedModel(Listener):
 
     The gates compute as ever. A request takes a request of the trace, a token the row of its
     position; behind the last one they begin again.
-
-    Attributes:
-        requests: those of the trace that the sequences of the next passes take; None for one after
-            another, as requests of the model begin.
     """
 
     def __init__(self, model: Any, path: str) -> None:
@@ -31,17 +27,22 @@ class RoutedModel(Listener):
         self._ids = torch.from_numpy(ids.astype(np.int64)).transpose(0, 1).contiguous()
         self._weights = torch.from_numpy(weights.astype(np.float32)).transpose(0, 1).contiguous()
         self._rows = torch.zeros(0, dtype=torch.int64)
-        self.requests: Sequence[int] | None = None
+        self._taken: Sequence[int] | None = None
         for module in model.modules():
             if isinstance(module, OffloadedExperts):
                 module.register_forward_pre_hook(self._replace)
         model._steps.listeners.add(self)
 
+    def take(self, requests: Sequence[int]) -> None:
+        """The sequences of the next passes take these requests of the trace, instead of one after
+        another as requests of the model begin."""
+        self._taken = requests
+
     def begin(self, step: Step) -> None:
-        if self.requests is None:
+        if self._taken is None:
             numbers = step.requests % self._num_requests
         else:
-            numbers = np.array(self.requests)[step.sequences]
+            numbers = np.array(self._taken)[step.sequences]
         places = np.maximum(step.positions, 0) % self._length
         self._rows = torch.from_numpy(numbers * self._length + places)
 

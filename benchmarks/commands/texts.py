@@ -216,6 +216,8 @@ def _measure(
     if asked.prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(run.ctx, {"prompt_tokens", "batches"} & run.ctx.params.keys(), words)
+    if asked.routing is not None:
+        refuse_given(run.ctx, {"prompts"}, "has no effect: --routing says what is asked")
     texts = None if asked.prompts is None else read_prompts(None, None, asked.prompts)
     limit = cap_bytes(asked.cap)
     peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
@@ -329,7 +331,6 @@ def refuse_unrouted(
         )
     if place.name != "cpu":
         raise ValueError("--routing: a GPU's recorded steps follow the gates; give --device cpu")
-    refuse_given(run.ctx, {"prompts"}, "has no effect: --routing says what is asked")
     if (asked.train is not None) != bool(taught):
         raise ValueError("--train TRACE and --peer moe_runtime:reuse+taught belong together")
     from moe_runtime.policies.prediction import PREDICTORS
