@@ -5,9 +5,9 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes", "lru", "reuse", "off", "enforce", "auto", "taught")
+VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto", "taught")
 DEVICES = ("cpu", "cuda")
-_KINDS = ("activations", "cache_code", "policy", "policy", "prefetch", "prefetch", "prefetch")
+_KINDS = ("activations", "cache_code", "draft", "policy", "policy", *["prefetch"] * 3)
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
