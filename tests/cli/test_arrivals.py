@@ -43,6 +43,8 @@ LOADING = {
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
+    "routing": ("--routing cache-aware:0.1", ("routing", "cache-aware:0.1")),
+    "skip_below": ("--skip-below 0.2", ("skip_below", 0.2)),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
     "dtype": ("--dtype float16", ("dtype", "float16")),

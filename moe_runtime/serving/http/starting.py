@@ -441,6 +441,7 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
         str(settings.loading.get("activations", "exact")),
         "torch" if library is None else library.isa,
         "exact" if settings.engine.exact else "",
+        *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
     )
     folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
     return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))
