@@ -46,7 +46,7 @@ LOADING = {
     "routing": ("--routing cache-aware:0.1", ("routing", "cache-aware:0.1")),
     "skip_below": ("--skip-below 0.2", ("skip_below", 0.2)),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-    "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
+    "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
 }
 CASES = {
