@@ -16,7 +16,6 @@ from moe_runtime.config import (
     CACHE_CODES,
     MISSES,
     SHARES,
-    STAND_IN,
     PrefetchMode,
     parse_budget,
     parse_bytes,
@@ -244,16 +243,6 @@ class Loading:
         """Refuses a predictor that nothing asks."""
         if self.prefetch == "off":
             refuse_given(ctx, {"predictor"}, "has no effect: give --prefetch")
-
-    @property
-    def lossy(self) -> list[str]:
-        """Given options by which the experts in memory decide what is computed."""
-        asked = {
-            "--routing cache-aware": self.routing != "exact",
-            "--skip-below": self.skip_below > 0,
-            "--misses stand-in": self.misses == STAND_IN,
-        }
-        return [name for name, is_asked in asked.items() if is_asked]
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -76,6 +76,18 @@ class LossyRules:
         }
         return [name for name, value in asked.items() if value]
 
+    @staticmethod
+    def refuse_exact(loading: Mapping[str, Any]) -> None:
+        """Refuses options of `load` beside an engine that is exact. Raises ValueError: by them the
+        experts in memory decide what is computed."""
+        names = ("routing", "skip_below", "misses")
+        given = [loading.get(n, d) for n, d in zip(names, ("exact", 0.0, "device"), strict=True)]
+        if found := LossyRules.of(*given).named:
+            raise ValueError(
+                f"exact answers as if nothing else ran, and {found[0]} depends on what is in "
+                "memory: leave one of them out"
+            )
+
     def check(self, place: torch.device, *, is_alone: bool) -> None:
         """Refuses a device, and several processes. Raises ValueError: one of these."""
         if self.named and place.type != "cpu":

@@ -58,6 +58,7 @@ CASES = {
             "dtype": ("--dtype float16", "float16"),
             "max_tokens": ("--max-tokens 237", 237),
             "cache_code": ("--cache-code planes", "planes"),
+            "misses": ("--misses stand-in", "stand-in"),
             "verify": ("--verify", True),
         },
         {"host_memory": "tests/cli/test_commands.py"},

@@ -21,7 +21,7 @@ import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.known_classes import router_form
-from moe_runtime.inference.lossy import MOST_TOKENS, MissRules, ResidentsFirst
+from moe_runtime.inference.lossy import MOST_TOKENS, LossyRules, MissRules, ResidentsFirst
 from moe_runtime.types import ExpertKey
 
 NUM_EXPERTS, NUM_CHOICES, WIDTH = 9, 4, 24
@@ -200,11 +200,14 @@ def test_a_step_is_lossy_and_a_call_with_gradients_is_not(checkpoint: Path) -> N
     rules = {"routing": "cache-aware:0.5", "skip_below": 0.4}
     with (model := load(checkpoint, **rules)).moe:
         embedded = model.get_input_embeddings()(PROMPT[:, :4]).requires_grad_()
-        assert torch.equal(model(inputs_embeds=embedded).logits, expected)
+        # fp32, where attention with gradients sums in another order
+        torch.testing.assert_close(
+            model(inputs_embeds=embedded).logits, expected, rtol=1e-4, atol=1e-5
+        )
         stats = model.moe.stats()
         assert (stats.replaced_choices, stats.skipped_choices) == (0, 0)
         with torch.no_grad():
-            assert not torch.equal(model(PROMPT[:, :4]).logits, expected)
+            assert not torch.allclose(model(PROMPT[:, :4]).logits, expected, rtol=1e-2)
         stats = model.moe.stats()
         assert stats.replaced_choices > 0
         assert stats.skipped_choices > 0
@@ -231,6 +234,13 @@ def test_rules_that_change_nothing_or_are_none(
     settings: dict[str, Any] = {"host_memory": 1, "device": "cpu"} | options
     with pytest.raises(ValueError, match=complaint):
         moe_runtime.load(checkpoint, **settings)
+
+
+def test_beside_an_exact_engine_they_are_refused() -> None:
+    for given in ({"routing": "cache-aware:0.1"}, {"skip_below": 0.2}, {"misses": "stand-in"}):
+        with pytest.raises(ValueError, match="exact answers as if nothing else ran, and"):
+            LossyRules.refuse_exact(given)
+    LossyRules.refuse_exact({"routing": "exact", "skip_below": 0.0, "misses": "cpu"})
 
 
 def test_a_token_with_one_expert_has_nothing_to_give_up(tmp_path: Path) -> None:

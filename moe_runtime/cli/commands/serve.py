@@ -138,11 +138,6 @@ def serve(
     if is_on_cpu({"device": loading.device}):
         why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"
         refuse_given(ctx, {"decode_rows"}, f"{why} (--device {loading.device}); leave it out")
-    if exact and (lossy := loading.lossy):
-        raise ValueError(
-            f"--exact answers as if nothing else ran, and {lossy[0]} depends on what is in memory: "
-            "leave one of them out"
-        )
     use_one_heap()
     log = ServerLog(as_json=as_json)
     if as_json:

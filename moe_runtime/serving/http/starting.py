@@ -26,6 +26,7 @@ from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
+from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
@@ -364,6 +365,8 @@ def run_server(
             "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
             "--no-prefix-cache out"
         )
+    if settings.engine.exact:
+        LossyRules.refuse_exact(settings.loading)
     names = names_of(settings.models, settings.names)
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
