@@ -167,8 +167,8 @@ def check_misses(misses: str, place: torch.device, *, is_alone: bool) -> None:
         return
     if place.type == "cpu" and misses != "device":
         raise ValueError(
-            f"misses {misses} is for models on a GPU; this one is on the CPU: leave it out, or "
-            f"give {STAND_IN}"
+            "misses is for models on a GPU; this one is on the CPU, where stand-in alone is known, "
+            f"got {misses!r}: leave it out"
         )
     if not is_alone and misses != "device":
         raise ValueError(
