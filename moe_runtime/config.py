@@ -146,7 +146,7 @@ ACTIVATIONS = ("exact", "int8")
 CACHE_CODES = ("none", "planes")
 STAND_IN = "stand-in"
 MISSES = ("device", "cpu", "auto", STAND_IN)
-
+DRAFTS = ("none", "lookup")
 
 _CACHE_AWARE = "cache-aware:"
 

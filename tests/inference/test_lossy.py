@@ -221,6 +221,7 @@ def test_a_step_is_lossy_and_a_call_with_gradients_is_not(checkpoint: Path) -> N
     [
         ({"routing": "cache-aware:0.1", "host_memory": "1GiB"}, "every expert fits in memory"),
         ({"skip_below": 0.2, "host_memory": "1GiB"}, "every expert fits in memory"),
+        ({"skip_below": 0.2, "draft": "lookup"}, "draft lookup changes no text"),
         ({"skip_below": 1.0}, r"skip_below must be in \[0, 1\), got 1.0"),
         ({"skip_below": -0.5}, "skip_below must be"),
         ({"routing": "cache-aware:0"}, "such as cache-aware:0.1, got 'cache-aware:0'"),

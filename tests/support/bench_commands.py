@@ -238,6 +238,10 @@ BENCH_INPUTS = {
         (["bench", "throughput", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
         (["bench", "throughput", "MODEL", "--output"], "MODEL/config.json"),
     ],
+    "bench quality": [
+        (["bench", "quality", "MODEL", "--text", "FILE", "--output"], "FILE"),
+        (["bench", "quality", "MODEL", "--text", "FILE", "--output"], "MODEL/config.json"),
+    ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
     "bench ablation": [(["bench", "ablation", "FILE", "--output"], "FILE")],

@@ -314,6 +314,10 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
     if any(changed.values()):
         each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
         rows.append(("choices changed (lossy)", each))
+    if stats.draft_steps:
+        rate = 1 + stats.accepted_drafts / stats.draft_steps
+        row = f"{stats.accepted_drafts} of {stats.drafted_tokens} tokens right"
+        rows.append(("drafts", f"{row}, {rate:.2f} tokens a step"))
     if stats.policy_reason:
         reason = f": {stats.policy_reason}" if verbose else ""
         rows.append(("policy", f"{stats.policy}, {stats.shares} shares{reason}"))
