@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,6 +293,7 @@ def test_copies_answer_for_missing_experts(family: Family, tmp_path: Path) -> No
             for num_tokens in (1, 2, 1, 5):
                 weights, ids = torch.rand(num_tokens, 6, generator=drawn).topk(2)
                 x = torch.randn(num_tokens, 32, generator=drawn)
+                wait_for_reads(module.store)
                 missing = torch.tensor([key.expert for key in module.store.missing(module._keys)])
                 lacking = torch.isin(ids, missing)
                 num_choices += int(lacking.sum())
@@ -308,6 +310,13 @@ def test_copies_answer_for_missing_experts(family: Family, tmp_path: Path) -> No
             )
         assert model.moe.stats().stand_in_choices == num_choices > 0
         assert model.moe.stats().readahead_bytes > 0
+
+
+def wait_for_reads(store: Any) -> None:
+    """Until what is read for later steps has arrived."""
+    while store._link.under_way:
+        time.sleep(0.001)
+        store.stats()  # takes the lock, which delivers what has ended
 
 
 def room_for_copies(folder: Path) -> int:
