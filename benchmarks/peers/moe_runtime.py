@@ -5,9 +5,12 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes")
+VARIANTS = ("int8", "planes", "lookup")
 DEVICES = ("cpu", "cuda")
-_OPTIONS = {"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}}
+_OPTIONS = {
+    **{"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}},
+    "lookup": {"draft": "lookup"},
+}
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 

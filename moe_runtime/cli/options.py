@@ -14,6 +14,7 @@ from moe_runtime.cli.strict import FOLDER, apply_config, argument, option, refus
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
+    DRAFTS,
     MISSES,
     SHARES,
     PrefetchMode,
@@ -174,6 +175,14 @@ Prefetch = Annotated[
         callback=named("prefetch mode", lambda: list(PrefetchMode)),
     ),
 ]
+Draft = Annotated[
+    str,
+    option(
+        "What guesses next tokens, which one step verifies: none, or lookup (what followed the "
+        "same words before). The text stays the same. CPU only.",
+        callback=named("draft", lambda: DRAFTS),
+    ),
+]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
 Dtype = Annotated[
     str,
@@ -195,6 +204,8 @@ class Loading:
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
         predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
+        teach: With --policy auto: afterwards train the policy reuse in the background, once enough
+            routing is kept.
     """
 
     host_memory: HostMemory = "auto"
@@ -208,8 +219,10 @@ class Loading:
     misses: Misses = "device"
     prefetch: Prefetch = "auto"
     predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
+    draft: Draft = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
+    teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
         """Refuses a predictor that nothing asks."""

@@ -43,9 +43,11 @@ LOADING = {
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
+    "draft": ("--draft lookup", ("draft", "lookup")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
+    "teach": ("--no-teach", ("teach", False)),
 }
 CASES = {
     "inspect": Case(

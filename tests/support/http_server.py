@@ -40,6 +40,7 @@ from moe_runtime.serving.requests import (
     Started,
 )
 
+HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
 TEMPLATE = """\
 {%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %} \
 <tool_call>{"name": ..., "arguments": ...}</tool_call>
