@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _START_S = 300.0
 """A peer may compile what it needs when it is first imported."""
 _LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
+_DECODING = {"tokens after the first": "decode_tokens_per_s", **MEMORY_ROWS}
 _THROUGHPUT = {
     "new tokens in all": "new_tokens_per_s",
     "prompts": "prompt_tokens_per_s",
@@ -255,7 +256,7 @@ def show_texts(results: dict[str, Any]) -> None:
     if "batch" in settings:
         words.append(f"{counted('{} sequences', settings['batch'])} side by side")
     title = ", ".join([*words, device_words(results), *cap_words(settings)])
-    spreads, singles = _LATENCY, MEMORY_ROWS
+    spreads, singles = _LATENCY, _DECODING
     if results["case"] == "throughput":
         spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
     show_systems(results, title, spreads, singles, "likeliest tokens equal")
