@@ -94,7 +94,7 @@ class LatencyPlan(TextPlan):
         return {
             "first_token_s": [answer["first_token_s"] for answer in answers],
             "between_tokens_s": between,
-            "decode_tokens_per_s": len(between) / sum(between),
+            "decode_tokens_per_s": len(between) / max(sum(between), 1e-9),
         }
 
 
