@@ -201,6 +201,13 @@ Prefetch = Annotated[
         callback=named("prefetch mode", lambda: list(PrefetchMode)),
     ),
 ]
+Predictor = Annotated[
+    str,
+    option(
+        "What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
+        callback=_predictor,
+    ),
+]
 Draft = Annotated[
     str,
     option(
@@ -229,7 +236,6 @@ class Loading:
         shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
-        predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
         teach: With --policy auto: afterwards train the policy reuse in the background, once enough
             routing is kept.
     """
@@ -246,7 +252,7 @@ class Loading:
     routing: Routing = "exact"
     skip_below: SkipBelow = 0.0
     prefetch: Prefetch = "auto"
-    predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
+    predictor: Predictor = "auto"
     draft: Draft = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
