@@ -52,15 +52,16 @@ METRICS = {
     "prompt_tokens_per_s": Metric("tokens/s", better="more"),
     "decode_tokens_per_s": Metric("tokens/s", better="more"),
     "hit_share": Metric("share", better="more", is_judged=False),
+    "changed_share": Metric("share", is_judged=False),
     "read_bytes": Metric("bytes", is_judged=False),
 }
-"""Hits and bytes read are those of the judged half of each chunk."""
-_COUNTERS = ("hits", "late_hits", "misses", "bytes_read")
+"""Hits, choices of experts that a lossy option changed, and bytes are of each judged half."""
+_CHANGES = ("replaced_choices", "skipped_choices", "stand_in_choices")
 _TURNS = 3
 _MOST_KEPT = 1 << 30
 """Bytes of the reference's logits in the temporary file."""
-_MOST_LOGITS, _MOST_JUDGED = 1 << 25, 1 << 21
-"""Logits of one pass, and of one conversion to float64."""
+_MOST_LOGITS = 1 << 23
+"""Of one pass; as float64, with what is computed of them, a quarter of a GiB."""
 
 Scores = npt.NDArray[np.float64]
 
@@ -134,35 +135,28 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
     Raises:
         CheckpointError: logits are NaN, or give a token of the text or of the reference no chance.
     """
-    rows = []
-    size = max(1, _MOST_JUDGED // logits_NV.shape[1])
-    for part in (slice(first, first + size) for first in range(0, len(ids_N), size)):
-        log_q = logits_NV[part].double().log_softmax(-1)
-        columns = [-log_q.gather(1, ids_N[part, None])[:, 0]]
-        if reference_NV is not None:
-            log_p = reference_NV[part].double().log_softmax(-1)
-            p = log_p.exp()
-            columns += [
-                -log_p.gather(1, ids_N[part, None])[:, 0],
-                torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1),
-                logits_NV[part].argmax(-1) == reference_NV[part].argmax(-1),
-            ]
-        rows.append(torch.stack([one.double() for one in columns], 1))
-    scores = torch.cat(rows).numpy()
+    log_q = logits_NV.double().log_softmax(-1)
+    columns = [-log_q.gather(1, ids_N[:, None])[:, 0]]
+    if reference_NV is not None:
+        log_p = reference_NV.double().log_softmax(-1)
+        p = log_p.exp()
+        columns.append(-log_p.gather(1, ids_N[:, None])[:, 0])
+        columns.append(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1))
+        columns.append((logits_NV.argmax(-1) == reference_NV.argmax(-1)).double())
+    scores = torch.stack(columns, 1).numpy()
     if not np.isfinite(scores).all():
         raise CheckpointError(NOT_FINITE)
     return scores
 
 
 def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
-    """Means of `score_tokens` with their 95 % intervals, by metric.
+    """Means of `score_tokens` by metric, with 95 % intervals; tokens count as independent.
 
-    The interval of a perplexity is that of the mean logarithm, times the derivative. The ratio's is
-    that of the differences, so the covariance of both logarithms is in it.
+    A ratio's interval is that of the differences, so the covariance of both logarithms is in it.
     """
-    found = {"perplexity": _exponential(scores[:, 0])}
+    found = {"perplexity": _mean(scores[:, 0], is_logarithm=True)}
     if scores.shape[1] > 1:
-        found["perplexity_ratio"] = _exponential(scores[:, 0] - scores[:, 1])
+        found["perplexity_ratio"] = _mean(scores[:, 0] - scores[:, 1], is_logarithm=True)
         found["kl_nats"] = _mean(scores[:, 2])
         for part, share in (("p99", 99), ("max", 100)):
             value = float(np.percentile(scores[:, 2], share))
@@ -171,18 +165,12 @@ def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _mean(values: Scores) -> dict[str, Any]:
-    low, high = mean_interval(values.tolist()) or (None, None)
-    return {"mean": float(values.mean()), "low": low, "high": high}
-
-
-def _exponential(values: Scores) -> dict[str, Any]:
-    found = _mean(values)
-    power = math.exp(found["mean"])
-    return {
-        name: None if end is None else power * (1 + end - found["mean"])
-        for name, end in found.items()
-    }
+def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
+    """A mean and its interval; of logarithms the power of the mean, and the derivative times it."""
+    mean, ends = float(values.mean()), mean_interval(values.tolist())
+    power, shift = (math.exp(mean), 1 - mean) if is_logarithm else (1.0, 0.0)
+    low, high = (None, None) if ends is None else (power * (end + shift) for end in ends)
+    return {"mean": power * (mean + shift), "low": low, "high": high}
 
 
 class QualitySystem(BenchSystem):
@@ -262,9 +250,17 @@ class QualitySystem(BenchSystem):
                 raw = bytearray(plan.kept.read(4 * logits_NV.numel()))
                 reference_NV = torch.frombuffer(raw, dtype=torch.float32).view_as(logits_NV)
             scores.append(score_tokens(logits_NV, targets[len(spent_s) - 2], reference_NV))
-        after = model.moe.stats()
-        hits, late, misses, read = (getattr(after, n) - getattr(before, n) for n in _COUNTERS)
-        found = {"read_bytes": read, "hit_share": hits / max(1, hits + late + misses)}
+        after, of_model = model.moe.stats(), model.moe.facts.signature
+
+        def grown(*names: str) -> float:
+            return float(sum(getattr(after, name, 0) - getattr(before, name, 0) for name in names))
+
+        num_choices = of_model.num_layers * of_model.top_k * sum(map(len, targets))
+        found = {
+            "hit_share": grown("hits") / max(1.0, grown("hits", "late_hits", "misses")),
+            "changed_share": grown(*_CHANGES) / num_choices,
+            "read_bytes": grown("bytes_read"),
+        }
         found["prompt_tokens_per_s"] = plan.num_prompt / spent_s[0]
         if plan.is_stepwise:
             found["decode_tokens_per_s"] = (len(spent_s) - 1) / sum(spent_s[1:])

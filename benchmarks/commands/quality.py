@@ -43,6 +43,7 @@ _COLUMNS = (
     ("prompt tokens/s", median_cell, "prompt_tokens_per_s", 1.0),
     ("decode tokens/s", median_cell, "decode_tokens_per_s", 1.0),
     ("hits, %", median_cell, "hit_share", 100.0),
+    ("changed, %", median_cell, "changed_share", 100.0),
 )
 
 
@@ -164,7 +165,7 @@ def _changed(ctx: typer.Context, words: str, loading: options.Loading) -> Iterat
 
 def show_quality(results: dict[str, Any]) -> None:
     settings, shown = results["settings"], with_numbers(results)
-    known = {metric for one in shown for metric in one["summary"]}
+    known = {name for one in shown for name, found in one["summary"].items() if found["p99"]}
     columns = [column for column in _COLUMNS if column[2] in known]
     rows = [
         [one["system"], *(cell(one, metric, factor) for _, cell, metric, factor in columns)]

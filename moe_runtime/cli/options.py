@@ -20,6 +20,7 @@ from moe_runtime.config import (
     PrefetchMode,
     parse_budget,
     parse_bytes,
+    parse_routing,
     require_known,
 )
 from moe_runtime.files import at_home
@@ -71,6 +72,12 @@ def _device(param: typer.CallbackParam, name: str) -> str:
 
         find_device(name, "--device")
     return name
+
+
+def _routing(text: str) -> str:
+    if text.isprintable():
+        parse_routing(text)
+    return text
 
 
 def _predictor(name: str) -> str:
@@ -163,8 +170,27 @@ Misses = Annotated[
     str,
     option(
         "Where to compute experts that are not on the GPU: device (copy first), cpu, or "
-        "auto (the faster). cpu and auto can change the last digits.",
+        "auto (the faster). cpu and auto can change the last digits. On a CPU: stand-in, int4 "
+        "copies in memory answer for missing experts (lossy).",
         callback=named("misses", lambda: MISSES),
+    ),
+]
+Routing = Annotated[
+    str,
+    option(
+        "exact, or cache-aware:LAMBDA: a resident expert replaces a missing one whose weight is "
+        "higher by at most this share of the token's weights. Lossy; CPU only.",
+        metavar="ROUTING",
+        callback=_routing,
+    ),
+]
+SkipBelow = Annotated[
+    float,
+    option(
+        "Leave out missing experts with less than this share of a token's weights. Lossy; CPU "
+        "only.",
+        min=0.0,
+        max=1.0,
     ),
 ]
 Prefetch = Annotated[
@@ -173,6 +199,13 @@ Prefetch = Annotated[
         "Read experts before they are needed: off, observe (count only), enforce, or auto"
         " (while it is faster).",
         callback=named("prefetch mode", lambda: list(PrefetchMode)),
+    ),
+]
+Predictor = Annotated[
+    str,
+    option(
+        "What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
+        callback=_predictor,
     ),
 ]
 Draft = Annotated[
@@ -203,7 +236,8 @@ class Loading:
         shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
-        predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
+        teach: With --policy auto: afterwards train the policy reuse in the background, once enough
+            routing is kept.
     """
 
     host_memory: HostMemory = "auto"
@@ -215,11 +249,14 @@ class Loading:
         str, typer.Option(callback=named("activations", lambda: ACTIVATIONS))
     ] = "exact"
     misses: Misses = "device"
+    routing: Routing = "exact"
+    skip_below: SkipBelow = 0.0
     prefetch: Prefetch = "auto"
-    predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
+    predictor: Predictor = "auto"
     draft: Draft = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
+    teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
         """Refuses a predictor that nothing asks."""

@@ -151,7 +151,6 @@ def test_a_small_file_of_logits_gives_the_same(monkeypatch: Patch, capsys: Capsy
     words = ("other", "--reference", POCKET, "--chunks", "4")
     before = measured(capsys, *words)
     monkeypatch.setattr(quality, "_MOST_KEPT", 1)  # a chunk at a time
-    monkeypatch.setattr(quality, "_MOST_JUDGED", 1)  # and a row
     after = measured(capsys, *words)
     assert len(after["other"]["repetitions"]) == CHUNKS
     for name in ("perplexity", "kl_nats", "kl_max_nats", "same_top"):
@@ -161,12 +160,21 @@ def test_a_small_file_of_logits_gives_the_same(monkeypatch: Patch, capsys: Capsy
 
 def test_what_loses_nothing_differs_in_nothing(capsys: Capsys) -> None:
     """Another budget, policy and code read other bytes and say the same."""
-    words = ("--host-memory", "20MiB", "--steps", "--chunks", "2", "--vary", "policy=lfu,reuse")
+    words = (
+        "--host-memory",
+        "20MiB",
+        "--steps",
+        "--chunks",
+        "2",
+        "--vary",
+        "policy=lfu-aging,reuse",
+    )
     found = measured(capsys, POCKET, *words, "--vary", "cache-code=planes")
     assert [*found] == [
-        *("pocket", "pocket, policy=lfu", "pocket, policy=reuse", "pocket, cache-code=planes")
+        *("pocket", "pocket, policy=lfu-aging", "pocket, policy=reuse", "pocket, cache-code=planes")
     ]
     assert found["pocket"]["summary"]["hit_share"]["mean"] < 1
+    assert found["pocket"]["summary"]["changed_share"]["mean"] == 0
     perplexity = found["pocket"]["summary"]["perplexity"]["mean"]
     for name in [*found][1:]:
         summary = found[name]["summary"]
@@ -257,7 +265,7 @@ def test_every_chunk_begins_as_the_model_begins(place: Path, tmp_path: Path) -> 
         (["--vary", "colour=blue"], "unknown option to vary 'colour'"),
         (["--vary", "activations=int9"], "unknown activations 'int9'"),
         (["--vary", "activations=exact"], "is the value anyway"),
-        (["--vary", "policy=lfu,lfu"], "pocket, policy=lfu: two are called so"),
+        (["--vary", "policy=reuse,reuse"], "pocket, policy=reuse: two are called so"),
         (["--activations", "int8"], "needs weights in GGUF's blocks"),
         (["--predictor", "eam"], "--predictor has no effect"),
         (["--context", "15"], "--context"),
@@ -275,12 +283,12 @@ def test_refusals_are_one_line(words: list[str], message: str, capsys: Capsys) -
 
 def test_a_system_that_fails_leaves_the_others_their_numbers(capsys: Capsys) -> None:
     words = ["bench", "quality", POCKET, "--text", "text.txt", "--context", str(CONTEXT), "--json"]
-    assert main([*words, "--vary", "activations=int8", "--vary", "policy=lfu"]) == 1
+    assert main([*words, "--vary", "activations=int8", "--vary", "policy=reuse"]) == 1
     shown = capsys.readouterr()
     rows = {one["system"]: one for one in json.loads(shown.out)["measurements"]}
     assert "needs weights in" in rows["pocket, activations=int8"]["failure"]
     assert rows["pocket, activations=int8"]["summary"] == {}
-    assert rows["pocket, policy=lfu"]["summary"]["same_top"]["mean"] == 1
+    assert rows["pocket, policy=reuse"]["summary"]["same_top"]["mean"] == 1
 
 
 @pytest.fixture

@@ -43,10 +43,13 @@ LOADING = {
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
+    "routing": ("--routing cache-aware:0.1", ("routing", "cache-aware:0.1")),
+    "skip_below": ("--skip-below 0.2", ("skip_below", 0.2)),
     "draft": ("--draft lookup", ("draft", "lookup")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
+    "teach": ("--no-teach", ("teach", False)),
 }
 CASES = {
     "inspect": Case(
@@ -57,6 +60,7 @@ CASES = {
             "dtype": ("--dtype float16", "float16"),
             "max_tokens": ("--max-tokens 237", 237),
             "cache_code": ("--cache-code planes", "planes"),
+            "misses": ("--misses stand-in", "stand-in"),
             "verify": ("--verify", True),
         },
         {"host_memory": "tests/cli/test_commands.py"},

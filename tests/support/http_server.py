@@ -40,6 +40,7 @@ from moe_runtime.serving.requests import (
     Started,
 )
 
+HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
 TEMPLATE = """\
 {%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %} \
 <tool_call>{"name": ..., "arguments": ...}</tool_call>
@@ -253,6 +254,9 @@ class ScriptedEngine:
             late_hits=1,
             misses=2,
             bytes_read={"disk": 4096},
+            replaced_choices=6,
+            skipped_choices=5,
+            stand_in_choices=4,
             stall_s=0.5,
             useful_guesses=3,
             late_guesses=1,
