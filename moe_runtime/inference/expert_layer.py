@@ -130,7 +130,8 @@ class OffloadedExperts(AbsentParameters):
             and top_k_index.numel() <= step.most_rows
             and not torch.is_grad_enabled()
         ):
-            out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
+            with torch._C.DisableTorchFunction():  # the kernel keeps rows apart, see `RowsAlone`
+                out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
             if out is not None:
                 return out
         return self._forward_general(hidden_states, top_k_index, top_k_weights)
@@ -145,7 +146,7 @@ class OffloadedExperts(AbsentParameters):
         """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
         store, parameters, listeners = self.store, self._parameters, self.listeners
         assert store is not None
-        if self.partition is not None or listeners.routed or listeners.demanded:
+        if self.partition is not None or any(one.reads_ahead for one in listeners.demanded):
             return None
         if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
             return None
@@ -165,7 +166,22 @@ class OffloadedExperts(AbsentParameters):
         if len(ids_TK) > 1 and len(experts) > store.slots_of(self.layer):
             return None
         keys = [*map(self._keys.__getitem__, experts)]
-        return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
+        if not listeners.routed and not listeners.demanded:
+            return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
+        routing = LayerRouting(self.layer, keys, hidden_TD, ids_TK, weights_TK)
+
+        def use(found: list[ExpertWeights]) -> torch.Tensor | None:
+            out_TD = step(hidden_TD, weights_TK, places_R, found)
+            if out_TD is not None:
+                for listener in listeners.routed:
+                    listener.routed(routing)
+            return out_TD
+
+        out_TD = store.use_resident(keys, use)
+        if out_TD is not None:
+            for listener in listeners.demanded:
+                listener.demanded(routing)
+        return out_TD
 
     def _forward_general(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
