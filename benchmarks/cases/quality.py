@@ -257,7 +257,7 @@ class QualitySystem(BenchSystem):
         after, of_model = model.moe.stats(), model.moe.facts.signature
 
         def grown(*names: str) -> float:
-            return float(sum(getattr(after, name, 0) - getattr(before, name, 0) for name in names))
+            return float(sum(getattr(after, name) - getattr(before, name) for name in names))
 
         num_choices = of_model.num_layers * of_model.top_k * sum(map(len, targets))
         found = {
@@ -287,7 +287,8 @@ def measure_quality(
         PeerFailedError: the reference has no numbers, or no other system has any.
     """
     num_parts = len(plan.parts())
-    rules = replace(rules, least=num_parts, most=num_parts, max_s=math.inf)
+    # all parts are wanted, however certain the numbers are
+    rules = replace(rules, least=num_parts + 1, most=num_parts, max_s=math.inf)
     first = QualitySystem(plan, None, *asked[0])
     systems = [first, *(QualitySystem(plan, first, *one) for one in asked[1:])]
     found, ended = run_in_turn(systems, rules)
