@@ -27,7 +27,7 @@ from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES
-from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS
+from moe_runtime.policies.prediction import LIVE_PREDICTORS
 
 BUDGETS = ("16MiB", "20MiB", "24MiB", "32MiB", "48MiB", "64MiB", "auto")
 TIGHT = "20MiB"
@@ -80,8 +80,8 @@ def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
         tight = Case(budget=TIGHT, kernels=kernels)
         for policy, prefetch in itertools.product(LIVE_POLICIES, PREFETCH):
             yield replace(tight, policy=policy, prefetch=prefetch)
-        for predictor in sorted(PREDICTORS.keys() - NEED_TRAINING):
-            yield replace(tight, policy="predicted", prefetch="enforce", predictor=predictor)
+        for predictor in LIVE_PREDICTORS:
+            yield replace(tight, prefetch="enforce", predictor=predictor)
 
 
 def words_of(case: Case, smallest: int = 0) -> list[str]:

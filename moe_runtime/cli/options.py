@@ -213,16 +213,8 @@ class Loading:
 
     def check(self, ctx: typer.Context) -> None:
         """Refuses a predictor that nothing asks."""
-        if self.prefetch != "off":
-            return
-        why = "has no effect: give --prefetch"
-        if self.policy not in ("auto", "predicted"):
-            refuse_given(ctx, {"predictor"}, f"{why}, or --policy predicted or auto")
-        from moe_runtime.policies.prediction import PREDICTORS
-
-        if self.predictor in PREDICTORS and PREDICTORS[self.predictor].needs_hidden:
-            why = f"{why}; policies use predictors that read routing alone"
-            refuse_given(ctx, {"predictor"}, why)
+        if self.prefetch == "off":
+            refuse_given(ctx, {"predictor"}, "has no effect: give --prefetch")
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -64,7 +64,6 @@ from moe_runtime.memory.slab import Slab, touched_meanwhile
 from moe_runtime.memory.source import ExpertLayout, ExpertSource
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
-from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.policies.prediction import check_name, is_file_name
@@ -76,7 +75,6 @@ if TYPE_CHECKING:
 
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
-    from moe_runtime.policies.prediction import Estimator
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
 
@@ -227,13 +225,17 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    prefetch_estimator, policy_estimator, table_bytes = None, None, 0
-    if mode is not PrefetchMode.OFF or policy in (AUTO, "predicted"):
-        from moe_runtime.inference.prediction import resolve_guessers
-
-        prefetch_estimator, policy_estimator, table_bytes = resolve_guessers(
-            mode, policy, predictor, model, blocks, signature
+    estimator, table_bytes = None, 0
+    if mode is not PrefetchMode.OFF:
+        from moe_runtime.inference.prediction import (
+            learned_bytes,
+            make_live_estimator,
+            resolve_predictor,
         )
+
+        named = resolve_predictor(predictor, model, blocks, signature)
+        estimator = make_live_estimator(named, signature)
+        table_bytes = learned_bytes(named, estimator)
     free = {
         "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
     }
@@ -253,13 +255,13 @@ def load(
     fastest = plans.get("device", plans["host"])
     folder = checkpoint.folder
     choice = resolve_policy(
-        policy, shares, signature, folder, fastest.num_slots, policy_estimator, experts.slot_bytes
+        policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
-    new_policy = policy_maker(choice, signature, policy_estimator, experts.layouts)
+    new_policy = policy_maker(choice, signature, experts.layouts)
     times = None
     if timeline is not None and is_first:
         from moe_runtime.inference.step_times import StepTimes
@@ -295,7 +297,7 @@ def load(
         choice=choice,
     )
     learning = recorder = prefetcher = None
-    if prefetch_estimator is not None or any(each.watchers for each in stores):
+    if estimator is not None or any(each.watchers for each in stores):
         learning = KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     watched = [each for each in stores if each.watchers]
@@ -309,11 +311,11 @@ def load(
         recorder = open_record(
             listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
         )
-    if prefetch_estimator is not None:
+    if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
 
         prefetcher = open_prefetcher(
-            model, listeners, blocks, store, prefetch_estimator, mode, place, partition, learning
+            model, listeners, blocks, store, estimator, mode, place, partition, learning
         )
     cast(Any, model).moe = RuntimeHandle(
         store,
@@ -482,7 +484,6 @@ def resolve_policy(
     signature: ModelSignature,
     checkpoint: Path,
     num_slots: int,
-    policy_estimator: Estimator | None = None,
     expert_bytes: int | None = None,
 ) -> PolicyChoice:
     """The policy and shares that were named, or for ``auto`` the ones that replay best.
@@ -491,7 +492,6 @@ def resolve_policy(
         shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
         checkpoint: its folder or file.
         num_slots: experts that fit where they are computed from.
-        policy_estimator: a given predictor of routing, for the policy ``predicted``.
     """
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
@@ -499,10 +499,7 @@ def resolve_policy(
         from moe_runtime.lab.traces.recent import read_recent
 
         recent = read_recent(signature, checkpoint)
-        chosen = choose_policy(signature, recent, num_slots, policy_estimator, expert_bytes)
-    elif policy == "predicted":
-        name = "running-counts" if policy_estimator is None else policy_estimator.name
-        chosen = replace(chosen, predictor=name)
+        chosen = choose_policy(signature, recent, num_slots, expert_bytes)
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
@@ -511,7 +508,6 @@ def resolve_policy(
 def policy_maker(
     choice: PolicyChoice,
     signature: ModelSignature,
-    policy_estimator: Estimator | None,
     layouts: Mapping[ExpertKey, ExpertLayout],
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own."""
@@ -521,17 +517,10 @@ def policy_maker(
     costs = read if len({*read.values()}) > 1 else None
 
     def make(plan: MemoryPlan) -> LayerShares:
-        predictor = None
-        if choice.predictor:
-            is_given = policy_estimator is not None and policy_estimator.name == choice.predictor
-            estimator = policy_estimator
-            if not is_given:
-                estimator = prediction.make_estimator(choice.predictor, shape)
-            predictor = prediction.TrackedPredictor(cast("Estimator", estimator))
         return make_policy(
             choice.policy,
             num_slots=plan.num_slots,
-            setting=Setting(shape=shape, predictor=predictor, costs=costs),
+            setting=Setting(shape=shape, costs=costs),
             adaptive=choice.adaptive,
             reserve=plan.stream_slots(),
         )

@@ -365,34 +365,7 @@ def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndar
     return find_gates(model, [name.rpartition(".")[0] for _, name in sorted(found)], shape)
 
 
-def resolve_guessers(
-    mode: PrefetchMode,
-    policy: str,
-    predictor: str | Path,
-    model: torch.nn.Module,
-    block_names: Sequence[str],
-    signature: ModelSignature,
-) -> tuple[Estimator | None, Estimator | None, int]:
-    """The estimators of a way of prefetching and of a policy, and the bytes of their tables.
-
-    The second is for the policy ``predicted``, if the named predictor guesses from routing alone.
-    Each is an object of its own, which learns from what it is shown. Raises CheckpointError: the
-    predictor's file cannot be used, or belongs to another model.
-    """
-    reader, of_policy, table_bytes = None, None, 0
-    if mode is not PrefetchMode.OFF:
-        named = _resolve_predictor(predictor, model, block_names, signature)
-        reader = make_live_estimator(named, signature)
-        table_bytes = learned_bytes(named, reader)
-    if predictor != "auto" and policy in ("auto", "predicted"):
-        estimator = make_live_estimator(predictor, signature)
-        if not estimator.needs_hidden:
-            of_policy = estimator
-            table_bytes += learned_bytes(predictor, estimator)
-    return reader, of_policy, table_bytes
-
-
-def _resolve_predictor(
+def resolve_predictor(
     predictor: str | Path,
     model: torch.nn.Module,
     block_names: Sequence[str],

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Items
 import torch
 from transformers.cache_utils import DynamicCache
 
+from moe_runtime.inference.sequence_cache import RowMemory
 from moe_runtime.serving.kv_account import PIECE, rounded_up
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import EngineOptions
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence
-from moe_runtime.serving.sequence_cache import RowMemory
 
 LEAST_TOKENS = 64
 """Places of a row; shorter ones are not worth their memory."""

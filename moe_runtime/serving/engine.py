@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
+from moe_runtime.inference.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE, KVAccount
@@ -33,7 +34,6 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
-from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.step_sizes import StepSizes
 
 

@@ -25,11 +25,11 @@ from transformers.cache_utils import DynamicCache
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
+from moe_runtime.inference.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.kv_account import KVAccount, digests_of
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.scheduling import Sequence
-from moe_runtime.serving.sequence_cache import BlockCopies, set_room
 
 _DIGEST_BYTES = 32
 _SUM_BYTES = 16

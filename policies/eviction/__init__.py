@@ -62,14 +62,19 @@ POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
 BOUNDS = ("belady", "belady-bypass")
 """Policies that must know the future: they bound what the others can reach."""
 
-LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
-"""Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
+LIVE_POLICIES = ("lru", "lfu-aging", "slru", "mrs", "activation-aware", "reuse")
+"""Policies that serve a model: on recorded routing each of them missed less than LRU."""
 
 
 def require_live(policy: str) -> None:
     """Refuses a name other than `auto` and those that serve a model; a file's class is checked."""
     if is_code_file(policy):
         POLICIES[policy]
+    elif policy in POLICIES.keys() - set(LIVE_POLICIES):
+        raise ValueError(
+            f"policy {policy!r} is only for `moe-runtime replay` and `bench policies`: others miss "
+            f"less; a model is served by auto, {', '.join(LIVE_POLICIES)}, or your FILE.py"
+        )
     else:
         require_known("policy", policy, ("auto", *LIVE_POLICIES))
 

@@ -45,7 +45,6 @@ class PolicyChoice:
     policy: str
     adaptive: bool  # whether the layers' shares of the slots move
     reason: str
-    predictor: str = ""  # name of the predictor of the policy ``predicted``; empty for others
 
 
 @dataclass(frozen=True, slots=True)

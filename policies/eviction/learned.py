@@ -165,16 +165,6 @@ class PredictedUse:
     def finish(self, sequence: int) -> None:
         self._predictor.finish(sequence)
 
-    @property
-    def name(self) -> str:
-        return self._predictor.name
-
-    def learned(self) -> State:
-        return self._predictor.learned()
-
-    def restore(self, state: State) -> None:
-        self._predictor.restore(state)
-
     def scores(self, layer: int) -> list[float]:
         """``[E]`` minus the expected number of layers until the next use."""
         if layer not in self._scores:

@@ -45,7 +45,7 @@ else:
     )
 
 __all__ = [
-    "NEED_TRAINING",
+    "LIVE_PREDICTORS",
     "PREDICTORS",
     "Contexts",
     "EamCollection",
@@ -91,8 +91,8 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
     arguments=("shape",),
 )
 
-NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "running-counts"}
-"""Those of `PREDICTORS` that guess nothing before they are trained on recorded routing."""
+LIVE_PREDICTORS = ("next-gate", "running-counts", "eam")
+"""Those that serve a model by name; others do so from the file of a trained one."""
 
 
 def is_file_name(predictor: str | Path) -> bool:
@@ -103,7 +103,7 @@ def is_file_name(predictor: str | Path) -> bool:
 
 
 def check_name(predictor: str) -> None:
-    """Refuses names that nothing has, or that guess nothing before they are trained."""
+    """Refuses names that nothing has, or that serve no model before they are trained."""
     if is_code_file(predictor):
         PREDICTORS[predictor]
     if predictor not in PREDICTORS:
@@ -111,9 +111,9 @@ def check_name(predictor: str) -> None:
             f"unknown predictor {predictor!r}: {nearest(predictor, PREDICTORS)}; "
             "or the file of a trained one, which ends in .npz"
         )
-    if predictor in NEED_TRAINING:
+    if predictor in PREDICTORS.keys() - set(LIVE_PREDICTORS):
         raise ValueError(
-            f"{predictor} guesses nothing before it is trained: give the .npz file that "
+            f"{predictor} serves a model only once it is trained: give the .npz file that "
             f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
         )
 

@@ -44,7 +44,7 @@ LOADING = {
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-    "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
+    "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
 }
 CASES = {

@@ -11,7 +11,7 @@ import pictures
 import pytest
 from command_lines import require_sound
 
-from moe_runtime.policies.eviction import LIVE_POLICIES
+from moe_runtime.policies.eviction import LIVE_POLICIES, POLICIES
 from moe_runtime.policies.placement.algorithms import check_algorithm
 from moe_runtime.policies.prediction import PREDICTORS
 from moe_runtime.research.placement_solvers import ALGORITHMS
@@ -71,7 +71,8 @@ def test_what_switches_a_system_on_exists(row: list[str]) -> None:
         if option == "algorithm":
             check_algorithm(value, ALGORITHMS)
         else:
-            assert value in (LIVE_POLICIES if option == "policy" else PREDICTORS), value
+            policies = POLICIES if command.startswith("moe-runtime replay") else LIVE_POLICIES
+            assert value in (policies if option == "policy" else PREDICTORS), value
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].split(",")[0])

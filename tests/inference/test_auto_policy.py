@@ -91,17 +91,16 @@ def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
     assert kept.num_steps == 3  # of the last one
 
 
-def test_eviction_by_predictions_changes_no_bit(expected: torch.Tensor) -> None:
-    predicted, stats = generate(policy="predicted", predictor="previous-token")
-    assert torch.equal(predicted, expected)
-    assert stats.policy == "predicted"
-    assert stats.misses > 0
-
-
 def test_adaptive_shares_change_no_bit(expected: torch.Tensor) -> None:
     found, stats = generate(policy="lfu-aging", shares="adaptive")
     assert torch.equal(found, expected)
     assert stats.shares == "adaptive"
+
+
+def test_a_policy_of_the_laboratory_says_where_it_is_of_use() -> None:
+    for name in ("lec", "predicted", "belady"):
+        with pytest.raises(ValueError, match=f"'{name}' is only for `moe-runtime replay`"):
+            moe_runtime.load(pocket_path(), policy=name)
 
 
 def test_unknown_shares_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Policies that go by costs are told what a miss of each expert reads."""
+"""What goes by costs is told what a miss of each expert reads."""
 
 import shutil
 from dataclasses import replace
@@ -14,48 +14,11 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.loading import policy_maker
 from moe_runtime.memory.source import TensorRange, lay_out
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ExpertKey, ModelSignature
 
 SIGNATURE = ModelSignature(model_type="some", num_layers=1, num_experts=6, top_k=1, vocab_size=10)
 PLAN = MemoryPlan(budget_bytes=0, dense_bytes=0, reserve_bytes=0, slot_bytes=4096, num_slots=2)
-
-
-def policy_for(name: str, widths: list[int]) -> LayerShares:
-    """The live policy over one layer of experts of these widths, with two slots."""
-    layouts = {
-        ExpertKey(0, expert): lay_out(
-            [TensorRange(Path("f"), 0, 4 * width, torch.float32, (width,), (1,))]
-        )
-        for expert, width in enumerate(widths)
-    }
-    choice = PolicyChoice(policy=name, adaptive=False, reason="")
-    return policy_maker(choice, SIGNATURE, None, layouts)(PLAN)
-
-
-@pytest.mark.parametrize("name", ["lec", "gdsf"])
-def test_of_two_experts_used_alike_the_one_that_reads_more_stays(name: str) -> None:
-    small, large, new = (ExpertKey(0, expert) for expert in range(3))
-    policy = policy_for(name, [100, 300, 200, 100, 100, 100])
-    policy.insert(large)
-    policy.insert(small)  # the more recent one, which equal costs would keep
-    assert policy.victim(lambda _: True, new) == small
-
-    equal = policy_for(name, [100] * 6)
-    equal.insert(large)
-    equal.insert(small)
-    assert equal.victim(lambda _: True, new) == large
-    assert equal.replay_rule is not None  # what costs the same is replayed by the compiled loop
-    assert policy.replay_rule is None
-
-
-def test_a_small_newcomer_does_not_displace_what_reads_more() -> None:
-    policy = policy_for("lec", [300, 300, 100, 700, 100, 100])
-    policy.insert(ExpertKey(0, 0))
-    policy.insert(ExpertKey(0, 1))
-    assert policy.declines(ExpertKey(0, 2), ExpertKey(0, 0))
-    assert not policy.declines(ExpertKey(0, 3), ExpertKey(0, 0))
 
 
 def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
@@ -70,10 +33,8 @@ def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
     signature = replace(SIGNATURE, num_layers=2)
     plan = replace(PLAN, num_slots=8)
     choice = PolicyChoice(policy="lru", adaptive=True, reason="")
-    moving = policy_maker(choice, signature, None, layouts)(plan)
-    even = policy_maker(choice, signature, None, dict.fromkeys(layouts, layouts[ExpertKey(0, 0)]))(
-        plan
-    )
+    moving = policy_maker(choice, signature, layouts)(plan)
+    even = policy_maker(choice, signature, dict.fromkeys(layouts, layouts[ExpertKey(0, 0)]))(plan)
     for number in range(4000):
         for policy in (moving, even):
             policy.access([ExpertKey(number % 2, number // 2 % 6)], plan.num_slots)

@@ -199,7 +199,7 @@ def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefetch": "enforce", "predictor": "running-counts", "policy": "lfu"},
+        {"prefetch": "enforce", "predictor": "running-counts", "policy": "slru"},
         {"prefetch": "auto", "policy": "activation-aware", "shares": "adaptive"},
         {"prefetch": "observe", "trace": "trace.npz", "timeline": "timeline.json"},
     ],

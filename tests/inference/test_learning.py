@@ -113,17 +113,11 @@ def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path: Path) -> None:
     estimator = EamCollection(shape_of(SIGNATURE))
     write_predictor(tmp_path / "trained.npz", estimator, SIGNATURE)
     before = path.read_bytes()
-    model = open_model("predicted", prefetch="observe", predictor=str(tmp_path / "trained.npz"))
+    model = open_model("lru", prefetch="observe", predictor=str(tmp_path / "trained.npz"))
     with model.moe:
         answer(model)
         assert len(model.moe.prefetcher._predictor.estimator.collection) == 0
     assert path.read_bytes() == before
-
-
-def test_the_policy_by_predictions_shares_what_its_predictor_learned() -> None:
-    with (model := open_model("predicted", predictor="eam")).moe:
-        answer(model)
-    assert len(np.load(learned_path("eam", SIGNATURE, POCKET))["matrices"]) == 1
 
 
 def test_an_interrupted_run_keeps_what_it_learned() -> None:

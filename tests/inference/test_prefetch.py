@@ -13,7 +13,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.lab.traces.learned import write_predictor
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.policies.prediction import NEED_TRAINING, Shape, make_estimator
+from moe_runtime.policies.prediction import LIVE_PREDICTORS, PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature, RuntimeStats
 
 NEW_TOKENS = 28
@@ -92,7 +92,7 @@ def test_wrong_settings_are_refused_before_loading(trained: Path, tmp_path: Path
         moe_runtime.load(pocket_path(), prefetch="enforced")
     with pytest.raises(ValueError, match="did you mean 'next-gate'"):
         moe_runtime.load(pocket_path(), predictor="nextgate")
-    for name in NEED_TRAINING:
+    for name in PREDICTORS.keys() - set(LIVE_PREDICTORS):
         with pytest.raises(ValueError, match=f"predictor fit .* --predictor {name}"):
             moe_runtime.load(pocket_path(), prefetch="enforce", predictor=name)
     with pytest.raises(CheckpointError, match=r"missing\.npz"):

@@ -42,8 +42,6 @@ from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,
     StepBegins,
-    TrackedPredictor,
-    make_estimator,
 )
 from moe_runtime.types import ExpertKey
 
@@ -399,9 +397,7 @@ def by_wants(ids: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("name", LIVE_POLICIES)
 def test_what_batches_leave_in_a_store_is_what_a_replay_keeps(name):
     """Four sequences of ten tokens at once want more than the five that a layer may hold."""
-    predictors = [TrackedPredictor(make_estimator("running-counts", SHAPE)) for _ in range(2)]
-    settings = [Setting(shape=SHAPE, predictor=predictor) for predictor in predictors]
-    live, twin = (make_policy(name, num_slots=15, setting=setting) for setting in settings)
+    live, twin = (make_policy(name, num_slots=15, setting=Setting(shape=SHAPE)) for _ in range(2))
     assert isinstance(live, LayerShares)
     store = open_store(live, 15 + 2)  # two more to pass through
     routes = make_routes(SHAPE, num_sequences=4, length=24)

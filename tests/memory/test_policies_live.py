@@ -15,8 +15,6 @@ from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,
     StepBegins,
-    TrackedPredictor,
-    make_estimator,
 )
 from moe_runtime.types import ExpertKey
 
@@ -49,8 +47,7 @@ def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:
 @pytest.mark.parametrize("name", LIVE_POLICIES)
 def test_a_store_keeps_its_books_with_every_policy(name):
     routes = make_routes(SHAPE, num_sequences=2, length=30)
-    predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
-    setting = Setting(shape=SHAPE, predictor=predictor)
+    setting = Setting(shape=SHAPE)
     policy = make_policy(name, num_slots=14, setting=setting, reserve=2)
     store = open_store(policy, 14)
     generator = random.Random(0)
@@ -116,8 +113,7 @@ def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name, adaptive)
     generator = random.Random(0)
     stores = []
     for _ in range(2):
-        predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
-        setting = Setting(shape=SHAPE, predictor=predictor)
+        setting = Setting(shape=SHAPE)
         policy = make_policy(name, num_slots=24, setting=setting, adaptive=adaptive, reserve=2)
         stores.append(open_store(policy, 24))
     shortened = 0

@@ -267,7 +267,7 @@ def test_options_arrive(
     monkeypatch.setattr(conversation, "Conversation", end)
     given = {
         **{"model": str(model), "system": "Hm", "max_new_tokens": 23, "host_memory": "60MiB"},
-        **{"device_memory": "auto", "max_tokens": 237, "policy": "sieve", "shares": "adaptive"},
+        **{"device_memory": "auto", "max_tokens": 237, "policy": "slru", "shares": "adaptive"},
         **{
             "cache_code": "none",
             "activations": "exact",

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
+from moe_runtime.inference.rows_alone import RowsAlone, rows_with_own_bits
 from moe_runtime.kernels.linear.op import linear_of_few_shapes
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.passes import ModelPasses, RowsAlone, _rows_with_own_bits
+from moe_runtime.serving.passes import ModelPasses
 
 MOST = 48
 QUICK = {
@@ -61,7 +62,7 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
             assert passes.most_exact == 1
             return
         most = passes.most_exact
-        assert most == min(MOST, _rows_with_own_bits(model))
+        assert most == min(MOST, rows_with_own_bits(model))
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(3, 90, (most, 5), generator=generator).tolist()
         caches, places = [passes.new_cache() for _ in tokens], [1 + row % 4 for row in range(most)]

@@ -15,12 +15,12 @@ from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
 from moe_runtime.inference.budget import kv_bytes_per_token
+from moe_runtime.inference.sequence_cache import BatchStates
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import Event
 from moe_runtime.serving.scheduling import Sequence
-from moe_runtime.serving.sequence_cache import BatchStates
 
 NEW = 8
 LENGTHS = (5, 13, 3, 7)

@@ -83,7 +83,7 @@ def test_the_same_bits_at_every_budget(source: Path, dtype: str) -> None:
     ways = [
         {"host_memory": smallest},
         {"host_memory": smallest + slot, "io_threads": 1},
-        {"host_memory": smallest + 5 * slot, "policy": "lfu", "prefetch": "enforce"},
+        {"host_memory": smallest + 5 * slot, "policy": "slru", "prefetch": "enforce"},
         {"host_memory": "1GiB", "shares": "adaptive"},
     ]
     for way in ways:

@@ -204,7 +204,12 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Wr
     budget = smallest_budget(written, "bfloat16")
     library = native_library()
     before = None if library is None else library.num_threads
-    options = [{}, {"policy": "lfu"}, {"policy": "lec", "prefetch": "enforce"}, {"io_threads": 1}]
+    options = [
+        {},
+        {"policy": "slru"},
+        {"policy": "reuse", "prefetch": "enforce"},
+        {"io_threads": 1},
+    ]
     for number, chosen in enumerate(options):
         model = load(written, budget + number * 2**18, dtype="auto", **chosen)
         if library is not None:
