@@ -381,7 +381,8 @@ def bench_training(
         **given,
     }
     free_bytes = free if place.type == "cpu" else available_device_bytes(place)
-    programs = find_peers(peer or (), {"model": None, **given}, "training", plan.peers())
+    own = {"model": None, "host_memory": plan.host_memory, **given}
+    programs = find_peers(peer or (), own, "training", plan.peers())
     run.measure(
         *(training.measure_training, plan, settings, [training.METRIC], show_training),
         *(free_bytes, programs),

@@ -1,6 +1,7 @@
 """`bench training`: losses agree with transformers'; who trains otherwise is out."""
 
 import json
+import runpy
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +32,7 @@ from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.offload.disk import Disk
 
 SIZES = LayerSizes(num_experts=4, top_k=2, dim_model=32, dim_hidden=16)
 PLAN = TrainingPlan(sizes=SIZES, layers=1, sequences=2, context=16, dtype=torch.float32)
@@ -184,6 +186,33 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(
     assert config["zero_optimization"]["offload_optimizer"] == place
     assert config["zero_optimization"]["stage"] == (3 if variant else 2)
     assert (config["gradient_clipping"], config["bf16"]["enabled"]) == (0.0, False)
+
+
+def test_what_compares_no_digests_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = LayerSizes(num_experts=8, top_k=4, dim_model=64, dim_hidden=512)
+    plan = TrainingPlan(sizes=sizes, layers=1, sequences=1, context=16, dtype=torch.float32)
+    reference, compare = ours_in_memory(plan, []), Disk._compare
+    expected = [reference.step() for _ in range(3)]
+    compared = list[Any]()
+    file = Path(training.__file__).parents[1] / "ablations" / "record_digests.py"
+    for variant in (None, "unchecked"):
+        monkeypatch.setattr(
+            Disk, "_compare", lambda disk, part: (compared.append(part.key), compare(disk, part))
+        )
+        folder = tmp_path / str(variant)
+        torch.manual_seed(0)
+        export_hugging_face(LanguageModel(plan.config()), folder)
+        settings = {"model": str(folder), "num_threads": 1, "host_memory": 14 << 20}
+        settings |= {"rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1, "variant": variant}
+        peer = runpy.run_path(str(file))["Peer"](settings)
+        peer.load()
+        losses = [peer.train(plan.windows(number).tolist()) for number in range(3)]
+        peer.close()
+        assert losses == pytest.approx(expected, abs=2e-5)
+        assert bool(compared) == (variant is None)
+        compared.clear()
 
 
 def test_the_command_trains_in_memory_and_offloaded(

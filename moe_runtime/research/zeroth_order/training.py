@@ -18,6 +18,7 @@ Memory" (2025).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -537,7 +538,7 @@ def offload_zeroth_order(
     require_trained(model)
     sites = find_sites(model)
     # Directions are drawn for whole models, and losses measured in one process.
-    processes_of(None, sites, model.parameters())
+    processes_of(None, sites, model)
     layouts = layouts_of(sites, PARAMETERS_ALONE)
     memory = plan_memory(
         model,
@@ -548,11 +549,15 @@ def offload_zeroth_order(
         state=PARAMETERS_ALONE,
     )
     folder = None if storage_dir is None else Path(storage_dir)
-    records = open_records(layouts, memory, folder, io_threads, direct)
-    if not resumes:
-        fill(records, sites, initial)
-    require_whole_saves(model, sites)
-    return ZerothOrderTraining(model, sites, records, optimizer or ZerothOrder(), memory)
+    with contextlib.ExitStack() as opened:
+        records = open_records(layouts, memory, folder, io_threads, direct)
+        opened.callback(records.close)
+        if not resumes:
+            fill(records, sites, initial)
+        require_whole_saves(model, sites)
+        training = ZerothOrderTraining(model, sites, records, optimizer or ZerothOrder(), memory)
+        opened.pop_all()
+    return training
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,11 @@ def fill(
     for key, expert in records.experts.items():
         layout = expert.layout
         tensors = sites[key.layer].parameters_of(key.expert) if initial is None else initial(key)
+        if any(tensor.is_meta for tensor in tensors):
+            raise ValueError(
+                f"{sites[key.layer].name} is on the meta device, without values: load or "
+                "initialise the model first, or give the experts' weights as `initial`"
+            )
         record = records.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)
         views = layout.views(record, Sections.PARAMETERS)

@@ -192,7 +192,7 @@ def offload_training(
     sites = find_sites(model)
     place = computing_device(model, expert_parameters(sites))
     _check_device(place, device_memory, copy_memory, groups)
-    processes = processes_of(groups, sites, model.parameters())
+    processes = processes_of(groups, sites, model)
     layouts = layouts_of(sites, settings.state_format)
     memory = plan_memory(
         model, sites, host_memory, activation_memory,

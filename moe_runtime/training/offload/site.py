@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
@@ -260,8 +261,13 @@ class SpreadProcesses(OneProcess):
 
 
 def processes_of(
-    groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], parameters: Iterable[Tensor]
+    groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], model: nn.Module
 ) -> OneProcess:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(
+            "the model is in DistributedDataParallel, which does not see experts that leave it; "
+            "give the model itself, and for several processes `groups` of offload_training"
+        )
     processes = OneProcess() if groups is None else SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:
@@ -269,7 +275,7 @@ def processes_of(
                 f"{site.name} is spread over {site.num_processes} processes, `groups` has "
                 f"{processes.size}; give the model and offload_training the same groups"
             )
-    if processes.size > 1 and any(isinstance(parameter, DTensor) for parameter in parameters):
+    if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
         raise UnsupportedModelError(
             "the model has parameters that are divided between processes (tensor parallelism or "
             "FSDP2), which offloaded training cannot save yet; leave them whole"
