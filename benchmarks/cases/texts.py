@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, Routing
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
@@ -45,6 +46,7 @@ class TextPlan(ABC):
     agreement: float = 0.9
     timeout_s: float = 900.0
     continuations: Sequence[Any] | None = None
+    routing: Routing | None = None
 
     @property
     @abstractmethod
@@ -52,8 +54,21 @@ class TextPlan(ABC):
         """Ids of each text."""
 
     @abstractmethod
-    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
-        """What a process answers to a text, given the tokens after it, if any."""
+    def request(self, number: int) -> dict[str, Any]:
+        """What a text is, as a process is asked for it."""
+
+    def ask(
+        self, process: PeerProcess, number: int, given: Any, *, held: bool = False
+    ) -> dict[str, Any]:
+        """What a process answers to a text, given the tokens after it, if any. ``held``: routed
+        as one token throughout."""
+        routed = None if self.routing is None else self.routing.requests(number, held=held)
+        request = self.request(number)
+        return process.ask(**request, num_new=self.num_new, given=given, requests=routed)
+
+    @abstractmethod
+    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
+        """Seconds of each step after the prompts."""
 
     @abstractmethod
     def sequences(self, ids: Sequence[Any]) -> Ids:
@@ -80,9 +95,12 @@ class LatencyPlan(TextPlan):
     def texts(self) -> Sequence[list[int]]:
         return self.prompts
 
-    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
-        ids, is_text = self.prompts[number], self.continuations is not None
-        return process.ask("measure", ids=ids, num_new=self.num_new, given=given, is_text=is_text)
+    def request(self, number: int) -> dict[str, Any]:
+        is_text = self.continuations is not None
+        return {"what": "measure", "ids": self.prompts[number], "is_text": is_text}
+
+    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
+        return answer["between_tokens_s"]
 
     def sequences(self, ids: Sequence[Any]) -> Ids:
         return [*ids]
@@ -111,9 +129,11 @@ class ThroughputPlan(TextPlan):
     def texts(self) -> Sequence[Ids]:
         return self.batches
 
-    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
-        prompts = self.batches[number]
-        return process.ask("measure_batch", prompts=prompts, num_new=self.num_new, given=given)
+    def request(self, number: int) -> dict[str, Any]:
+        return {"what": "measure_batch", "prompts": self.batches[number]}
+
+    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
+        return answer["steps_s"]
 
     def sequences(self, ids: Sequence[Any]) -> Ids:
         return [one for batch in ids for one in batch]
@@ -152,10 +172,18 @@ class TextSystem(BenchSystem):
             plan.ask(process, 0, self._given[0])
             with self.energy.measured() as joules:
                 answers = [plan.ask(process, number, ids) for number, ids in enumerate(self._given)]
+            held = None
+            if plan.routing is not None:
+                held = plan.steps_s(plan.ask(process, 0, self._given[0], held=True))
             ended = process.ask("end")
         self.gpu = ended.get("device_name")
         self._require_same_text(plan.sequences([answer["ids"] for answer in answers]))
-        return {**plan.numbers(answers), **memory_numbers(begun, loaded, answers, ended), **joules}
+        found = {**plan.numbers(answers), **memory_numbers(begun, loaded, answers, ended), **joules}
+        if plan.routing is not None and held is not None:
+            steps_s = [s for answer in answers for s in plan.steps_s(answer)]
+            counts = [answer["of_steps"] for answer in answers]
+            found |= plan.routing.numbers(steps_s, held, counts, ended["counts"]["expert_slots"])
+        return found
 
     def _require_same_text(self, found: Ids) -> None:
         pairs = [
@@ -214,4 +242,5 @@ def measure_texts(
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]
-    return measure_systems(plan.case, systems, {**plan.speeds, **MEMORY_METRICS}, rules, settings)
+    metrics = {**plan.speeds, **({} if plan.routing is None else ROUTED_METRICS), **MEMORY_METRICS}
+    return measure_systems(plan.case, systems, metrics, rules, settings)

@@ -27,6 +27,7 @@ from moe_runtime.config import parse_budget
 from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
+    from moe_runtime.benchmarks.cases.routed import Routing
     from moe_runtime.benchmarks.cases.texts import Ids, TextPlan
     from moe_runtime.benchmarks.suite.peers import PeerProgram
     from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 _START_S = 300.0
 """A peer may compile what it needs when it is first imported."""
+_CAUTION = (
+    "random weights flatter predictors of gates: layers change what gates see less than trained "
+    "ones do; --routing TRACE brings real routing"
+)
 _LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
 _THROUGHPUT = {
     "new tokens in all": "new_tokens_per_s",
@@ -96,6 +101,23 @@ NewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", "-n", min=2, help="Tokens after each prompt. [32; quick: 16]"),
 ]
+RoutingTrace = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing",
+        metavar="TRACE",
+        help="Route by a recorded trace of the same model, not by its gates: each text takes one "
+        "request. Bounds of reads and computation stand beside the speeds. CPU only.",
+    ),
+]
+TaughtBy = Annotated[
+    Path | None,
+    typer.Option(
+        "--train",
+        metavar="TRACE",
+        help="With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.",
+    ),
+]
 Agreement = Annotated[
     float,
     typer.Option(
@@ -124,6 +146,9 @@ class TextOptions:
     misses: options.Misses = "device"
     policy: options.Policy = "auto"
     prefetch: options.Prefetch = "auto"
+    predictor: options.Predictor = "auto"
+    routing: RoutingTrace = None
+    train: TaughtBy = None
     threads: Threads = None
     cap: Cap = None
     agreement: Agreement = 0.9
@@ -191,26 +216,38 @@ def _measure(
     if asked.prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(run.ctx, {"prompt_tokens", "batches"} & run.ctx.params.keys(), words)
+    if asked.routing is not None:
+        refuse_given(run.ctx, {"prompts"}, "has no effect: --routing says what is asked")
     texts = None if asked.prompts is None else read_prompts(None, None, asked.prompts)
     limit = cap_bytes(asked.cap)
     peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
     run.refuse_peer_files(peers)
+    num_new = asked.max_new_tokens or (16 if run.quick else 32)
+    batches = in_batches(range(num_built_in), batch or 1)
+    refuse_unrouted(run, asked, peers, place, num_built_in, num_new)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.texts import measure_texts
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    num_new = asked.max_new_tokens or (16 if run.quick else 32)
-
     def read_ids(path: str) -> "Ids":
+        has_after = shape is not None
         return prompt_ids(
-            path, texts, asked.prompt_tokens, num_built_in, num_new, has_after=shape is not None
+            path, texts, asked.prompt_tokens, num_built_in, num_new, has_after=has_after
         )
 
     with asked_model(asked, peers, read_ids, output=run.output) as model:
-        given, after = model.ids, None
-        if shape is not None:  # the last ids of each are the text that follows it
+        given, after, routing = model.ids, None, None
+        if asked.routing is not None:
+            routing = routing_of(asked, model, batches, num_new)
+            given = routing.token_ids
+        if (
+            shape is not None or routing is not None
+        ):  # the last ids of each are the text that follows it
             given, after = ([one[:-num_new] for one in given], [one[-num_new:] for one in given])
         facts = dict(model.facts)
+        if asked.routing is not None:
+            names_of = {"routing": asked.routing, "train": asked.train}
+            facts |= {name: path.name for name, path in names_of.items() if path is not None}
         own = [one.name for one in peers if writes_own_text(one) and not model.failures[one.name]]
         if shape is not None and own and batch is None:
             say_line(f"{own[0]} writes its own text: prompts go on as this project finds likeliest")
@@ -222,13 +259,16 @@ def _measure(
             "device": place.setting,
             "host_memory": asked.host_memory,
             "device_memory": place.memory,
-            **{one: getattr(asked, one) for one in ("misses", "policy", "prefetch")},
+            **{one: getattr(asked, one) for one in ("misses", "policy", "prefetch", "predictor")},
         }
+        if routing is not None:
+            ours["routes"] = str(routing.saved(model.cache))
+            ours["predictor"] = "running-counts" if asked.predictor == "auto" else asked.predictor
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
         measured, *others = model.with_files(place.seen_by(programs))
         settings = {
-            **{name: value for name, value in ours.items() if name != "model"},
+            **{name: value for name, value in ours.items() if name not in ("model", "routes")},
             **facts,
             "device": place.name,
             "cap_bytes": limit,
@@ -237,7 +277,7 @@ def _measure(
             "new_tokens": num_new,
             "agreement": asked.agreement,
         }
-        plan = plan_of(given, after, num_new)
+        plan = replace(plan_of(given, after, num_new), routing=routing)
         with run.rules(*plan.judged) as rules:
             results = measure_texts(measured, others, plan, rules, settings)
     run.end(results, show_texts)
@@ -255,12 +295,88 @@ def show_texts(results: dict[str, Any]) -> None:
     spreads, singles = _LATENCY, MEMORY_ROWS
     if results["case"] == "throughput":
         spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
+    if "routing" in settings:
+        from moe_runtime.benchmarks.cases.routed import ROUTED_ROWS
+
+        singles = {**ROUTED_ROWS, **singles}
     show_systems(results, title, spreads, singles, "likeliest tokens equal")
+    if "caution" in settings:
+        say_line(settings["caution"])
 
 
-def in_batches(ids: "Ids", size: int) -> "list[Ids]":
+def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
     """Sequences side by side, the last ones fewer if need be."""
     return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+def refuse_unrouted(
+    run: CaseRun,
+    asked: TextOptions,
+    peers: "Sequence[PeerProgram]",
+    place: "ChosenDevice",
+    num_requests: int,
+    num_new: int,
+) -> None:
+    """Refuses what a trace cannot route, and options that belong to one, before files are made."""
+    from moe_runtime.benchmarks.suite.peers import OURS
+
+    taught = [one.name for one in peers if "taught" in (one.settings["variant"] or "").split("+")]
+    if asked.routing is None:
+        if asked.train is not None or taught:
+            raise ValueError(f"{taught[0] if taught else '--train'} belongs to --routing TRACE")
+        return
+    if others := [one.name for one in peers if one.file.stem != OURS]:
+        raise ValueError(
+            f"--routing: {others[0]} follows its own gates; leave out --peer {others[0]}"
+        )
+    if place.name != "cpu":
+        raise ValueError("--routing: a GPU's recorded steps follow the gates; give --device cpu")
+    if (asked.train is not None) != bool(taught):
+        raise ValueError("--train TRACE and --peer moe_runtime:reuse+taught belong together")
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    if asked.predictor in PREDICTORS and PREDICTORS[asked.predictor].needs_hidden:
+        raise ValueError(
+            f"--predictor {asked.predictor} looks at hidden states, which --routing has nothing to "
+            "do with; name one that looks at routing alone, such as running-counts"
+        )
+    from moe_runtime.benchmarks.cases.routed import Asked, read_layers, take_routes
+    from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+    from moe_runtime.types import ModelSignature
+
+    if asked.shape is None or not isinstance(
+        shape := _shape_of(asked.shape, asked.layers), ModelShape
+    ):
+        return  # found out from its files
+    sizes = ("num_layers", "num_experts", "top_k", "vocab_size")
+    signature = ModelSignature(
+        model_type=str(shape.config()["model_type"]),
+        **{one: getattr(shape, one) for one in sizes},
+    )
+    wanted = Asked(asked.shape, signature, _shape_of(asked.shape, None).num_layers)
+    take_routes(asked.routing, wanted, num_requests, asked.prompt_tokens + num_new)
+    if asked.train is not None:
+        read_layers(asked.train, wanted)
+
+
+def routing_of(
+    asked: TextOptions, model: "AskedModel", batches: Sequence[Sequence[int]], num_new: int
+) -> "Routing":
+    """The routing of all texts; teaches a network for the systems that begin with one."""
+    from moe_runtime.benchmarks.cases.routed import Routing, teach
+    from moe_runtime.checkpoints.opening import read_config
+    from moe_runtime.inference.generation import check_length
+
+    assert asked.routing is not None
+    check_length(read_config(Path(model.path)), asked.prompt_tokens, num_new)
+    layers = model.facts.get("layers_of_shape")
+    routing = Routing(
+        asked.routing, Path(model.path), layers, batches, asked.prompt_tokens, num_new
+    )
+    if asked.train is not None:
+        say_line(f"the network of reuse is taught by {asked.train}")
+        teach(asked.train, routing.asked, Path(model.path), model.cache / "taught")
+    return routing
 
 
 class AskedModel(NamedTuple):
@@ -271,6 +387,11 @@ class AskedModel(NamedTuple):
     failures: Mapping[str, str | None]
     gguf: Path | None = None
 
+    def _cache_of(self, program: "PeerProgram") -> Path:
+        """What is kept between runs: a network that was taught is for those that ask for it."""
+        words = (program.settings.get("variant") or "").split("+")
+        return self.cache / "taught" if "taught" in words else self.cache
+
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
         """Peers that read GGUF files alone, and were given none, are given that of the shape."""
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
@@ -279,7 +400,7 @@ class AskedModel(NamedTuple):
             replace(
                 one,
                 failure=self.failures.get(one.name),
-                cache=self.cache if one.file.stem == OURS else None,
+                cache=self._cache_of(one) if one.file.stem == OURS else None,
                 settings=one.settings | {"model": str(self.gguf)}
                 if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
                 else one.settings,
@@ -339,6 +460,7 @@ def _written(
         "layers": asked.num_layers,
         "layers_of_shape": _shape_of(shape, None).num_layers,
         "weights": "random",
+        **({} if options_.routing else {"caution": _CAUTION}),
     }
     with shape_checkpoint(
         asked, shapes_folder(), keep=options_.keep_shape, needs_gguf=needs_gguf, say=say_line

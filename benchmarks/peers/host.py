@@ -8,6 +8,7 @@ Requests, each answered by one line:
     {"do": "load"}                                          loads the model
     {"do": "measure", "ids": [...], "num_new": N, "given": [...] or null}
     {"do": "measure_batch", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
+        with "requests": [...] the sequences are routed as these of a trace
     {"do": "load_experts", "folder": F}                     hands it a layer of experts
     {"do": "experts", "folder": F, "tokens": T, "block_s": S}    times calls, or writes a result
     {"do": "train", "windows": [[...], ...]}                an optimizer step, timed
@@ -69,6 +70,8 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
     peer: Any = None
     for line in requests:
         asked = json.loads(line)
+        if asked.get("requests") is not None:
+            peer.take(asked["requests"])
         begin, imported = time.perf_counter(), clock.spent_s
         if asked["do"] == "start":
             module, peer = _made(peer_file, asked["settings"])
@@ -94,6 +97,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             found = {"loss": loss, "seconds": time.perf_counter() - begin}
         else:
             found = {"peak_rss_bytes": _status_bytes("VmHWM"), **device_facts()}
+            found["counts"] = getattr(peer, "counts", dict)()
             peer.close()
         answers.write(json.dumps(found) + "\n")
         answers.flush()
@@ -136,12 +140,13 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
         token = prefill(ids)
         first_token_s = time.perf_counter() - begin
         likeliest, between_s = [token], []
-        for number in range(num_new - 1):
-            begin = time.perf_counter()
-            token = step(token if given is None else given[number])
-            between_s.append(time.perf_counter() - begin)
-            likeliest.append(token)
-    found = {"first_token_s": first_token_s, "between_tokens_s": between_s}
+        with counted_by(peer) as of_steps:
+            for number in range(num_new - 1):
+                begin = time.perf_counter()
+                token = step(token if given is None else given[number])
+                between_s.append(time.perf_counter() - begin)
+                likeliest.append(token)
+    found = {"first_token_s": first_token_s, "between_tokens_s": between_s, "of_steps": of_steps}
     return {**found, "ids": _numbers(likeliest), **counts}
 
 
@@ -192,15 +197,16 @@ def measure_batch(
         tokens = peer.prefill_batch(prompts)
         prompts_s = time.perf_counter() - begin
         likeliest, steps_s = [[token] for token in tokens], []
-        for number in range(num_new - 1):
-            if given is not None:
-                tokens = [ids[number] for ids in given]
-            begin = time.perf_counter()
-            tokens = peer.step_batch(tokens)
-            steps_s.append(time.perf_counter() - begin)
-            for ids, token in zip(likeliest, tokens, strict=True):
-                ids.append(token)
-    found = {"prompts_s": prompts_s, "steps_s": steps_s}
+        with counted_by(peer) as of_steps:
+            for number in range(num_new - 1):
+                if given is not None:
+                    tokens = [ids[number] for ids in given]
+                begin = time.perf_counter()
+                tokens = peer.step_batch(tokens)
+                steps_s.append(time.perf_counter() - begin)
+                for ids, token in zip(likeliest, tokens, strict=True):
+                    ids.append(token)
+    found = {"prompts_s": prompts_s, "steps_s": steps_s, "of_steps": of_steps}
     return {**found, "ids": [_numbers(ids) for ids in likeliest], **counts}
 
 
@@ -296,6 +302,20 @@ def counted() -> Iterator[dict[str, int]]:
     before = _counts()
     yield found
     found |= {name: value - before[name] for name, value in _counts().items()}
+
+
+@contextmanager
+def counted_by(peer: Any) -> Iterator[dict[str, float]]:
+    """What a peer that has ``counts`` counted itself within the block."""
+    found: dict[str, float] = {}
+    counts = getattr(peer, "counts", dict)
+    before = counts()
+    yield found
+    found |= {
+        name: value - before[name]
+        for name, value in counts().items()
+        if isinstance(value, int | float)
+    }
 
 
 def _counts() -> dict[str, int]:

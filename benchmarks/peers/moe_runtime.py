@@ -5,9 +5,9 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes")
+VARIANTS = ("int8", "planes", "lru", "reuse", "off", "enforce", "auto", "taught")
 DEVICES = ("cpu", "cuda")
-_OPTIONS = {"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}}
+_KINDS = ("activations", "cache_code", "policy", "policy", "prefetch", "prefetch", "prefetch")
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
@@ -16,14 +16,19 @@ class Peer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._torch, self._api = map(import_module, ("torch", "moe_runtime"))
-        names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant"}
-        self._options = {name: settings[name] for name in names} | _OPTIONS[settings.get("variant")]
         self._torch.set_num_threads(settings["num_threads"])
-        self._path, self._cache = settings["model"], dict[str, Any]()
+        names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant", "routes"}
+        words = str(settings.get("variant")).split("+")
+        named = {kind: word for kind, word in zip(_KINDS, VARIANTS, strict=False) if word in words}
+        self._options = {name: settings[name] for name in names} | named
+        self._path, self._routes, self._cache = settings["model"], settings.get("routes"), {}
 
     def load(self) -> None:
-        """Loads what is resident; experts come when they are routed to."""
         self._model = self._api.load(self._path, **self._options)
+        if self._routes is not None:
+            routed = import_module("moe_runtime.benchmarks.cases.routed_model").RoutedModel
+            self.take = routed(self._model, self._routes).take
+        self.counts = lambda: import_module("dataclasses").asdict(self._model.moe.stats())
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         width = max(map(len, prompts))  # shorter ones are filled up in front

@@ -15,7 +15,8 @@ from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
-_TEXT = (*("model", "layers", "weights", "prompt_tokens", "new_tokens"), *("followed_by", "device"))
+_TEXT = (*("model", "layers", "weights", "prompt_tokens", "new_tokens"), "followed_by", "device")
+_TEXT += ("routing",)
 _TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
@@ -50,6 +51,7 @@ _WORDS = {
     "prompt_tokens": "prompts of {} tokens",
     **dict.fromkeys(("new_tokens", "output_tokens"), "{} new tokens"),
     "followed_by": "the {}",
+    "routing": "routed by {}",
     **dict.fromkeys(("batch", "side_by_side"), "{} side by side"),
     "expert_bytes": "experts of {} bytes",
     **dict.fromkeys(("experts", "num_experts"), "E={}"),

@@ -198,7 +198,7 @@ _OPTIONAL: dict[str, Any] = {
     "FORMATS": ("bf16",),
     "DEVICES": ("cpu",),
 }
-_WORD = re.compile(r"[\w.-]+")
+_WORD = re.compile(r"[\w.+-]+")
 
 
 def peer_names() -> list[str]:
@@ -264,8 +264,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
     if lacking := _lacking(described["METHODS"], case):
         raise ValueError(f"--peer {asked}: its class Peer has no {' and no '.join(lacking)}")
-    if variant:
-        require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    for word in variant.split("+") if variant else ():
+        require_known(f"variant of {file.stem}", word, described["VARIANTS"])
     device = settings.get("device")
     if device and device.partition(":")[0] not in described["DEVICES"]:
         raise ValueError(

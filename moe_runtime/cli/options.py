@@ -174,6 +174,13 @@ Prefetch = Annotated[
         callback=named("prefetch mode", lambda: list(PrefetchMode)),
     ),
 ]
+Predictor = Annotated[
+    str,
+    option(
+        "What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
+        callback=_predictor,
+    ),
+]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
 Dtype = Annotated[
     str,
@@ -194,7 +201,6 @@ class Loading:
         shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
-        predictor: What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.
     """
 
     host_memory: HostMemory = "auto"
@@ -207,7 +213,7 @@ class Loading:
     ] = "exact"
     misses: Misses = "device"
     prefetch: Prefetch = "auto"
-    predictor: Annotated[str, typer.Option(callback=_predictor)] = "auto"
+    predictor: Predictor = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
 

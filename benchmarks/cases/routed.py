@@ -1,0 +1,318 @@
+"""Routing of a recorded trace in the place of a model's own, and what the hardware allows.
+
+A text of the benchmark takes a request of the trace, from its first token on. Weights and reads are
+the checkpoint's; the choices of experts and their weights are those of real text.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from moe_runtime.benchmarks.cases.io import QueueReads, ReadPlan
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference.loading import signature_of
+from moe_runtime.lab.replay.experiment import Experiment, policy_of
+from moe_runtime.lab.replay.untimed import replay_demand
+from moe_runtime.lab.traces.format import PHASES, Trace, write_trace
+from moe_runtime.lab.traces.readers import read_any_trace
+from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, routes_of, shown_model, trace_of_routes
+from moe_runtime.lab.traces.workload import workload_of
+from moe_runtime.memory.slab import Slab
+from moe_runtime.policies.prediction import Routes
+from moe_runtime.types import ModelSignature
+
+READS_AT_ONCE, READ_EXPERTS = 4, 32
+ROUTED_METRICS = {
+    "step_s": Metric("s"),
+    **dict.fromkeys(
+        ("bound_s", "optimum_bound_s", "read_s", "lru_read_s", "optimum_read_s", "computing_s"),
+        Metric("s", is_judged=False),
+    ),
+    **dict.fromkeys(("stall_s", "predict_s"), Metric("s", is_judged=False)),
+    "of_bound": Metric("share", better="more", is_judged=False),
+    "step_read_bytes": Metric("bytes", is_judged=False),
+    "disk_bytes_per_s": Metric("bytes/s", better="more", is_judged=False),
+    "disk_from_storage": Metric("share", is_judged=False),
+}
+"""Means of a decode step of routed requests.
+
+``read_s`` is what the bytes that were read take at the disk's measured speed, ``lru_read_s`` and
+``optimum_read_s`` the same of those that LRU and Belady's optimum would have read with as many
+slots. ``computing_s`` is a step whose experts are all resident. ``bound_s`` is the longer of reads
+and computation, which no run that reads as much can beat; ``of_bound`` says how near the run is.
+"""
+ROUTED_ROWS = {
+    "a step, mean": "step_s",
+    "bound of a step": "bound_s",
+    "bound of the optimum": "optimum_bound_s",
+    "reads of a step alone": "read_s",
+    "with LRU": "lru_read_s",
+    "with the optimum": "optimum_read_s",
+    "computation of a step alone": "computing_s",
+    "waits of a step": "stall_s",
+    "the disk": "disk_bytes_per_s",
+    "of that from storage": "disk_from_storage",
+    "of the bound": "of_bound",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model that a trace must be of."""
+
+    name: str
+    signature: ModelSignature
+    all_layers: int  # of the shape whose first layers the model has
+
+
+def take_routes(path: Path, asked: Asked, num_requests: int, num_tokens: int) -> Routes:
+    """The first requests of a trace that are long enough, cut to that length.
+
+    Raises:
+        ValueError: the trace is of another model, or too short.
+    """
+    routes = routes_of(read_layers(path, asked))
+    lengths = np.diff(routes.offsets)
+    fitting = np.flatnonzero(lengths >= num_tokens)[:num_requests]
+    if len(fitting) < num_requests:
+        raise ValueError(
+            f"{path}: expected {num_requests} requests of {num_tokens} tokens, prompt and new ones "
+            f"together, got {len(fitting)}; of its {len(lengths)} requests the longest has "
+            f"{lengths.max(initial=0)}; ask for fewer tokens"
+        )
+    whole = routes.select(fitting.tolist())
+    rows = (whole.offsets[:-1, None] + np.arange(num_tokens)).ravel()
+    return replace(
+        whole,
+        expert_ids=whole.expert_ids[rows],
+        gate_weights=whole.gate_weights[rows],
+        token_ids=whole.token_ids[rows],
+        offsets=np.arange(num_requests + 1) * num_tokens,
+    )
+
+
+def read_layers(path: Path, asked: Asked) -> Trace:
+    """A trace as one of a model, which has the first of its layers. Raises ValueError: it is of
+    another model."""
+    trace, wanted = read_any_trace(path), asked.signature
+    trace.require_choices(path)
+    found = trace.signature
+    is_named = found.model_type != UNKNOWN_MODEL
+    if (found.num_layers, found.num_experts, found.top_k) != (
+        asked.all_layers,
+        wanted.num_experts,
+        wanted.top_k,
+    ) or (is_named and found.model_type != wanted.model_type):
+        whole = replace(wanted, num_layers=asked.all_layers)
+        raise ValueError(
+            f"{path}: is a trace of {shown_model(found)}; {asked.name} is {shown_model(whole)}"
+        )
+    return replace(
+        trace,
+        signature=wanted,
+        expert_ids=trace.expert_ids[:, : wanted.num_layers],
+        gate_weights=trace.gate_weights[:, : wanted.num_layers],
+        token_id=(trace.token_id % wanted.vocab_size).astype(np.int32),
+    )
+
+
+def teach(trace: Path, asked: Asked, checkpoint: Path, cache: Path) -> None:
+    """Has the network of ``reuse`` taught by a trace, for runs whose cache is this folder.
+
+    Raises:
+        PeerFailedError: nothing was learned.
+    """
+    cache.mkdir()
+    write_trace(cache / "train.npz", read_layers(trace, asked))
+    words = ["predictor", "teach", str(checkpoint), str(cache / "train.npz"), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "moe_runtime.cli.main", *words],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise PeerFailedError(f"--train {trace}: {done.stderr.strip().splitlines()[-1]}")
+    if json.loads(done.stdout)["file"] is None:
+        raise PeerFailedError(f"--train {trace}: teaches no network that misses less")
+
+
+class Routing:
+    """The requests of a benchmark, batch by batch, with their routing and its bounds.
+
+    Args:
+        trace: its requests are taken in turn.
+        all_layers: of the shape whose first layers the checkpoint has; None for all.
+        batches: numbers of the requests of each text.
+        num_prompt, num_new: tokens of a prompt, and after it.
+    """
+
+    def __init__(
+        self,
+        trace: Path,
+        checkpoint: Path,
+        all_layers: int | None,
+        batches: Sequence[Sequence[int]],
+        num_prompt: int,
+        num_new: int,
+    ) -> None:
+        opened = open_checkpoint(checkpoint, "auto")
+        experts = map_experts(build_on_meta(opened), opened)
+        layouts, signature = experts.layouts, signature_of(opened, experts)
+        self.asked = Asked(checkpoint.name, signature, all_layers or signature.num_layers)
+        self._batches, self._num_prompt = batches, num_prompt
+        num_requests = sum(map(len, batches))
+        self._routes = take_routes(trace, self.asked, num_requests, num_prompt + num_new)
+        self._expert_bytes = fmean(one.tensor_bytes for one in layouts.values())
+        self._plan = ReadPlan(
+            layouts=layouts,
+            num_experts=min(READ_EXPERTS, len(layouts)),
+            in_flight=min(READS_AT_ONCE, len(layouts)),
+            io_threads=READS_AT_ONCE,
+        )
+        self._read_bytes: dict[tuple[str, int], float] = {}
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Of each request, prompt and new ones together."""
+        routes = self._routes
+        return routes.token_ids.reshape(routes.num_sequences, -1).tolist()
+
+    def saved(self, folder: Path) -> Path:
+        """Writes what a process needs to route by it. Behind the requests stand those that do not
+        leave their first new token: their experts stay resident."""
+        path = folder / "routes.npz"
+        routes, length = self._routes, int(self._routes.offsets[1])
+        held = np.repeat(routes.offsets[:-1] + self._num_prompt, length)
+        np.savez(
+            path,
+            ids=np.concatenate([routes.expert_ids, routes.expert_ids[held]]),
+            weights=np.concatenate([routes.gate_weights, routes.gate_weights[held]]),
+            length=length,
+        )
+        return path
+
+    def requests(self, number: int, *, held: bool = False) -> list[int]:
+        """The requests that a text takes; ``held`` those that stay at one token."""
+        return [one + held * self._routes.num_sequences for one in self._batches[number]]
+
+    def step_bytes(self, policy: str, num_slots: int) -> float:
+        """Bytes that a decode step reads, as a mean, with a policy and as many slots."""
+        key = policy, num_slots
+        if key not in self._read_bytes:
+            served, num_experts = (
+                self._served,
+                self.asked.signature.num_layers * self.asked.signature.num_experts,
+            )
+            share = min(1.0, num_slots / num_experts)
+            experiment = Experiment(policies=[policy], capacities=[share])
+            workload = workload_of(served)
+            replay = replay_demand(
+                workload,
+                lambda events: policy_of(workload, experiment, policy, num_slots, events),
+                num_slots,
+            )
+            is_timed = self._is_timed[workload.step]
+            misses = (workload.num_keys - replay.hits)[is_timed].sum()
+            self._read_bytes[key] = misses * self._expert_bytes / self._is_timed.sum()
+        return self._read_bytes[key]
+
+    @cached_property
+    def _served(self) -> Trace:
+        """What a repetition asks for: the first text, untimed, then all of them."""
+        length, first = int(self._routes.offsets[1]), self._num_prompt
+        spans = [(0, first), *((place, place + 1) for place in range(first, length - 1))]
+        rows, requests = list[np.ndarray](), list[np.ndarray]()
+        for batch in (self._batches[0], *self._batches):
+            count = 0 if not requests else int(requests[-1][-1]) + 1
+            for begin, end in spans:
+                places = np.arange(begin, end)
+                rows.append((self._routes.offsets[list(batch)][:, None] + places).ravel())
+                requests.append(np.repeat(np.arange(count, count + len(batch)), len(places)))
+        whole = trace_of_routes(self._routes, self.asked.signature)
+        order = np.concatenate(rows)
+        phases = [PHASES.index("prefill"), *[PHASES.index("decode")] * (len(spans) - 1)]
+        return replace(
+            whole,
+            step_phase=np.tile(np.array(phases, np.uint8), 1 + len(self._batches)),
+            step_start=np.cumsum([0, *map(len, rows)]),
+            token_request=np.concatenate(requests).astype(np.int32),
+            token_id=whole.token_id[order],
+            token_position=whole.token_position[order],
+            expert_ids=whole.expert_ids[order],
+            gate_weights=whole.gate_weights[order],
+        )
+
+    @cached_property
+    def _is_timed(self) -> np.ndarray:
+        """Whether a step is a decode step that is timed."""
+        phases = self._served.step_phase
+        behind = np.arange(len(phases)) >= len(phases) // (1 + len(self._batches))
+        return behind & (phases == PHASES.index("decode"))
+
+    def measured_disk(self) -> Mapping[str, Number]:
+        """Reads some experts as ``bench io`` does."""
+        slab = Slab(
+            self._plan.in_flight, max(one.slot_bytes for one in self._plan.layouts.values())
+        )
+        slab.bytes.fill_(1)
+        reads = QueueReads("disk", self._plan, slab)
+        try:
+            return reads.repeat()
+        finally:
+            reads.close()
+            slab.close()
+
+    def numbers(
+        self,
+        steps_s: Sequence[float],
+        held_s: Sequence[float],
+        counts: Sequence[Mapping[str, float]],
+        num_slots: int,
+    ) -> dict[str, Number]:
+        """`ROUTED_METRICS` of a repetition.
+
+        Args:
+            steps_s: of each decode step.
+            held_s: of steps whose experts are all resident.
+            counts: of the decode steps of each text, ``bytes_read``, ``stall_s``, ``predict_s``.
+            num_slots: experts that fit.
+        """
+        disk = self.measured_disk()
+        speed, step_s, computing_s = disk["bytes_per_s"], fmean(steps_s), median(held_s)
+        assert isinstance(speed, float)
+        of_step = {
+            name: sum(one[name] for one in counts) / len(steps_s)
+            for name in ("bytes_read", "stall_s", "predict_s")
+        }
+        reads = {
+            "read_s": of_step["bytes_read"] / speed,
+            "lru_read_s": self.step_bytes("lru", num_slots) / speed,
+            "optimum_read_s": self.step_bytes("belady-bypass", num_slots) / speed,
+        }
+        bound_s = max(reads["read_s"], computing_s)
+        return {
+            "step_s": step_s,
+            "bound_s": bound_s,
+            "optimum_bound_s": max(reads["optimum_read_s"], computing_s),
+            **reads,
+            "computing_s": computing_s,
+            "stall_s": of_step["stall_s"],
+            "predict_s": of_step["predict_s"],
+            "of_bound": bound_s / step_s,
+            "step_read_bytes": of_step["bytes_read"],
+            "disk_bytes_per_s": speed,
+            "disk_from_storage": disk["from_storage"],
+        }

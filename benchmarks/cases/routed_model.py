@@ -1,0 +1,52 @@
+"""Puts the routing of a recorded trace in the place of a loaded model's own, for benchmarks.
+
+Legend: T tokens of a pass, K experts that a token visits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.steps import Listener, Step
+
+
+class RoutedModel(Listener):
+    """Gives the experts of a model the choices and weights of a trace, whatever its gates say.
+
+    The gates compute as ever. A request takes a request of the trace, a token the row of its
+    position; behind the last one they begin again.
+    """
+
+    def __init__(self, model: Any, path: str) -> None:
+        with np.load(path, allow_pickle=False) as file:
+            ids, weights, self._length = file["ids"], file["weights"], int(file["length"])
+        self._num_requests = len(ids) // self._length
+        self._ids = torch.from_numpy(ids.astype(np.int64)).transpose(0, 1).contiguous()
+        self._weights = torch.from_numpy(weights.astype(np.float32)).transpose(0, 1).contiguous()
+        self._rows = torch.zeros(0, dtype=torch.int64)
+        self._taken: Sequence[int] | None = None
+        for module in model.modules():
+            if isinstance(module, OffloadedExperts):
+                module.register_forward_pre_hook(self._replace)
+        model._steps.listeners.add(self)
+
+    def take(self, requests: Sequence[int]) -> None:
+        """The sequences of the next passes take these requests of the trace, instead of one after
+        another as requests of the model begin."""
+        self._taken = requests
+
+    def begin(self, step: Step) -> None:
+        if self._taken is None:
+            numbers = step.requests % self._num_requests
+        else:
+            numbers = np.array(self._taken)[step.sequences]
+        places = np.maximum(step.positions, 0) % self._length
+        self._rows = torch.from_numpy(numbers * self._length + places)
+
+    def _replace(self, module: OffloadedExperts, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_TD, _, weights_TK = given
+        of_layer = self._weights[module.layer]
+        return hidden_TD, self._ids[module.layer][self._rows], of_layer[self._rows].to(weights_TK)
