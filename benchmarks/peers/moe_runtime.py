@@ -5,10 +5,10 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes", "lru", "reuse", "off", "enforce", "auto", "taught")
+VARIANTS = ("int8", "planes", "lru", "reuse", "off", "enforce", "auto",
+            "next-gate", "running-counts", "eam", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
-_KINDS = ("activations", "cache_code", "policy", "policy", "prefetch", "prefetch", "prefetch")
-_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
+_KINDS = ("activations", "cache_code", *["policy"] * 2, *["prefetch"] * 3, *["predictor"] * 3)
 
 
 class Peer:
@@ -56,5 +56,6 @@ class Peer:
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
             output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
-        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
+        names = output.keys() & {"cache", "past_key_values"}  # from transformers 5.24 on, before
+        self._cache = {name: output[name] for name in names}
         return output.logits[:, -1].argmax(-1).tolist()
