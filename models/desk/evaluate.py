@@ -48,8 +48,8 @@ checkpoint has {megabytes:.0f} MB in bf16, {expert_share:.0%} of it experts.
 ## Training
 
 The model measured here saw {tokens_millions:.2f} million tokens ({steps} steps of 2,048) of the
-pocket model's [mixture](../pocket/README.md#data-and-licence), in float32 with AdamW and one thread.
-It took {minutes:.0f} minutes at the lowest priority of a machine of two busy cores.{note}
+pocket model's [mixture](../pocket/README.md#data-and-licence), in float32 with AdamW and one
+thread. It took {minutes:.0f} minutes at the lowest priority of a machine of two busy cores.{note}
 
 SHA-256 of `model.safetensors`: `{digest}`.
 Other versions of Python or torch give other weights.
