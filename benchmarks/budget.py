@@ -8,7 +8,6 @@ refused. `--all` adds every eviction policy and predictor. A broken promise is e
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -22,7 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import parser_of, run_script, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    SAVE,
+    facts,
+    parser_of,
+    run_script,
+    save_results,
+)
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path
@@ -84,21 +89,17 @@ def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
             yield replace(tight, prefetch="enforce", predictor=predictor)
 
 
-def words_of(case: Case, smallest: int = 0) -> list[str]:
-    """The command of a case, where the smallest budget has so many bytes."""
+def run(case: Case, cache: Path, smallest: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a case, where the smallest budget has so many bytes, in a process of its own, which
+    keeps its learning in `cache`."""
     words = ["run", str(pocket_path()), "--json", "--max-new-tokens", str(NEW_TOKENS)]
-    for prompt in PROMPTS[: case.requests]:
-        words += ["--prompt", prompt]
+    words += itertools.chain(*(("--prompt", prompt) for prompt in PROMPTS[: case.requests]))
     budget = {"smallest": str(smallest), "less": str(smallest - 1)}.get(case.budget, case.budget)
     words += ["--host-memory", budget, "--policy", case.policy, "--prefetch", case.prefetch]
     # that of `auto` is the default, and is refused where nothing is prefetched
-    return words if case.predictor == "auto" else [*words, "--predictor", case.predictor]
-
-
-def run(case: Case, cache: Path, smallest: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a case in a process of its own, which keeps its learning in `cache`."""
+    words += [] if case.predictor == "auto" else ["--predictor", case.predictor]
     return subprocess.run(
-        [sys.executable, "-P", "-c", _RUN, case.kernels, *words_of(case, smallest)],
+        [sys.executable, "-P", "-c", _RUN, case.kernels, *words],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,
@@ -122,12 +123,8 @@ def row_of(case: Case, done: subprocess.CompletedProcess[str]) -> dict[str, Any]
         return row | {"refused": " ".join(said)}
     stats = json.loads(done.stdout)
     used = stats["peak_rss_bytes"] - stats["baseline_rss_bytes"]
-    return row | {
-        "budget_bytes": stats["budget_bytes"],
-        "expert_slots": stats["expert_slots"],
-        "used_bytes": used,
-        "within": used <= stats["budget_bytes"],
-    }
+    found = {name: stats[name] for name in ("budget_bytes", "expert_slots")}
+    return row | found | {"used_bytes": used, "within": used <= stats["budget_bytes"]}
 
 
 def smallest_budget(kernels: str, requests: int, cache: Path) -> int:
@@ -148,12 +145,11 @@ def rows_of(kernels: str, *, all_policies: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    arguments = _arguments()
-    rows = []
-    for kernels in KERNELS:
-        for row in rows_of(kernels, all_policies=arguments.all):
-            rows.append(row)
-            print(as_line(row), flush=True)
+    parser = parser_of(__doc__, SAVE, "--all=policies and predictors, too")
+    arguments, rows = parser.parse_args(), []
+    for row in (row for one in KERNELS for row in rows_of(one, all_policies=arguments.all)):
+        rows.append(row)
+        print(as_line(row), flush=True)
     if arguments.save:
         save(rows)
     return int(any(is_broken(row) for row in rows))
@@ -181,21 +177,14 @@ def as_line(row: dict[str, Any]) -> str:
 
 def save(rows: list[dict[str, Any]]) -> None:
     """Writes the rows; refused runs have no numbers."""
-    metrics = {"used_bytes": Metric("bytes"), "budget_bytes": Metric("bytes", is_judged=False)}
-    metrics |= {"expert_slots": Metric("count", "more", is_judged=False)}
+    metrics = {"used_bytes": Metric("bytes"), **facts("bytes", "budget_bytes")}
+    metrics |= facts("count", "expert_slots", better="more")
     systems = {
         label(row): row["refused"] if row["exit_code"] else [{name: row[name] for name in metrics}]
         for row in rows
     }
     settings = {"model": "pocket", "new_tokens": NEW_TOKENS, "prompts": list(PROMPTS)}
     save_results("budget", settings, systems, metrics)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--save", action="store_true", help="write a file in benchmarks/results")
-    parser.add_argument("--all", action="store_true", help="policies and predictors, too")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ other seeds on this machine and commit.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -29,12 +29,13 @@ from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.benchmarks.harness.scripting import (
+    SAVE,
+    facts,
     parser_of,
     positive,
     present_folder,
     save_results,
 )
-from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
 from moe_runtime.training.offload.disk import RecordFile
@@ -95,8 +96,15 @@ def cut_power(folder: Path, dice: random.Random) -> int:
     """Gives a random half of the unflushed blocks their old content back, the newest first."""
     lost = 0
     for journal in folder.glob("*.undo"):
+        content, place, entries = journal.read_bytes(), 0, []
+        while place + HEADER.size <= len(content):
+            offset, size = HEADER.unpack_from(content, place)
+            place += HEADER.size + size
+            # a kill while the last entry was written leaves a part of it, and no write
+            if place <= len(content):
+                entries.append((offset, content[place - size : place]))
         with journal.with_suffix(".records").open("r+b") as file:
-            for offset, before in reversed(list(_entries(journal.read_bytes()))):
+            for offset, before in reversed(entries):
                 for start in range(0, len(before), BLOCK):
                     if dice.random() < 0.5:
                         file.seek(offset + start)
@@ -104,18 +112,6 @@ def cut_power(folder: Path, dice: random.Random) -> int:
                         lost += 1
         os.truncate(journal, 0)
     return lost
-
-
-def _entries(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Whole entries; a kill while the last one was written leaves a part of it, and no write."""
-    place = 0
-    while place + HEADER.size <= len(content):
-        offset, size = HEADER.unpack_from(content, place)
-        place += HEADER.size
-        if place + size > len(content):
-            return
-        yield offset, content[place : place + size]
-        place += size
 
 
 def train(folder: Path, share: float) -> None:
@@ -146,11 +142,7 @@ def train(folder: Path, share: float) -> None:
         (loss,) = training.backward([partial(model.loss, x)], rate=0.01)
         training.step(0.01)
         losses.append(float(loss))
-        saved = {
-            "model": model.state_dict(),
-            "optimizer": training.state_dict(),
-            "losses": list(losses),
-        }
+        saved = {"model": model.state_dict(), "optimizer": training.state_dict(), "losses": losses}
         training.write(saved, lambda found: found["optimizer"], partial(_save, file))
     training.close()
     (folder / "losses.json").write_text(json.dumps(losses))
@@ -167,21 +159,22 @@ def begin(folder: Path, share: float) -> ForkProcess:
     return process
 
 
-def undisturbed(place: Path) -> list[float]:
-    place.mkdir()
-    begin(place, 0.3).join()
-    return json.loads((place / "losses.json").read_text())
+def losses_of(folder: Path) -> list[float]:
+    return json.loads((folder / "losses.json").read_text())
 
 
 def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
     """Kills so many processes."""
-    expected, dice = undisturbed(place / "whole"), random.Random(seed)
-    counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-    folder = place / "run-0"
+    folders, dice = (place / f"run-{number}" for number in itertools.count()), random.Random(seed)
+    whole, folder = next(folders), next(folders)
+    whole.mkdir()
     folder.mkdir()
-    while counts["kills"] < kills:
-        process = begin(folder, dice.choice(SHARES))
-        process.join(dice.uniform(0, LONGEST_S))
+    begin(whole, 0.3).join()
+    counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
+    while True:
+        is_last = counts["kills"] >= kills
+        process = begin(folder, 0.3 if is_last else dice.choice(SHARES))
+        process.join(None if is_last else dice.uniform(0, LONGEST_S))
         if process.is_alive():
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -195,30 +188,22 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
             continue
         if process.exitcode:
             raise SystemExit(f"seed {seed}, kill {counts['kills']}: a process could not go on")
-        _check(folder, expected, seed)
+        found, expected = losses_of(folder), losses_of(whole)
+        if found != expected:
+            raise SystemExit(f"seed {seed}: losses {found}, undisturbed {expected}")
         counts["runs"] += 1
-        folder = place / f"run-{counts['runs']}"
+        if is_last:
+            return counts
+        folder = next(folders)
         folder.mkdir()
-    begin(folder, 0.3).join()
-    _check(folder, expected, seed)
-    counts["runs"] += 1
-    return counts
-
-
-def _check(folder: Path, expected: list[float], seed: int) -> None:
-    found = json.loads((folder / "losses.json").read_text())
-    if found != expected:
-        raise SystemExit(f"seed {seed}: losses {found}, undisturbed {expected}")
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=positive, default=50, help="with each seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument(
-        "--folder", type=present_folder, default=None, help="on the disk to be tried"
-    )
-    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser = parser_of(__doc__, SAVE)
+    add = parser.add_argument
+    add("--kills", type=positive, default=50, help="with each seed")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--folder", type=present_folder, default=None, help="on the disk to be tried")
     arguments = parser.parse_args()
     found = {}
     for seed in arguments.seeds:
@@ -234,8 +219,8 @@ def main() -> None:
             flush=True,
         )
     if arguments.save:
-        metrics = {name: Metric("count", is_judged=False) for name in COUNTED}
-        save_results("crashes", {"kills": arguments.kills, "steps": STEPS}, found, metrics)
+        settings = {"kills": arguments.kills, "steps": STEPS}
+        save_results("crashes", settings, found, facts("count", *COUNTED))
 
 
 if __name__ == "__main__":

@@ -10,107 +10,78 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from moe_runtime.benchmarks.harness.gpu import (
     MEMORY,
     GpuResults,
     Rates,
     Repetitions,
-    add_options,
     device_memory,
     drawn_checkpoint,
-    lacks_gpu,
+    free_memory,
     measure_rates,
-    profiled,
+    parse_options,
     shape_of,
     wait_for,
 )
-from moe_runtime.benchmarks.harness.scripting import parser_of, positive, run_script
+from moe_runtime.benchmarks.harness.scripting import facts, positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.texts import language_reference
-from moe_runtime.config import format_bytes
-from moe_runtime.files import write_text
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetuning import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 
-SHAPE = "qwen3-30b-a3b"
 SHARE = 0.4
 """Of the experts that have slots: 24 GB of 60 GB."""
 AIM = 0.5
 """Of the speed with everything resident, at least."""
 TOLERANCE = 1e-3
 """Between losses; sums of gradients have no fixed order on a GPU."""
-
-
 METRICS = {
     "tokens_per_s": Metric("tokens/s", "more"),
     "step_s": Metric("s"),
-    "copied_bytes": Metric("bytes", is_judged=False),
-    "link_s": Metric("s", is_judged=False),
-    "stall_s": Metric("s", is_judged=False),
-    "loss": Metric("nats", is_judged=False),
-    "experts_with_slots": Metric("count", "more", is_judged=False),
-    **{name: Metric("bytes", is_judged=False) for name in MEMORY},
+    **facts("bytes", "copied_bytes", *MEMORY),
+    **facts("s", "link_s", "stall_s"),
+    **facts("nats", "loss"),
+    **facts("count", "experts_with_slots", better="more"),
 }
 
 
 def main() -> int:
-    options, began_s = _arguments(), psutil.Process().create_time()
-    if lacks_gpu(options):
+    options = parse_options(__doc__, "device-training-SHAPE", _add_options)
+    if options is None:
         return 2
-    shape = shape_of(SHAPE, options.layers, is_tiny=options.tiny)
+    shape = shape_of("qwen3-30b-a3b", options.layers, is_tiny=options.tiny)
     rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
     settings = {
         "model": shape.name,
         "layers": shape.num_layers,
         "shape": shape.describe(),
         "rates": rates._asdict(),
-        "rank": options.rank,
         "tokens_per_step": options.tokens,
         "sequences": options.tokens // options.context,
-        "context": options.context,
+        **{name: getattr(options, name) for name in ("rank", "context")},
     }
-    file, profiles = f"device-training-{shape.name}", list[str]()
+    file = f"device-training-{shape.name}"
     results = GpuResults("device-training", file, options, settings, METRICS)
     with drawn_checkpoint(shape, options.device) as folder:
-        print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
         (folder.parent / "text.txt").write_text(language_reference())
         for share in (1.0, SHARE):
-            name = f"{share:.0%} resident"
-            results.add(name, measure(folder, share, options, rates, profiles))
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-            print(line(results, name), flush=True)
-            if options.profile is not None:
-                write_text(options.profile, "\n".join(profiles) + "\n")
+            free_memory()
+            results.add(f"{share:.0%} resident", measure(folder, share, options, rates))
     note_aims(results)
-    results.finish()
-    print(f"done after {time.time() - began_s:.1f} s")
-    return 0
+    return results.finish()
 
 
-def measure(
-    folder: Path, share: float, options: argparse.Namespace, rates: Rates, profiles: list[str]
-) -> Repetitions:
+def measure(folder: Path, share: float, options: argparse.Namespace, rates: Rates) -> Repetitions:
     """Steps of a run with slots for a share of the experts; the first one is not timed."""
-    if options.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     config = _config(folder, share, options)
-    if share < 1:
-        config = _with_share(config, share)
-    preparation = prepare(config)
+    preparation = prepare(config if share == 1 else _with_share(config, share))
     memory: Any = preparation.memory
-    plan = memory.device or memory.host
     trainer = start(preparation, resume=False)
     optimizer: Any = trainer.optimizer
     steps, before = Repetitions(), dict[str, float]()
@@ -133,10 +104,8 @@ def measure(
         before = now
 
     trainer.train(should_stop=lambda: False, on_record=note)
+    plan = memory.device or memory.host
     steps[0] |= {"experts_with_slots": plan.num_slots, **device_memory(memory.device)}
-    if options.profile is not None:
-        title = f"a step, {share:.0%} resident"
-        profiles.append(profiled(title, trainer._take_step, options.device))
     trainer.close()
     return steps
 
@@ -151,20 +120,6 @@ def note_aims(results: GpuResults) -> None:
     peak, budget = (results.value(partial, f"{what}_bytes") for what in ("peak", "budget"))
     if peak and budget:
         results.aim(partial, "peak beside the budget", 1.0, peak / budget, at_most=True)
-    results.write()
-
-
-def line(results: GpuResults, name: str) -> str:
-    found = {metric: results.value(name, metric) or 0.0 for metric in METRICS}
-    text = f"{name} ({found['experts_with_slots']:.0f} experts) {found['tokens_per_s']:,.0f} "
-    text += f"tokens/s, {format_bytes(round(found['copied_bytes']))} copied a step"
-    if found["link_s"]:
-        text += f" ({found['link_s']:.3f} s of the link)"
-    text += f", waits {found['stall_s']:.3f} s, loss {found['loss']:.4f}"
-    if found["peak_bytes"]:
-        peak, budget = (format_bytes(round(found[f"{what}_bytes"])) for what in ("peak", "budget"))
-        text += f", at most {peak} of {budget}"
-    return text
 
 
 def _config(folder: Path, share: float, options: argparse.Namespace) -> FinetuneConfig:
@@ -172,8 +127,7 @@ def _config(folder: Path, share: float, options: argparse.Namespace) -> Finetune
         "model": str(folder),
         "run": {
             "output": str(folder.parent / f"run-{share}"),
-            # one is not counted, and the clock begins with its end
-            "steps": options.steps + 1,
+            "steps": options.steps + 1,  # one is not counted, and the clock begins with its end
             "precision": "bfloat16",
             "device": options.device,
             "host_memory": "auto",
@@ -202,17 +156,16 @@ def _with_share(config: FinetuneConfig, share: float) -> FinetuneConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **{name: budget}))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add_options(parser, "device-training-SHAPE")
-    add("--layers", type=positive, default=4, help="(default: %(default)s)")
-    add("--steps", type=positive, default=3, help="timed steps (default: %(default)s)")
-    add("--tokens", type=positive, default=2048, help="of a step (default: %(default)s)")
-    add("--context", type=positive, default=512, help="of a sequence (default: %(default)s)")
-    add("--rank", type=positive, default=8, help="of the adapters (default: %(default)s)")
-    add("--profile", type=Path, metavar="FILE", help="write where the time of a step goes")
-    return parser.parse_args()
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    for name, number, words in (
+        ("--layers", 4, "of the model"),
+        ("--steps", 3, "timed steps"),
+        ("--tokens", 2048, "of a step"),
+        ("--context", 512, "of a sequence"),
+        ("--rank", 8, "of the adapters"),
+    ):
+        text = f"{words} (default: %(default)s)"
+        parser.add_argument(name, type=positive, default=number, help=text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ answers must be those of one process. Ranks share this machine's cores: this mea
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,13 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import positive, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    SAVE,
+    facts,
+    parser_of,
+    positive,
+    save_results,
+)
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
@@ -38,11 +43,10 @@ PROMPTS = (
     "An exception is raised when",
 )
 METRICS = {
-    "experts_moved": Metric("count", is_judged=False),
-    "requests_moved": Metric("count", is_judged=False),
+    **facts("count", "experts_moved", "requests_moved"),
     "prepared_s": Metric("s"),
     "longest_wait_s": Metric("s"),
-    "longest_wait_before_s": Metric("s", is_judged=False),
+    **facts("s", "longest_wait_before_s"),
 }
 QUIET_S = 1.0
 """Between two changes."""
@@ -118,10 +122,8 @@ def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
         for name, change in [*changes.items()] * rounds:
             if all(answer.done() for answer in answers):
                 raise SystemExit("the answers ended before the changes: give more --new-tokens")
-            found[name].append(measure(change, times))
-            print(
-                name, {key: round(value, 3) for key, value in found[name][-1].items()}, flush=True
-            )
+            found[name].append(row := measure(change, times))
+            print(name, {key: round(value, 3) for key, value in row.items()}, flush=True)
         got = [answer.result() for answer in answers]
     if got != answers_of_one_process(prompts, num_tokens):
         raise SystemExit("an answer differs from that of one process")
@@ -130,12 +132,10 @@ def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--rounds", type=positive, default=3, help="times that all changes are made"
-    )
-    parser.add_argument("--new-tokens", type=positive, default=480, help="of each request")
-    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser = parser_of(__doc__, SAVE)
+    add = parser.add_argument
+    add("--rounds", type=positive, default=3, help="times that all changes are made")
+    add("--new-tokens", type=positive, default=480, help="of each request")
     arguments = parser.parse_args()
     found = run(arguments.rounds, arguments.new_tokens)
     if arguments.save:

@@ -8,7 +8,6 @@ The exit code is 1 where a step fails; then nothing is saved.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,6 +24,8 @@ from typing import Any
 
 from moe_runtime.benchmarks.harness.scripting import (
     ROOT,
+    SAVE,
+    facts,
     parser_of,
     present_folder,
     run_script,
@@ -33,16 +34,6 @@ from moe_runtime.benchmarks.harness.scripting import (
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 
-METRICS = {
-    "to_text_s": Metric("s"),
-    "to_tests_s": Metric("s"),
-    "clone_s": Metric("s", is_judged=False),
-    "install_s": Metric("s", is_judged=False),
-    "text_s": Metric("s", is_judged=False),
-    "tests_s": Metric("s", is_judged=False),
-    "passed": Metric("count", "more", is_judged=False),
-    "skipped": Metric("count", is_judged=False),
-}
 WORDS = {
     "clone_s": "git clone",
     "install_s": "make install",
@@ -50,6 +41,11 @@ WORDS = {
     "to_text_s": "from clone to first text",
     "tests_s": "make test",
     "to_tests_s": "from clone to green tests",
+}
+METRICS = {
+    **{name: Metric("s", is_judged=name.startswith("to_")) for name in WORDS},
+    **facts("count", "passed", better="more"),
+    **facts("count", "skipped"),
 }
 WARM_BYTES = 100 * 10**6
 """Of pip's cache; the smallest wheels of torch take more."""
@@ -131,32 +127,28 @@ def measure(
 
 def pip_facts() -> dict[str, Any]:
     """Where pip finds packages, as far as it says: its cache, and folders of this machine."""
-    cache = _pip("cache", "dir")
+    cache, settings = _pip("cache", "dir"), _pip("config", "list")
     num_bytes, state = None, "unknown"
     if cache:
         files = (one for one in Path(cache.strip()).rglob("*") if one.is_file())
         num_bytes = sum(one.stat().st_size for one in files)
         state = "warm" if num_bytes >= WARM_BYTES else "cold"
-    settings = _pip("config", "list")
-    return {
-        "pip_cache": state,
-        "pip_cache_bytes": num_bytes,
-        "pip_folders": None
-        if settings is None
-        else bool(re.search(r"file:|'/|find-links", settings)),
-    }
+    folders = None if settings is None else bool(re.search(r"file:|'/|find-links", settings))
+    return {"pip_cache": state, "pip_cache_bytes": num_bytes, "pip_folders": folders}
 
 
 def _pip(*words: str) -> str | None:
     """What pip of this user's Python says; None where it says nothing."""
-    done = subprocess.run(
-        ["python3", "-m", "pip", *words], capture_output=True, text=True, check=False
-    )
+    command = ["python3", "-m", "pip", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else None
 
 
 def main() -> int:
-    arguments = _arguments()
+    flags = ("--tests=run the whole suite in the clone, too", "--json=print one object", SAVE)
+    parser = parser_of(__doc__, *flags)
+    parser.add_argument("--folder", type=present_folder, help="where the clone lies meanwhile")
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     facts = pip_facts()
     held = facts["pip_cache_bytes"]
@@ -182,19 +174,6 @@ def main() -> int:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--tests", action="store_true", help="run the whole suite in the clone, too"
-    )
-    parser.add_argument(
-        "--folder", type=present_folder, default=None, help="where the clone lies meanwhile"
-    )
-    parser.add_argument("--json", action="store_true", help="print one object of all numbers")
-    parser.add_argument("--save", action="store_true", help="write this machine's results file")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and Python calls of ours in a decode layer. Another checkout needs its native li
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, write_systems
+from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, parser_of, write_systems
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.lab.this_machine import commit
 
@@ -158,7 +157,7 @@ def walk(root: Path, budget: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--budget", default="20MiB", help="of the run with misses")
     parser.add_argument("--output", type=Path, default=RESULTS / "house.json")
@@ -169,7 +168,7 @@ def main() -> int:
         print(f"{name:30} " + ", ".join(f"{what} {value:g}" for what, value in found.items()))
     settings = {"checkout": commit(root), "budget": options.budget}
     rows = {name: [found] for name, found in systems.items()}
-    write_systems(options.output, "house", settings, rows, METRICS, {})
+    write_systems(options.output, "house", settings, rows, METRICS)
     return 0
 
 

@@ -7,7 +7,6 @@ fails stops no other: the exit code is 1 then.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -17,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from moe_runtime.benchmarks.harness.scripting import parser_of
 from moe_runtime.kernels.grouped_gemm.tile import cache_folder
 
 GRACE_S = 15.0
@@ -59,8 +59,13 @@ def run_parts(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartOutcome]:
     """Runs all of them, and says how each ended."""
+
+    def stamps() -> set[tuple[Path, int]]:
+        found = (path for one in written for path in one.glob("*.json"))
+        return {(path, path.stat().st_mtime_ns) for path in found}
+
     folder.mkdir(parents=True, exist_ok=True)
-    before, end_s, outcomes = _stamps(written), clock(), []
+    before, end_s, outcomes = stamps(), clock(), []
     for part in parts:
         begun_s, end_s = clock(), end_s + part.seconds
         command = [*part.command(end_s - begun_s - GRACE_S)]
@@ -70,7 +75,7 @@ def run_parts(
             with log.open("wb") as output:
                 end = _run(command, output.fileno(), end_s - begun_s, root)
         finally:
-            for path in _newer(written, before):
+            for path, _ in stamps() - before:
                 shutil.copy2(path, folder)
         outcomes.append(PartOutcome(part.name, end, clock() - begun_s))
         print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]))
@@ -79,6 +84,7 @@ def run_parts(
 
 
 def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str:
+    """Runs a program; interrupts it when it is late, then kills it and all that it has started."""
     program = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, cwd=root, start_new_session=True
     )
@@ -88,31 +94,16 @@ def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str
     except subprocess.TimeoutExpired:
         return LATE
     finally:
-        _end(program)
-
-
-def _end(program: subprocess.Popen[bytes]) -> None:
-    """Interrupts a program, and after a while kills it and all that it has started."""
-    try:
-        if program.poll() is None:
-            program.send_signal(signal.SIGINT)
-            program.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        print("it does not end by an interrupt, and is killed", flush=True)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # none is left
-            os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
-
-
-def _stamps(folders: Iterable[Path]) -> dict[Path, int]:
-    found = (path for folder in folders for path in folder.glob("*.json"))
-    return {path: path.stat().st_mtime_ns for path in found}
-
-
-def _newer(folders: Iterable[Path], before: dict[Path, int]) -> list[Path]:
-    """Results that were written since then."""
-    return [path for path, stamp in _stamps(folders).items() if before.get(path) != stamp]
+        try:
+            if program.poll() is None:
+                program.send_signal(signal.SIGINT)
+                program.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            print("it does not end by an interrupt, and is killed", flush=True)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,62 +111,58 @@ MARKED = re.compile(r"(@|marks=)pytest\.mark\.gpu\b|import .*\bPLACES\b")
 COMPUTING = re.compile(r'"cuda" if torch\.cuda\.is_available|\b(HAS|IS)_GPU\b')
 """In a test's file: tests marked `gpu`, by themselves or by a place; and those that run on a GPU
 wherever one is."""
-SHAPES = ("16384,2048,768,128,8", "1,2048,768,128,8")
-"""Whose products get tiles: a layer of Qwen3-30B-A3B in training and in decoding."""
-
-
-def test_files(pattern: re.Pattern[str]) -> list[str]:
-    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text())]
 
 
 def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
     words = [sys.executable, "-P", "-m", "pytest", "-v", "-m", f"{marked} and not long"]
-    return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *test_files(pattern)]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text())]
+    return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *found]
 
 
-def script(name: str, *words: str) -> list[str]:
+def script(words: str) -> list[str]:
     """The command of a benchmark, whose results are kept."""
-    return [sys.executable, f"benchmarks/{name}.py", *words, "--save"]
+    name, *others = words.split()
+    return [sys.executable, f"benchmarks/{name}.py", *others, "--save"]
 
 
 def decoding(shape: str, layers: int, seconds: float) -> list[str]:
     """The command that measures decoding; no row begins in the last tenth of the seconds."""
-    words = ("--shape", shape, "--layers", str(layers), "--caches", "static")
-    return script("device_decode", *words, "--seconds", f"{0.9 * seconds:.0f}")
+    words = f"device_decode --shape {shape} --layers {layers} --caches static"
+    return script(f"{words} --seconds {0.9 * seconds:.0f}")
 
 
-def bench(case: str, *words: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("moe-runtime")), "bench", case, *words]
+def bench(words: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("moe-runtime")), "bench", *words.split()]
 
 
-def beside_transformers(shape: str, layers: int) -> list[str]:
-    """The command that measures first tokens and steps on a card of 12 GB."""
-    file = f"benchmarks/results/latency-{shape}-{layers}-layers-cuda.json"
-    words = ("--shape", shape, "--layers", str(layers), "--device", "cuda", "--quick")
-    peer = ("--device-memory", "12GiB", "--peer", "transformers:grouped_mm", "--time", "20")
-    return bench("latency", *words, *peer, "-o", file)
-
-
-def tuning() -> list[str]:
-    return bench("kernels", "--tune", *(word for one in SHAPES for word in ("--shape", one)))
-
-
+# first tokens and steps beside transformers, on a card of 12 GB
+LATENCY = (
+    "latency --shape olmoe-1b-7b --layers 4 --device cuda --quick --device-memory 12GiB --peer "
+    "transformers:grouped_mm --time 20 -o benchmarks/results/latency-olmoe-1b-7b-4-layers-cuda.json"
+)
+# tiles for a layer of Qwen3-30B-A3B in training and in decoding
+TILES = "kernels --tune --shape 16384,2048,768,128,8 --shape 1,2048,768,128,8"
 PARTS = (
     Part("tests-marked-gpu", 85, lambda _: tests("gpu", MARKED)),
     Part("decode-olmoe-1b-7b", 95, lambda s: decoding("olmoe-1b-7b", 16, s)),
     Part("decode-qwen3-30b-a3b", 80, lambda s: decoding("qwen3-30b-a3b", 12, s)),
-    Part("latency-olmoe-1b-7b", 70, lambda _: beside_transformers("olmoe-1b-7b", 4)),
-    Part("training", 55, lambda _: script("device_training", "--layers", "2", "--tokens", "8192")),
+    Part("latency-olmoe-1b-7b", 70, lambda _: bench(LATENCY)),
+    Part("training", 55, lambda _: script("device_training --layers 2 --tokens 8192")),
     Part("tests-of-kernels", 50, lambda _: tests("not gpu", COMPUTING)),
     Part("kernels", 60, lambda _: script("kernels")),
-    Part("tiles", 25, lambda _: tuning()),
+    Part("tiles", 25, lambda _: bench(TILES)),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts; 1 if one failed, 2 without a GPU."""
-    options = _options(arguments)
+    parser, names = parser_of(__doc__), [part.name for part in PARTS]
+    add = parser.add_argument
+    add("--results", type=Path, default=ROOT / "build" / "gpu", help="(default: build/gpu)")
+    add("--times", type=float, default=1.0, help="as long for each part (default: %(default)s)")
+    add("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU here; the parts of this can be rehearsed without one", file=sys.stderr)
         return 2
@@ -188,18 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, end, seconds in outcomes:
         print(f"{name:24} {seconds:5.0f} s  {end}")
     return int(any(outcome.has_failed for outcome in outcomes))
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [part.name for part in PARTS]
-    add = parser.add_argument
-    add("--results", type=Path, default=ROOT / "build" / "gpu", help="(default: build/gpu)")
-    add("--times", type=float, default=1.0, help="as long for each part (default: %(default)s)")
-    add("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

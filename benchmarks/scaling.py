@@ -8,7 +8,6 @@ Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slot
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.benchmarks.harness.scripting import at_least, new_file, save_results
+from moe_runtime.benchmarks.harness.scripting import at_least, new_file, parser_of, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
@@ -259,17 +258,11 @@ def measure(rounds: int) -> dict[str, Any]:
     rows = []
     for index, (case, layer) in enumerate(zip(cases, layers, strict=True)):
         measured_s, predicted_s = seconds[f"layer {index}"], layer.predict_s(cluster, fixed_s)
-        rows.append(
-            {
-                "ranks": size,
-                **asdict(case),
-                "measured_s": measured_s,
-                "predicted_s": predicted_s,
-                "error": predicted_s / measured_s - 1,
-            }
-        )
+        error, row = predicted_s / measured_s - 1, {"ranks": size, **asdict(case)}
+        rows.append(row | {"measured_s": measured_s, "predicted_s": predicted_s, "error": error})
         if dist.get_rank() == 0:
-            _print_row(rows[-1])
+            times = f"measured {1e3 * measured_s:.1f} ms, predicted {1e3 * predicted_s:.1f} ms"
+            print(f"{_words(row)}: {times} ({error:+.0%})", flush=True)
     return {"cluster": asdict(cluster), "fixed_s": fixed_s, "layers": rows}
 
 
@@ -278,14 +271,6 @@ def _words(row: dict[str, Any]) -> str:
     return (
         f"{row['ranks']} ranks, {exchange}, {row['degree']} chunks, zipf {row['zipf']:g}, "
         f"{row['algorithm']}, straggler {row['straggler']}"
-    )
-
-
-def _print_row(row: dict[str, Any]) -> None:
-    print(
-        f"{_words(row)}: measured {1e3 * row['measured_s']:.1f} ms, "
-        f"predicted {1e3 * row['predicted_s']:.1f} ms ({row['error']:+.0%})",
-        flush=True,
     )
 
 
@@ -301,15 +286,12 @@ def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--ranks", type=at_least(2), nargs="*", default=[2, 4], help="sizes to measure"
-    )
-    parser.add_argument("--rounds", type=at_least(2), default=7)
-    parser.add_argument("--output", type=new_file, help="where to write what was measured, as JSON")
-    parser.add_argument(
-        "--write-machine", type=new_file, help="for `moe-runtime simulate --machine`"
-    )
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=at_least(2), nargs="*", default=[2, 4], help="sizes to measure")
+    add("--rounds", type=at_least(2), default=7)
+    add("--output", type=new_file, help="where to write what was measured, as JSON")
+    add("--write-machine", type=new_file, help="for `moe-runtime simulate --machine`")
     options = parser.parse_args()
     is_writer = True
     if dist.is_torchelastic_launched():

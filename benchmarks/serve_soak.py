@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 from scipy.stats import theilslopes
 
-from moe_runtime.benchmarks.harness.scripting import parser_of, present_folder, save_results
+from moe_runtime.benchmarks.harness.scripting import SAVE, parser_of, present_folder, save_results
 from moe_runtime.benchmarks.load.client import draw_words
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
@@ -48,6 +48,8 @@ SAMPLE_S = 0.5
 BLOCKS = 24
 """Medians of so many stretches of time stand for the samples, whose neighbours are alike."""
 CONFIDENCE = 0.99
+MAX_TOKENS = 1024
+"""Of all requests at a time."""
 KEPT_BYTES = 1 << 10
 """What a request that is never let go of keeps at the very least: its tokens, text and events."""
 TEMPLATE = (
@@ -78,42 +80,34 @@ def growth(samples: Sequence[tuple[float, int]], num_requests: int) -> dict[str,
 
 
 @dataclass
-class Pressed:
+class Tally:
     """What clients and the watch on memory found."""
 
-    tally: Tally
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    tokens: int = 0
     samples: list[tuple[float, int]] = field(default_factory=list)
     peak_bytes: int = 0
     metrics: str = ""
     num_requests: int = 0
 
 
-async def press(
-    address: str, process: subprocess.Popen[str], arguments: argparse.Namespace
-) -> Pressed:
+async def press(address: str, process: subprocess.Popen[str], minutes: float) -> Tally:
     """Lets the clients ask for minutes, then ends the server while it answers all of them."""
-    found = Pressed(Tally())
+    found = Tally()
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
     async with httpx2.AsyncClient(
         base_url=f"{address}/v1/", timeout=None, limits=limits, trust_env=False
     ) as http:
-        clients = [
-            Client(
-                http,
-                found.tally,
-                Random(f"{arguments.seed} {number}"),
-                has_failures=arguments.fetches_per_fault > 0,
-            )
-            for number in range(CLIENTS)
-        ]
-        await ask_for_minutes(clients, arguments.minutes, process.pid, found)
+        clients = [Client(http, found, Random(f"0 {number}")) for number in range(CLIENTS)]
+        await ask_for_minutes(clients, minutes, process.pid, found)
         found.metrics = (await http.get(f"{address}/metrics")).text
         await end_while_answering(clients, process, found)
     return found
 
 
 async def ask_for_minutes(
-    clients: Sequence[Client], minutes: float, pid: int, found: Pressed
+    clients: Sequence[Client], minutes: float, pid: int, found: Tally
 ) -> None:
     """Whatever clients do, until all of their requests have ended."""
     watched = psutil.Process(pid)
@@ -126,12 +120,12 @@ async def ask_for_minutes(
             found.samples.append((time.monotonic(), watched.memory_info().rss))
     for task in tasks:
         task.result()
-    found.num_requests = found.tally.counts.total()
+    found.num_requests = found.counts.total()
     await asyncio.sleep(1.0)  # the server notices last that clients went away
 
 
 async def end_while_answering(
-    clients: Sequence[Client], process: subprocess.Popen[str], found: Pressed
+    clients: Sequence[Client], process: subprocess.Popen[str], found: Tally
 ) -> None:
     """Sends SIGTERM when every client has the beginning of a long answer."""
     begun: set[int] = set()
@@ -174,12 +168,14 @@ def with_template(model: Path, folder: Path) -> Path:
     return folder
 
 
-def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def soak(
+    arguments: argparse.Namespace, folder: Path
+) -> tuple[Tally, dict[str, Any], dict[str, Any]]:
+    """What clients found, numbers of the server, and what else it said."""
     model = with_template(arguments.model, folder / "model")
-    command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py")]
-    command += [str(arguments.fetches_per_fault), str(model), "--name", MODEL, "--port", "0"]
-    command += ["--host-memory", arguments.host_memory, "--max-tokens", str(arguments.max_tokens)]
-    command += ["--no-prefix-cache"] if arguments.no_prefix_cache else []
+    command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py"), str(model)]
+    command += ["--name", MODEL, "--port", "0", "--max-tokens", str(MAX_TOKENS)]
+    command += ["--host-memory", arguments.host_memory]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -187,115 +183,74 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             first = process.stdout.readline()
             if not first.startswith('{"address"'):
                 raise SystemExit(f"the server did not start:\n{(folder / 'log').read_text()}")
-            facts = json.loads(first)
-            pressed = asyncio.run(press(facts["address"], process, arguments))
+            said = json.loads(first)
+            tally = asyncio.run(press(said.pop("address"), process, arguments.minutes))
             exit_code = process.wait(60)
         finally:
             process.kill()
             process.wait()
     lines = (folder / "log").read_text().splitlines()
-    crashes = [line for line in lines if "Traceback" in line]
     injected = [line for line in lines if line.startswith('{"injected"')]
-    tally, samples, metrics = pressed.tally, pressed.samples, pressed.metrics
-    left = {name: metric(metrics, f"vllm:num_requests_{name}") for name in ("running", "waiting")}
-    return {
-        **{name: value for name, value in facts.items() if name != "address"},
-        "budget_bytes": parse_bytes(arguments.host_memory),  # a part of which is the model's
-        "requests": dict(tally.counts),
+    numbers: dict[str, Any] = {"wrong": len(tally.wrong), "requests": tally.counts.total()}
+    numbers |= {f"{way}_requests": count for way, count in tally.counts.items()}
+    numbers |= {
         "generated_tokens": tally.tokens,
-        "wrong": tally.wrong,
-        "tracebacks": len(crashes),
-        "left_behind": left,
-        "has_faults": arguments.fetches_per_fault > 0,
+        "tracebacks": sum("Traceback" in line for line in lines),
         "injected_errors": len(injected),
         "broken_experts": len(set(injected)),
-        "expert_misses": metric(metrics, "moe:expert_misses_total"),
-        "preemptions": metric(metrics, "vllm:num_preemptions_total"),
-        "prefix_hit_tokens": metric(metrics, "vllm:prefix_cache_hits_total"),
-        "peak_rss_bytes": pressed.peak_bytes,
-        "used_bytes": pressed.peak_bytes - facts["baseline_rss_bytes"],
-        "memory": growth(samples, pressed.num_requests),
-        "rss_bytes": [[round(at_s - samples[0][0], 1), size] for at_s, size in samples],
-        "exit_code": exit_code,
+        "expert_misses": metric(tally.metrics, "moe:expert_misses_total"),
+        "preemptions": metric(tally.metrics, "vllm:num_preemptions_total"),
+        "prefix_hit_tokens": metric(tally.metrics, "vllm:prefix_cache_hits_total"),
+        "used_bytes": tally.peak_bytes - said["baseline_rss_bytes"],
+        "peak_rss_bytes": tally.peak_bytes,
+        "budget_bytes": parse_bytes(arguments.host_memory),  # a part of which is the model's
     }
+    waiting = ("running", "waiting")
+    left = {name: metric(tally.metrics, f"vllm:num_requests_{name}") for name in waiting}
+    memory = growth(tally.samples, tally.num_requests)
+    numbers |= {name: memory.pop(name) for name in ("least_growth_bytes", "allowed_growth_bytes")}
+    return tally, numbers, said | {"left_behind": left, "memory": memory, "exit_code": exit_code}
 
 
-def broken(found: dict[str, Any]) -> list[str]:
-    memory, failed = found["memory"], found["requests"].get("failed", 0)
+def broken(numbers: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
+    injected, failed = numbers["injected_errors"], numbers.get("failed_requests", 0)
+    used, budget = numbers["used_bytes"], numbers["budget_bytes"]
     checks = {
-        f"{len(found['wrong'])} wrong answers": bool(found["wrong"]),
-        f"{found['tracebacks']} tracebacks in the log": bool(found["tracebacks"]),
-        f"requests left behind: {found['left_behind']}": any(found["left_behind"].values()),
-        f"{found['injected_errors']} read errors failed {failed} requests": found["has_faults"]
-        and not (found["injected_errors"] and failed),
-        f"memory grows by {memory['bytes_per_s']:.0f} bytes/s": memory["is_leak"],
-        f"{format_bytes(found['used_bytes'])} used of a budget of "
-        f"{format_bytes(found['budget_bytes'])}": found["used_bytes"] > found["budget_bytes"],
-        f"exit code {found['exit_code']}": found["exit_code"] != ENDED_BY_SIGTERM,
+        f"{numbers['wrong']} wrong answers": numbers["wrong"],
+        f"{numbers['tracebacks']} tracebacks in the log": numbers["tracebacks"],
+        f"requests left behind: {facts['left_behind']}": any(facts["left_behind"].values()),
+        f"{injected} read errors failed {failed} requests": not (injected and failed),
+        f"memory grows by {facts['memory']['bytes_per_s']:.0f} bytes/s": facts["memory"]["is_leak"],
+        f"{format_bytes(used)} used of a budget of {format_bytes(budget)}": used > budget,
+        f"exit code {facts['exit_code']}": facts["exit_code"] != ENDED_BY_SIGTERM,
     }
     return [what for what, is_so in checks.items() if is_so]
 
 
 def main() -> int:
-    arguments = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        found = soak(arguments, Path(folder))
-    shown = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
-    print(json.dumps(shown, indent=1))
-    for line in found["wrong"][:20]:
-        print(f"wrong: {line}")
-    complaints = broken(found)
-    for complaint in complaints:
-        print(f"BROKEN: {complaint}")
-    if arguments.save:
-        save(found, arguments)
-    return int(bool(complaints))
-
-
-def save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Writes what was found: of memory every sample, of requests how many ended in which way."""
-    counts = {"wrong": len(found["wrong"]), "requests": sum(found["requests"].values())}
-    counts |= {f"{way}_requests": count for way, count in found["requests"].items()}
-    names = ("generated_tokens", "tracebacks", "injected_errors", "broken_experts")
-    names += ("expert_misses", "preemptions", "prefix_hit_tokens")
-    counts |= {name: found[name] for name in names}
-    sizes = {name: found[name] for name in ("used_bytes", "peak_rss_bytes", "budget_bytes")}
-    growths = ("least_growth_bytes", "allowed_growth_bytes")
-    sizes |= {name: found["memory"][name] for name in growths}
-    sizes["rss_bytes"] = [size for _, size in found["rss_bytes"]]
-    metrics = {name: Metric("count", is_judged=False) for name in counts}
-    metrics |= {name: Metric("bytes", is_judged=name == "used_bytes") for name in sizes}
-    settings = {name: getattr(arguments, name) for name in ("minutes", "host_memory", "max_tokens")}
-    settings |= {"model": arguments.model.name, "clients": CLIENTS, "seed": arguments.seed}
-    save_results("serve-soak", settings, {"server": [counts | sizes]}, metrics)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, SAVE)
     add = parser.add_argument
-    add(
-        "--model",
-        type=present_folder,
-        default=pocket_path(),
-        help="a checkpoint (default: the pocket one)",
-    )
+    add("--model", type=present_folder, default=pocket_path(), help="(default: the pocket one)")
     add("--minutes", type=float, default=15.0)
     add("--host-memory", default="40MiB", help="the server's budget (default: %(default)s)")
-    add("--max-tokens", type=int, default=1024, help="of all requests at a time")
-    add(
-        "--fetches-per-fault",
-        type=int,
-        default=5000,
-        help="fetches from one expert that cannot be read for some seconds to the next; 0 for none "
-        "(default: %(default)s)",
-    )
-    add("--seed", type=int, default=0)
-    add("--no-prefix-cache", action="store_true", help="what requests leave is not kept")
-    add("--save", action="store_true", help="write a file in benchmarks/results")
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < float("inf"):
         parser.error(f"argument --minutes: expected a number above 0, got {arguments.minutes:g}")
-    return arguments
+    with tempfile.TemporaryDirectory() as folder:
+        tally, numbers, found = soak(arguments, Path(folder))
+    print(json.dumps(numbers | found, indent=1))
+    complaints = [f"wrong: {line}" for line in tally.wrong[:20]]
+    complaints += [f"BROKEN: {line}" for line in broken(numbers, found)]
+    print(*complaints, sep="\n")
+    if arguments.save:
+        settings = {"minutes": arguments.minutes, "host_memory": arguments.host_memory}
+        settings |= {"max_tokens": MAX_TOKENS, "model": arguments.model.name, "clients": CLIENTS}
+        repetition = numbers | {"rss_bytes": [size for _, size in tally.samples]}
+        units = {name: "bytes" if name.endswith("_bytes") else "count" for name in repetition}
+        metrics = {name: Metric(unit, is_judged=False) for name, unit in units.items()}
+        metrics["used_bytes"] = Metric("bytes")
+        save_results("serve-soak", settings | found, {"server": [repetition]}, metrics)
+    return int(bool(complaints))
 
 
 MODEL = "soaked"
@@ -304,29 +259,17 @@ STUCK_S = 120.0
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 _SHARED = [draw_words(40 * number, Random(number)) for number in range(1, 4)]
 """What conversations begin with, as system prompts do."""
-_BAD: tuple[tuple[str, Any], ...] = (
-    ("completions", b"{"),
-    ("completions", []),
-    ("completions", {"prompt": 5}),
-    ("completions", {"prompt": "a", "max_tokens": -1}),
-    ("completions", {"prompt": "a", "temperature": "hot"}),
-    ("completions", {"prompt": "a", "no_such_field": 1}),
-    ("completions", {"prompt": "a", "model": "absent"}),
-    ("completions", {"prompt": "word " * 20000}),
-    ("completions", {"prompt": [-1, 10**9]}),
-    ("completions", {"prompt": "a", "n": 0}),
-    ("chat/completions", {"messages": []}),
-    ("chat/completions", {"messages": [{"role": "user"}]}),
-    ("chat/completions", {"messages": "hello"}),
-    ("no/such/path", {}),
+_BAD: tuple[tuple[str, Sequence[Any]], ...] = (
+    (
+        "completions",
+        (b"{", [], {"prompt": 5}, {"prompt": [-1, 10**9]}, {"prompt": "word " * 20000}),
+    ),
+    ("completions", ({"prompt": "a", "max_tokens": -1}, {"prompt": "a", "temperature": "hot"})),
+    ("completions", ({"prompt": "a", "no_such_field": 1}, {"prompt": "a", "model": "absent"})),
+    ("completions", ({"prompt": "a", "n": 0},)),
+    ("chat/completions", ({"messages": []}, {"messages": [{"role": "user"}]}, {"messages": "hi"})),
+    ("no/such/path", ({},)),
 )
-
-
-@dataclass
-class Tally:
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    tokens: int = 0
 
 
 def is_error(value: Any) -> bool:
@@ -357,13 +300,8 @@ def draw_request(random: Random) -> tuple[str, dict[str, Any]]:
 
 
 class Client:
-    def __init__(
-        self, http: httpx2.AsyncClient, tally: Tally, random: Random, *, has_failures: bool
-    ) -> None:
-        self._http = http
-        self._tally = tally
-        self._random = random
-        self._has_failures = has_failures
+    def __init__(self, http: httpx2.AsyncClient, tally: Tally, random: Random) -> None:
+        self._http, self._tally, self._random = http, tally, random
 
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Asks until it is over; the last request is brought to its end."""
@@ -396,14 +334,12 @@ class Client:
     ) -> None:
         if body["stream"]:
             await self._stream(path, body, goes_after, on_begun)
-        elif goes_after is not None:
-            try:
-                async with asyncio.timeout(goes_after / 100):
-                    self._judge(await self._http.post(path, json=body))
-            except TimeoutError:
-                self._tally.counts["cancelled"] += 1
-        else:
-            self._judge(await self._http.post(path, json=body))
+            return
+        try:
+            async with asyncio.timeout(None if goes_after is None else goes_after / 100):
+                self._judge(await self._http.post(path, json=body))
+        except TimeoutError:
+            self._tally.counts["cancelled"] += 1
 
     async def _stream(
         self, path: str, body: dict[str, Any], goes_after: int | None, on_begun: Callable[[], None]
@@ -446,13 +382,14 @@ class Client:
     def _judge_error(self, status: int, value: Any) -> None:
         if not is_error(value):
             self._tally.wrong.append(f"status {status}, not in OpenAI's form: {value!r:.200}")
-        elif self._has_failures and "injected read error" in value["error"]["message"]:
+        elif "injected read error" in value["error"]["message"]:
             self._tally.counts["failed"] += 1
         else:
             self._tally.wrong.append(f"a sound request got status {status}: {value['error']}")
 
     async def _ask_badly(self) -> None:
-        path, body = self._random.choice(_BAD)
+        path, bodies = self._random.choice(_BAD)
+        body = self._random.choice(bodies)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         response = await self._http.post(path, content=content, headers=headers)

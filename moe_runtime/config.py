@@ -145,6 +145,7 @@ ACTIVATIONS = ("exact", "int8")
 """What is multiplied by quantised weights: values as they are, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
 MISSES = ("device", "cpu", "auto")
+DRAFTS = ("none", "lookup")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -99,6 +99,9 @@ class RuntimeStats(ExpertCounters):
         predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.
         policy_reason: why this policy, where it was not named; empty where it was.
+        draft_steps: steps of one token of a text, of a model that was loaded with a ``draft``.
+        drafted_tokens: tokens that were verified in them too.
+        accepted_drafts: those of them that were chosen too.
     """
 
     bytes_read: int
@@ -114,3 +117,6 @@ class RuntimeStats(ExpertCounters):
     policy: str = "lru"
     shares: str = "even"
     policy_reason: str = ""
+    draft_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0

@@ -296,6 +296,8 @@ OWN_ENVIRONMENT = {
     "benchmarks/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own",
     "benchmarks/peers/sglang.py": "as DeepSpeed",
     "benchmarks/peers/vllm.py": "as DeepSpeed",
+    "moe_runtime/lab/replay/teaching.py": "that of its process, which has one thread",
+    "benchmarks/mixes.py": "a cache of its own for what is learned",
 }
 
 

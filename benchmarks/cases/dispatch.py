@@ -24,6 +24,7 @@ from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.routing import Routing
 
 LOADS = ("balanced", "uniform", "zipf")
+SIDES = ("moe_runtime", "padded")
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,9 @@ class RankExchange:
         self._x_TD = x_TD.to(getattr(torch, shape.dtype))
         self._routing = Routing(ids_TK, weights_TK, shape.num_experts)
         self._transport = CountingTransport(FlatTransport(group))
-        self.sides: dict[str, Callable[[], Tensor]] = {
-            "moe_runtime": self.ours,
-            "padded": self.padded,
-        }
+        self.sides: dict[str, Callable[[], Tensor]] = dict(
+            zip(SIDES, (self.ours, self.padded), strict=True)
+        )
 
     def ours(self) -> Tensor:
         """Dispatch and combine, ``[T, D]``."""
@@ -159,9 +159,6 @@ def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
     return out_TD.to(x_TD.dtype)
 
 
-SIDES = ("moe_runtime", "padded")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DispatchBenchPlan:
     shapes: Sequence[ExchangeShape]
@@ -181,12 +178,11 @@ class RankRounds:
     @torch.no_grad()
     def run(self, what: str, number: int, side: str) -> list[float]:
         """Does one thing with an exchange, on all ranks at once."""
-        exchange = self._exchanges[number]
+        exchange, seconds = self._exchanges[number], []
         if what == "compare":
             return [_of_all(exchange.num_equal(), dist.ReduceOp.SUM)]
         if what == "bytes":
             return [_of_all(exchange.sent_bytes()[side], dist.ReduceOp.SUM)]
-        seconds = []
         for _ in range(self.plan.rounds):
             dist.barrier()
             begin = time.perf_counter()
@@ -201,11 +197,8 @@ class RankRounds:
 
     def follow(self) -> None:
         """Does what the first rank says until it has no more."""
-        while True:
-            said: list[Any] = [None]
-            dist.broadcast_object_list(said, src=0)
-            if said[0] is None:
-                return
+        said: list[Any] = [None]
+        while dist.broadcast_object_list(said, src=0) or said[0] is not None:
             self.run(*said[0])
 
 
@@ -223,20 +216,17 @@ class DispatchSide(BenchSystem):
         self._rounds = rounds
 
     def repeat(self) -> Mapping[str, Number]:
+        tell, shapes, found = self._rounds.tell, self._rounds.plan.shapes, dict[str, Number]()
         if not self.compared:
-            self._compare()
-        found: dict[str, Number] = {}
-        for number, shape in enumerate(self._rounds.plan.shapes):
+            for number, shape in enumerate(shapes):
+                self.compared += shape.num_tokens * dist.get_world_size()
+                self.equal += int(tell("compare", number, self.name)[0])
+            self.require_all_equal("tokens differ between the sides")
+        for number, shape in enumerate(shapes):
             name = self._rounds.plan.name(shape)
-            found[f"{name}_s"] = self._rounds.tell("time", number, self.name)
-            found[f"{name}_bytes"] = self._rounds.tell("bytes", number, self.name)[0]
+            found[f"{name}_s"] = tell("time", number, self.name)
+            found[f"{name}_bytes"] = tell("bytes", number, self.name)[0]
         return found
-
-    def _compare(self) -> None:
-        for number, shape in enumerate(self._rounds.plan.shapes):
-            self.compared += shape.num_tokens * dist.get_world_size()
-            self.equal += int(self._rounds.tell("compare", number, self.name)[0])
-        self.require_all_equal("tokens differ between the sides")
 
 
 def measure_dispatch(

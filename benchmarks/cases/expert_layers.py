@@ -15,18 +15,18 @@ of a peer are stopped: some would go on spinning.
 
 import copy
 import tempfile
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.layer_shapes import LAYER_SHAPES, LayerSizes
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import Metric, measure_systems
@@ -37,25 +37,19 @@ from moe_runtime.benchmarks.suite.runner import (
     Rules,
     peer_failures,
 )
+from moe_runtime.benchmarks.synthetic.config_shape import model_of
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of transformers."""
 OURS = "moe_runtime"
 ROUTINGS = 8
 """Every call has another one of so many."""
-_TIMEOUT_S = 900.0
-_IN_FLOAT64 = 2
-_FEW = 8  # eager's backward fills a gradient of all experts for each: a minute for many experts
+_TIMEOUT_S = 3600.0  # a peer may compile its operators when it is first used
+IN_FLOAT64 = 2
+FEW = 8  # eager's backward fills a gradient of all experts for each: a minute for many experts
 # batched_mm copies an expert for every row; beyond this many bytes it is no contender.
 _BATCHED_BYTES = 2 << 30
-
-
-def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str, int, bool]]:
-    """Metric, tokens and whether there is a backward pass, of each kind of call."""
-    for has_backward in (False, True)[: 1 + trains]:
-        for num_tokens in tokens:
-            name = "backward" if has_backward else "forward"
-            yield f"{name}_{num_tokens}_s", num_tokens, has_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,44 +61,47 @@ class CallsPlan:
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        return kinds_of_calls(self.tokens, trains=self.trains)
+        """Metric, tokens and whether there is a backward pass, of each kind of call."""
+        for has_backward in (False, True)[: 1 + self.trains]:
+            for num_tokens in self.tokens:
+                name = "backward" if has_backward else "forward"
+                yield f"{name}_{num_tokens}_s", num_tokens, has_backward
 
     def metrics(self) -> dict[str, Metric]:
         return {name: Metric("s") for name, _, _ in self.calls()}
 
 
+class TimedCall(NamedTuple):
+    """What is timed, given its number; and how many tokens of a result are compared, and agree."""
+
+    run: Callable[[int], object]
+    judge: Callable[[Any], tuple[int, int]]
+
+
 class CallsSystem(BenchSystem):
-    """A layer under test; tokens are compared."""
+    """Calls under test, by metric; `select` comes before each turn."""
 
-    def __init__(self, name: str, plan: CallsPlan) -> None:
+    def __init__(
+        self,
+        name: str,
+        calls: Mapping[str, TimedCall],
+        block_s: float,
+        select: Callable[[], object] = lambda: None,
+        difference: str = "tokens differ by more than roundings allow",
+    ) -> None:
         super().__init__(name)
-        self._plan = plan
-
-    @abstractmethod
-    def takes(self, num_tokens: int, *, trains: bool) -> bool:
-        """Whether it has room and time for a kind of call."""
-
-    @abstractmethod
-    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
-        """A call, which is given its number."""
-
-    @abstractmethod
-    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
-        """How many tokens of a result are compared, and how many agree."""
+        self._calls, self._block_s, self._select = calls, block_s, select
+        self._difference = difference
 
     def repeat(self) -> Mapping[str, Number]:
-        kinds = [one for one in self._plan.calls() if self.takes(one[1], trains=one[2])]
         with peer_failures():
+            self._select()
             if not self.compared:
-                for name, tokens, trains in kinds:
-                    found = self.call(tokens, trains=trains)(0)
-                    compared, equal = self.num_equal(name, found, trains=trains)
+                for call in self._calls.values():
+                    compared, equal = call.judge(call.run(0))
                     self.compared, self.equal = self.compared + compared, self.equal + equal
-                self.require_all_equal()
-            return {
-                name: time_block(self.call(tokens, trains=trains), self._plan.block_s)
-                for name, tokens, trains in kinds
-            }
+                self.require_all_equal(self._difference)
+            return {name: time_block(one.run, self._block_s) for name, one in self._calls.items()}
 
 
 def output_or_gradient(call: Callable[[Tensor], Tensor], x: Tensor, *, trains: bool) -> Tensor:
@@ -183,7 +180,7 @@ class ExpertLayer:
         """The implementations of transformers that have room and time for a call."""
         copied = num_tokens * self.top_k * self.expert_bytes * (2 if trains else 1)
         no_room = {"batched_mm"} if copied > _BATCHED_BYTES else set()
-        slow = {"eager"} if trains and self.num_experts > _FEW else set()
+        slow = {"eager"} if trains and self.num_experts > FEW else set()
         return [name for name in PEERS if name not in no_room | slow]
 
     def in_float64(self, ids: Tensor) -> tuple[Any, Tensor]:
@@ -222,24 +219,11 @@ class ExpertLayer:
 
 def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
     """The experts of a model of ``LAYER_SHAPES`` with random weights."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
-
-    shape = LAYER_SHAPES[name]
-    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
-    config_class: Any = CONFIG_MAPPING[shape.model_type]
-    config = config_class(
-        hidden_size=shape.dim_model,
-        intermediate_size=shape.dim_hidden,
-        moe_intermediate_size=shape.dim_hidden,
-        num_experts=shape.num_experts,
-        num_local_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-    )
-    code = getattr(home[shape.model_type], f"modeling_{shape.model_type}")
+    config = replace(SHAPES[name], num_layers=1).config()
+    config.pop("quantization_config", None)
     with torch.device("meta"):
-        module = getattr(code, shape.experts_class)(config)
-    return _drawn(module, dtype, shape.num_experts, shape.top_k)
+        built = model_of(config)
+    return _drawn(dtype, *_experts_of(built))
 
 
 def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
@@ -252,25 +236,31 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
         CheckpointError: nothing readable is there.
         UnsupportedModelError: it has no experts that transformers marks as such.
     """
-    module, found_dtype, num_experts, top_k = _of_model(model, dtype)
-    return _drawn(module, found_dtype, num_experts, top_k)
+    built, found_dtype = _built(model, dtype)
+    return _drawn(found_dtype, *_experts_of(built))
 
 
 def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
     """As `layer_of_model`: sizes of the layer, and the type to compute in."""
-    module, found_dtype, num_experts, top_k = _of_model(model, dtype)
+    built, found_dtype = _built(model, dtype)
+    module, num_experts, top_k = _experts_of(built)
     return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
 
 
-def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:
-    from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
+def _built(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype]:
     from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 
     with found_headers(model) as folder:
         checkpoint = open_checkpoint(folder, dtype)
-        found = find_experts(built := build_on_meta(checkpoint))[0]
-    top_k = chosen_per_token(built, [found])
-    return found.module, checkpoint.dtype, found.num_experts, top_k
+        return build_on_meta(checkpoint), checkpoint.dtype
+
+
+def _experts_of(built: Any) -> tuple[Any, int, int]:
+    """The first module of experts, how many there are, and the choices of a token."""
+    from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
+
+    found = find_experts(built)[0]
+    return found.module, found.num_experts, chosen_per_token(built, [found])
 
 
 def _dims(module: Any) -> tuple[int, int]:
@@ -279,7 +269,7 @@ def _dims(module: Any) -> tuple[int, int]:
     return (down[1], down[0]) if getattr(module, "is_transposed", False) else down
 
 
-def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> ExpertLayer:
+def _drawn(dtype: torch.dtype, module: Any, num_experts: int, top_k: int) -> ExpertLayer:
     module = module.to(dtype).to_empty(device="cpu").eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
@@ -287,14 +277,8 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
         pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
         for expert in range(len(parameter)):
             parameter.data[expert] = pattern.roll(expert, dims=0)
-    dim_model, dim_hidden = _dims(module)
-    return ExpertLayer(
-        module=module,
-        num_experts=num_experts,
-        top_k=top_k,
-        dim_model=dim_model,
-        dim_hidden=dim_hidden,
-    )
+    sizes = LayerSizes(num_experts, top_k, *_dims(module))
+    return ExpertLayer(module=module, **sizes._asdict())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +318,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
 
 
 def in_float64(
-    layer: ExpertLayer, num_tokens: int, *, trains: bool, count: int = _IN_FLOAT64
+    layer: ExpertLayer, num_tokens: int, *, trains: bool, count: int = IN_FLOAT64
 ) -> Tensor:
     """What the first tokens of a call's first routing give without roundings, ``[T, D]``."""
     count = min(num_tokens, count)
@@ -344,31 +328,38 @@ def in_float64(
     return output_or_gradient(lambda x: few(x, places, weights.double()), x, trains=trains)
 
 
-class ExpertsSystem(CallsSystem):
-    """An implementation, and this project's result of the first routing by metric."""
+def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> CallsSystem:
+    """An implementation, held to this project's result of the first routing by metric."""
 
-    def __init__(self, name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> None:
-        super().__init__(name, plan)
-        self.plan, self._expected = plan, expected
+    def judge(metric: str, trains: bool, found: Tensor) -> tuple[int, int]:
+        return len(found), num_equal(plan, found, expected[metric], trains=trains)
 
-    def repeat(self) -> Mapping[str, Number]:
-        self.plan.layer.select(self.name)
-        return super().repeat()
-
-    def takes(self, num_tokens: int, *, trains: bool) -> bool:
-        contenders = self.plan.layer.contenders(num_tokens, trains=trains)
-        return self.name == OURS or self.name in contenders
-
-    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
-        return self.plan.call(num_tokens, trains=trains)
-
-    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
-        equal = num_equal(self.plan, found, self._expected[metric], trains=trains)
-        return len(found), equal
+    calls = {
+        metric: TimedCall(plan.call(tokens, trains=trains), partial(judge, metric, trains))
+        for metric, tokens, trains in plan.calls()
+        if name == OURS or name in plan.layer.contenders(tokens, trains=trains)
+    }
+    return CallsSystem(name, calls, plan.block_s, partial(plan.layer.select, name))
 
 
-class ExpertsPeer(BenchSystem):
-    """A peer in a process of its own; the first peer that needs the layer writes it for all."""
+class PeerSystem(BenchSystem):
+    """A peer in a process of its own, which begins with its first turn."""
+
+    def __init__(self, program: PeerProgram, running: ExitStack, **settings: Any) -> None:
+        super().__init__(program.name, {})
+        self._program, self._running = program, running
+        self._settings = {**settings, **program.settings}
+        self.process: PeerProcess | None = None
+
+    def begin(self, *, stands_still: bool = False) -> PeerProcess:
+        begun = started(self._program, _TIMEOUT_S, stands_still=stands_still)
+        process = self._running.enter_context(begun)
+        self.versions = process.ask("start", settings=self._settings)["versions"]
+        return process
+
+
+class ExpertsPeer(PeerSystem):
+    """A peer that computes the layer; the first one that needs it writes it for all."""
 
     def __init__(
         self,
@@ -378,36 +369,26 @@ class ExpertsPeer(BenchSystem):
         folder: Path,
         running: ExitStack,
     ) -> None:
-        super().__init__(program.name, {})
-        self._program, self._plan, self._expected = program, plan, expected
-        self._folder, self._running = folder, running
-        self._process: PeerProcess | None = None
+        super().__init__(program, running)
+        self._plan, self._expected, self._folder = plan, expected, folder
 
     def repeat(self) -> Mapping[str, Number]:
-        if self._process is None:
-            self._process = self._start()
+        folder = str(self._folder)
+        if self.process is None:
+            write_layer(self._plan, self._folder)
+            self.process = self.begin(stands_still=True)
+            self.process.ask("load_experts", folder=folder)
         calls = [(name, tokens) for name, tokens, trains in self._plan.calls() if not trains]
         if not self.compared:
             for name, tokens in calls:
-                self._ask(tokens, None)
+                self.process.ask("experts", folder=folder, tokens=tokens, block_s=None)
                 bits = np.load(self._folder / f"{tokens}.npy")
                 found = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
                 self.compared += tokens
                 self.equal += num_equal(self._plan, found, self._expected[name], trains=False)
             self.require_all_equal()
-        return {name: self._ask(tokens, self._plan.block_s)["seconds"] for name, tokens in calls}
-
-    def _start(self) -> PeerProcess:
-        write_layer(self._plan, self._folder)
-        process = self._running.enter_context(started(self._program, _TIMEOUT_S, stands_still=True))
-        self.versions = process.ask("start", settings=self._program.settings)["versions"]
-        process.ask("load_experts", folder=str(self._folder))
-        return process
-
-    def _ask(self, tokens: int, block_s: float | None) -> dict[str, Any]:
-        assert self._process is not None
-        folder = str(self._folder)
-        return self._process.ask("experts", folder=folder, tokens=tokens, block_s=block_s)
+        asked = {"folder": folder, "block_s": self._plan.block_s}
+        return {n: self.process.ask("experts", tokens=t, **asked)["seconds"] for n, t in calls}
 
 
 def write_layer(plan: ExpertsPlan, folder: Path) -> None:
@@ -443,7 +424,7 @@ def measure_experts(
     register_with_transformers()
     plan.layer.select(OURS)
     expected = {name: plan.call(tokens, trains=trains)(0) for name, tokens, trains in plan.calls()}
-    systems: list[BenchSystem] = [ExpertsSystem(name, plan, expected) for name in (OURS, *PEERS)]
+    systems: list[BenchSystem] = [experts_system(name, plan, expected) for name in (OURS, *PEERS)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
         return measure_systems("experts", systems, plan.metrics(), rules, settings)

@@ -23,7 +23,7 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertLayer,
     ExpertsPeer,
     ExpertsPlan,
-    ExpertsSystem,
+    experts_system,
     in_float64,
     time_block,
 )
@@ -324,7 +324,7 @@ def _systems(
         metric: in_float64(layer, number, trains=False, count=number)
         for metric, number, _ in plan.calls()
     }
-    yield ExpertsSystem(name, plan, expected)
+    yield experts_system(name, plan, expected)
     yield PlainRead(f"{_READ}, {name}", plan, layer)
     for one in peers:
         if name in describe_peer(one.file)["FORMATS"]:

@@ -34,6 +34,7 @@ METRICS = {
 }
 _COMPARED = 4
 Layouts = Mapping[ExpertKey, ExpertLayout]
+Found = tuple[dict[ExpertKey, torch.Tensor], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +69,17 @@ class ReadSystem(BenchSystem):
             raise PeerFailedError(str(error)) from None
         elapsed_s = time.perf_counter() - begin
         num_bytes = sum(e.needed_bytes for key in keys for e in layouts[key].extents)
-        from_storage = (_storage_bytes() - before) / num_bytes
+        share = (_storage_bytes() - before) / num_bytes
         for key, slot in list(last.items())[:_COMPARED]:
             self._compare(layouts[key], slot)
-        return {
-            "bytes_per_s": num_bytes / elapsed_s,
-            "expert_read_s": took_s,
-            "from_storage": from_storage,
-        }
+        speed = num_bytes / elapsed_s
+        return {"bytes_per_s": speed, "expert_read_s": took_s, "from_storage": share}
 
     @abstractmethod
-    def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
-        """Reads experts into slots."""
+    def read(self, keys: Sequence[ExpertKey]) -> Found:
+        """Reads experts into slots: where the last ones lie, and the seconds of each."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what reads."""
 
@@ -92,10 +91,8 @@ class ReadSystem(BenchSystem):
         ]
         self.compared += len(same)
         self.equal += sum(same)
-        if not all(same):
-            raise PeerFailedError(
-                f"{same.count(False)} of {len(same)} tensors differ from those of the file"
-            )
+        if differ := same.count(False):
+            raise PeerFailedError(f"{differ} of {len(same)} tensors differ from those of the file")
 
 
 class QueueReads(ReadSystem):
@@ -105,7 +102,7 @@ class QueueReads(ReadSystem):
         super().__init__(name, plan, slab)
         self._source = ExpertSource(plan.layouts, io_threads=plan.io_threads)
 
-    def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
+    def read(self, keys: Sequence[ExpertKey]) -> Found:
         """Reads experts into slots, the next one as soon as a slot is free."""
         free = list(range(self.plan.in_flight))
         lying: dict[int, ExpertKey] = {}
@@ -147,7 +144,7 @@ class PlainReads(ReadSystem):
         paths = {extent.file for one in plan.layouts.values() for extent in one.extents}
         self._files = {path: CheckpointFile(path, direct=direct) for path in sorted(paths)}
 
-    def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
+    def read(self, keys: Sequence[ExpertKey]) -> Found:
         """Reads experts into slots, each thread one after another into its own."""
         if self._direct and not all(file.direct for file in self._files.values()):
             raise OSError("this file system has no direct reads")

@@ -4,17 +4,21 @@ Results are compared as in ``experts``, with a bound that includes the rounding 
 logits. Tokens for which roundings may choose another expert are not compared.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.benchmarks.cases.expert_layers import (
+    FEW,
+    IN_FLOAT64,
     OURS,
     CallsPlan,
     CallsSystem,
+    TimedCall,
     num_near,
     output_or_gradient,
 )
@@ -24,8 +28,6 @@ from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")
-_IN_FLOAT64 = 2
-_FEW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,10 @@ class Expected:
     exact: Tensor
     bound: float
 
-    def num_equal(self, found: Tensor) -> int:
-        """How many of the tokens compared are near enough."""
-        return num_near(found[self.clear], self.ours[self.clear], self.exact, self.bound)
+    def judge(self, found: Tensor) -> tuple[int, int]:
+        """How many tokens are compared, and how many of them are near enough."""
+        near = num_near(found[self.clear], self.ours[self.clear], self.exact, self.bound)
+        return int(self.clear.sum()), near
 
 
 def expect(layer: MoELayer, plan: LayerPlan, num_tokens: int, *, trains: bool) -> Expected:
@@ -103,7 +106,7 @@ def expect(layer: MoELayer, plan: LayerPlan, num_tokens: int, *, trains: bool) -
         clear = ranked[:, sizes.top_k - 1] - ranked[:, sizes.top_k] > 4 * error
     roundings = (sizes.top_k + 7) * own + (sizes.dim_model + sizes.dim_hidden) * fp32
     bound = (2 if trains else 1) * (roundings + 2 * float(error.max()))
-    few = x[0][clear][:_IN_FLOAT64].double()
+    few = x[0][clear][:IN_FLOAT64].double()
     exact = output_or_gradient(lambda x: formula(weights, x, sizes.top_k), few, trains=trains)
     return Expected(run_block(layer, x, trains=trains), clear, exact, bound)
 
@@ -125,25 +128,19 @@ def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
     return torch.stack(rows) if rows else x
 
 
-class BlockSystem(CallsSystem):
-    def __init__(
-        self, name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
-    ) -> None:
-        super().__init__(name, plan)
-        self._block, self.plan, self._expected = block, plan, expected
+def block_system(
+    name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
+) -> CallsSystem:
+    def run(x: Tensor, trains: bool, _: int) -> Tensor:
+        return run_block(block, x, trains=trains)
 
-    def takes(self, num_tokens: int, *, trains: bool) -> bool:
-        del num_tokens
-        return not (trains and self.name == "eager" and self.plan.sizes.num_experts > _FEW)
-
-    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
-        x = self.plan.x(num_tokens)
-        return lambda _: run_block(self._block, x, trains=trains)
-
-    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
-        del trains
-        expected = self._expected[metric]
-        return int(expected.clear.sum()), expected.num_equal(found)
+    slow = name == "eager" and plan.sizes.num_experts > FEW
+    calls = {
+        metric: TimedCall(partial(run, plan.x(tokens), trains), expected[metric].judge)
+        for metric, tokens, trains in plan.calls()
+        if not (trains and slow)
+    }
+    return CallsSystem(name, calls, plan.block_s)
 
 
 def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,5 +150,5 @@ def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) ->
     }
     blocks: dict[str, nn.Module] = {OURS: layer}
     blocks |= {name: transformers_block(name, layer, plan.sizes) for name in PEERS}
-    systems = [BlockSystem(name, block, plan, expected) for name, block in blocks.items()]
+    systems = [block_system(name, block, plan, expected) for name, block in blocks.items()]
     return measure_systems("layer", systems, plan.metrics(), rules, settings)

@@ -7,22 +7,16 @@ T tokens, E experts, K choices, D model, F hidden; R routed rows.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, time_block
+from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, CallsSystem, TimedCall
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.results import measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    peer_failures,
-)
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import PackedExperts, StackedExperts, expert_mlp
@@ -113,60 +107,43 @@ def _leaf(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
     return values.mul_(shape[-1] ** -0.5).requires_grad_()
 
 
-class OpSystem(BenchSystem):
+def op_system(ops: Mapping[int, OpCall], plan: OpsPlan) -> CallsSystem:
     """An op as a system under test; results are compared at each number of tokens."""
 
-    def __init__(self, calls: Mapping[int, OpCall], plan: OpsPlan) -> None:
-        super().__init__(next(iter(calls.values())).name)
-        self._calls, self._plan = calls, plan
-
-    def repeat(self) -> Mapping[str, Number]:
-        with peer_failures():
-            return self._times()
-
-    def _times(self) -> Mapping[str, Number]:
-        if not self.compared:
-            self.compared = len(self._calls)
-            self.equal = sum(map(_is_near, self._calls.values()))
-            if self.equal < self.compared:
-                raise PeerFailedError(
-                    "its result differs from its reference's by more than roundings allow"
-                )
-        return {
-            name: median(time_block(_timed(self._calls[tokens], trains=trains), self._plan.block_s))
-            for name, tokens, trains in self._plan.calls()
-            if self._calls[tokens].leaves or not trains
-        }
-
-
-def _timed(op: OpCall, *, trains: bool) -> Callable[[int], object]:
-    def forward(number: int) -> Tensor:
-        del number
+    def forward(op: OpCall, _: int) -> Tensor:
         with torch.no_grad():
             return op.call("auto")
 
-    def both(number: int) -> object:
-        del number
+    def both(op: OpCall, _: int) -> object:
         out = op.call("auto")
         return torch.autograd.grad(out, op.leaves, torch.ones_like(out))
 
-    return both if trains else forward
+    calls = {
+        name: TimedCall(partial(both, ops[tokens]), lambda _: (0, 0))
+        if trains
+        else TimedCall(partial(forward, ops[tokens]), partial(_judged, ops[tokens]))
+        for name, tokens, trains in plan.calls()
+        if ops[tokens].leaves or not trains
+    }
+    difference = "results differ from those of the reference by more than roundings allow"
+    name = next(iter(ops.values())).name
+    return CallsSystem(name, calls, plan.block_s, difference=difference)
 
 
-def _is_near(op: OpCall) -> bool:
+def _judged(op: OpCall, found: Tensor) -> tuple[int, int]:
     with torch.no_grad():
-        found, expected = op.call("auto"), op.call("reference")
+        expected = op.call("reference")
     if not found.is_floating_point():
-        return torch.equal(found, expected)
+        return 1, int(torch.equal(found, expected))
     bound = _ROUNDINGS * torch.finfo(found.dtype).eps * float(expected.abs().max())
-    return bool((found.double() - expected.double()).abs().max() <= bound)
+    return 1, int((found.double() - expected.double()).abs().max() <= bound)
 
 
 def measure_ops(plan: OpsPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
     weights = draw_weights(plan.sizes, plan.dtype)
     by_tokens = {tokens: list(op_calls(tokens, plan.sizes, weights)) for tokens in plan.tokens}
     systems = [
-        OpSystem(dict(zip(by_tokens, calls, strict=True)), plan)
+        op_system(dict(zip(by_tokens, calls, strict=True)), plan)
         for calls in zip(*by_tokens.values(), strict=True)
     ]
     return measure_systems("ops", systems, plan.metrics(), rules, settings)

@@ -8,7 +8,10 @@ from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, peer_failures
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
 
-METRICS = {"product_s": Metric("s")}
+METRICS = {
+    "product_s": Metric("s"),
+    "tflops": Metric("TFLOP/s", "more", is_judged=False),
+}
 
 
 class TimedProduct(BenchSystem):
@@ -23,9 +26,11 @@ class TimedProduct(BenchSystem):
         sizes = " ".join(f"{name}={size}" for name, size in zip("TDFEK", layer, strict=True))
         super().__init__(f"{measured.problem.name}, {sizes}")
         self.tile = measured.tile
+        self._flops = measured.problem.flops
         self._call = partial(measured.problem.run, measured.tile)
         self._seconds_of = seconds_of
 
     def repeat(self) -> Mapping[str, Number]:
         with peer_failures():
-            return {"product_s": self._seconds_of(self._call)}
+            seconds = self._seconds_of(self._call)
+        return {"product_s": seconds, "tflops": self._flops / seconds / 1e12}

@@ -14,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_runtime.benchmarks.cases.expert_layers import OURS
+from moe_runtime.benchmarks.cases.expert_layers import FEW, OURS, PeerSystem
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
-from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
+from moe_runtime.benchmarks.suite.peers import PeerProgram
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
@@ -80,8 +80,6 @@ _CPU = torch.device("cpu")
 _VOCABULARY = 4096
 # Weight, gradient and two moments in fp32.
 _STATE_BYTES = 16
-# Eager's backward fills a gradient of all experts for each of them.
-_FEW = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +94,9 @@ class TrainingPlan:
 
     def config(self) -> LanguageModelConfig:
         """The model: attention of heads 64 wide, no auxiliary loss."""
-        width = self.sizes.dim_model
+        width, sizes = self.sizes.dim_model, self.sizes
         heads = max(1, width // 64)
+        experts = {"num_experts": sizes.num_experts, "top_k": sizes.top_k, "loss_weights": {}}
         return LanguageModelConfig(
             hidden_size=width,
             num_layers=self.layers,
@@ -106,12 +105,7 @@ class TrainingPlan:
             head_dim=width // heads,
             max_positions=self.context,
             vocab_size=_VOCABULARY,
-            moe=ExpertsConfig(
-                num_experts=self.sizes.num_experts,
-                top_k=self.sizes.top_k,
-                intermediate_size=self.sizes.dim_hidden,
-                loss_weights={},
-            ),
+            moe=ExpertsConfig(intermediate_size=sizes.dim_hidden, **experts),
         )
 
     def windows(self, step: int) -> Tensor:
@@ -127,7 +121,7 @@ class TrainingPlan:
 
     def peers(self) -> list[str]:
         """Implementations of transformers that take part."""
-        return ["grouped_mm", "eager"] if self.sizes.num_experts <= _FEW else ["grouped_mm"]
+        return ["grouped_mm", "eager"] if self.sizes.num_experts <= 2 * FEW else ["grouped_mm"]
 
     def needed_bytes(self, num_programs: int = 0) -> int:
         """Weights, gradients and moments of all systems in memory."""
@@ -155,15 +149,6 @@ OFFLOADED_METRICS = {
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 _COMPARED_STEPS = 3
 _RATE, _DECAY, _BETAS = 3e-4, 0.1, (0.9, 0.95)
-# A peer may compile its operators when it is first used.
-_TIMEOUT_S = 3600.0
-
-
-class _Optimizer(Protocol):
-    """The two calls that `Optimizer` and the offloaded training have in common."""
-
-    def backward(self, parts: list[Callable[[], Tensor]], *, rate: float) -> object: ...
-    def step(self, rate: float) -> object: ...
 
 
 class TrainingSystem(BenchSystem):
@@ -179,7 +164,7 @@ class TrainingSystem(BenchSystem):
     ) -> None:
         super().__init__(name)
         self._plan, self._expected, self._steps = plan, expected, 0
-        self._loss, self._optimizer = loss, cast(_Optimizer, optimizer)
+        self._loss, self._optimizer = loss, optimizer
         self._energy = EnergyMeter()
 
     def step(self) -> float:
@@ -209,16 +194,12 @@ class TrainingSystem(BenchSystem):
                 bound = 0.0 if is_ours else TOLERANCE[self._plan.dtype]
                 require_equal(self, losses, self._expected, bound)
             with self._energy.measured() as joules:
-                self._synchronize()
                 begin = time.perf_counter()
-                self.step()
-                self._synchronize()
+                self.step()  # which ends with its loss on the host, and so do the updates before
+                if self._plan.device.type == "cuda":
+                    torch.cuda.synchronize(self._plan.device)
                 seconds = time.perf_counter() - begin
         return {**self._plan.found(seconds), **joules}
-
-    def _synchronize(self) -> None:
-        if self._plan.device.type == "cuda":
-            torch.cuda.synchronize(self._plan.device)
 
 
 class OffloadedSystem(TrainingSystem):
@@ -258,35 +239,31 @@ class OffloadedSystem(TrainingSystem):
         }
 
 
-class TrainingPeer(BenchSystem):
-    """A peer in a process of its own, which trains the model that a folder holds."""
+class TrainingPeer(PeerSystem):
+    """A peer that trains the model that a folder holds."""
 
     def __init__(
         self, program: PeerProgram, plan: TrainingPlan, expected: list[float], running: ExitStack
     ) -> None:
-        super().__init__(program.name, {})
-        self._program, self._plan, self._expected = program, plan, expected
-        self._running = running
-        self._process: PeerProcess | None = None
-        self._steps = 0
+        super().__init__(program, running, rate=_RATE, betas=_BETAS, decay=_DECAY)
+        self._plan, self._expected, self._steps = plan, expected, 0
         self._energy = EnergyMeter()
 
     def repeat(self) -> Mapping[str, Number]:
-        if self._process is None:
-            self._process = self._running.enter_context(started(self._program, _TIMEOUT_S))
-            asked = {"rate": _RATE, "betas": _BETAS, "decay": _DECAY, **self._program.settings}
-            self.versions = self._process.ask("start", settings=asked)["versions"]
-            self._process.ask("load")
-            losses = [self._step(self._process)["loss"] for _ in self._expected]
+        if self.process is None:
+            self.process = self.begin()
+            self.process.ask("load")
+            losses = [self._step()["loss"] for _ in self._expected]
             require_equal(self, losses, self._expected, TOLERANCE[self._plan.dtype])
         with self._energy.measured() as joules:
-            seconds = self._step(self._process)["seconds"]
+            seconds = self._step()["seconds"]
         return {**self._plan.found(seconds), **joules}
 
-    def _step(self, process: PeerProcess) -> dict[str, Any]:
+    def _step(self) -> dict[str, Any]:
+        assert self.process is not None
         windows = self._plan.windows(self._steps).tolist()
         self._steps += 1
-        return process.ask("train", windows=windows)
+        return self.process.ask("train", windows=windows)
 
 
 def require_equal(
@@ -330,14 +307,14 @@ def in_transformers(
 
 
 class FusedAdamW:
-    """torch's fused AdamW; matrices decay, norms do not."""
+    """torch's fused AdamW, with the calls of `Optimizer`; matrices decay, norms do not."""
 
-    def __init__(self, model: nn.Module, rate: float = _RATE) -> None:
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": _DECAY},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(groups, lr=rate, betas=_BETAS, fused=True)
+    def __init__(self, model: nn.Module) -> None:
+        parts = {decay: list[nn.Parameter]() for decay in (_DECAY, 0.0)}
+        for part in model.parameters():
+            parts[_DECAY if part.ndim > 1 else 0.0].append(part)
+        groups = [{"params": found, "weight_decay": decay} for decay, found in parts.items()]
+        self._adamw = torch.optim.AdamW(groups, lr=_RATE, betas=_BETAS, fused=True)
 
     def backward(self, parts: list[Callable[[], Tensor]], *, rate: float) -> None:
         """Adds up the gradients of the losses; ``rate`` stands in the groups."""
@@ -346,7 +323,6 @@ class FusedAdamW:
             part().backward()
 
     def step(self, rate: float) -> None:
-        """Updates, and lets the gradients go."""
         del rate
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

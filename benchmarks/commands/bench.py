@@ -2,13 +2,14 @@
 
 import typer
 
-from moe_runtime.benchmarks.commands import layers, machine, report, serve, texts, traces
+from moe_runtime.benchmarks.commands import layers, machine, quality, report, serve, texts, traces
 from moe_runtime.cli.strict import StrictCommand, expanded
 
 _COMMANDS = {
     "kernels": machine.bench_kernels,
     "latency": texts.bench_latency,
     "throughput": texts.bench_throughput,
+    "quality": quality.bench_quality,
     "io": machine.bench_io,
     "experts": layers.bench_experts,
     "layer": layers.bench_layer,

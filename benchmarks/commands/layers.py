@@ -16,24 +16,23 @@ from moe_runtime.benchmarks.cases.layer_shapes import (
     LAYER_SHAPES,
     TRAINING_SHAPES,
     LayerSizes,
-    sizes_of_shape,
 )
 from moe_runtime.benchmarks.commands.shared import (
     JOULE_ROWS,
     CaseRun,
     Threads,
     case,
+    cells_of,
     equal_cell,
     mean_cell,
     median_cell,
     num_repetitions,
     show_rows,
-    unit_of,
     with_numbers,
 )
 from moe_runtime.benchmarks.suite.figures import unit_for
 from moe_runtime.cli import options
-from moe_runtime.cli.console import print_table, quiet_transformers
+from moe_runtime.cli.console import quiet_transformers
 from moe_runtime.config import format_bytes, parse_budget, require_known
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram
 
 _MOST_TOKENS = 1 << 20
+_FORMAT_BYTES = 2 << 30
+"""Experts of a format take no more, and fewer are made."""
 _FURTHER = {
     "read": "storage_read_bytes",
     "written": "storage_written_bytes",
@@ -67,8 +68,7 @@ Shape = Annotated[
     str | None,
     typer.Option(
         callback=options.named("shape", lambda: LAYER_SHAPES),
-        help="Instead of MODEL: olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b, "
-        "without any file.",
+        help=f"Sizes instead of MODEL's, without any file: {', '.join(LAYER_SHAPES)}.",
     ),
 ]
 Tokens = Annotated[
@@ -81,13 +81,6 @@ Formats = Annotated[
         "a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0, q4_k, q6_k; "
         "with -int8 behind any but the first two, activations are rounded to int8. Without "
         "--tokens a call has 1 and 16 of them."
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="With --formats: experts of a format take no more, and fewer are made. [2GiB]",
     ),
 ]
 Peers = Annotated[
@@ -105,14 +98,6 @@ Training = Annotated[bool, typer.Option("--training", help="Calls with backward,
 Dtype = Annotated[
     str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, else bfloat16.")
 ]
-OpsShape = Annotated[
-    str | None,
-    typer.Option(
-        callback=options.named("shape", lambda: LAYER_SHAPES),
-        help="Sizes of a layer of olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b; 32 "
-        "experts of 512 x 1024, 4 a token, when omitted.",
-    ),
-]
 TrainingShape = Annotated[
     str | None,
     typer.Option(
@@ -126,8 +111,7 @@ TrainingPeers = Annotated[
     typer.Option(
         "--peer",
         metavar="NAME[@PYTHON]",
-        help="Another system beside these, several times if wanted: deepspeed, or a file PEER.py; "
-        "PYTHON is its environment's.",
+        help="Another system, several times if wanted: deepspeed, or a file PEER.py.",
     ),
 ]
 Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of the model.")]
@@ -161,7 +145,6 @@ def bench_experts(
     peer: Peers = None,
     tokens: Tokens = None,
     formats: Formats = None,
-    memory: Memory = None,
     training: Training = False,
     dtype: Dtype = "auto",
     device: options.Device = "cpu",
@@ -175,10 +158,7 @@ def bench_experts(
     allow gets no numbers. Ctrl-C shows what was measured so far.
     """
     require_one(model, shape, "whose experts are measured?")
-    if memory is not None and formats is None:
-        raise ValueError("--memory bounds experts of --formats; leave it out")
     numbers = parse_tokens("1,16" if tokens is None and formats else tokens, quick=run.quick)
-    num_bytes = options.bytes_of(memory or "2GiB", "--memory", needs_unit=True)
     from moe_runtime.benchmarks.suite.peers import find_peers
 
     found = find_peers(peer or (), {}, "experts")
@@ -193,17 +173,16 @@ def bench_experts(
     import torch
 
     from moe_runtime.benchmarks.cases import expert_layers as experts
-    from moe_runtime.benchmarks.cases.expert_layers import PEERS, kinds_of_calls
     from moe_runtime.kernels.operands import find_device
 
     asked, place, num_threads = parse_dtype(dtype), find_device(device), use_threads(threads)
-    block_s = 0.2 if run.quick else 0.5
+    rest: dict[str, Any] = {"tokens": numbers, "block_s": 0.2 if run.quick else 0.5}
     if names:
         from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 
-        sizes = sizes_of_shape(shape) if shape else experts.sizes_of_model(model or "", "auto")[0]
-        kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
-        plan: Any = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
+        sizes = sizes_of(model, shape, None)[0]
+        kind, more = "bfloat16", {"formats": names, "memory": _FORMAT_BYTES}
+        plan: Any = FormatsPlan(names, sizes, _FORMAT_BYTES, **rest)
         measure: Callable[..., dict[str, Any]] = measure_formats
     else:
         if shape is not None:
@@ -213,24 +192,20 @@ def bench_experts(
         layer.module.to(place)
         sizes = LayerSizes(layer.num_experts, layer.top_k, layer.dim_model, layer.dim_hidden)
         kind, more = str(layer.dtype).removeprefix("torch."), {}
-        plan = experts.ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
+        plan = experts.ExpertsPlan(layer=layer, trains=training, **rest)
         measure = experts.measure_experts
     given = {"model": None, "format": "bf16", "num_threads": num_threads}
     given |= {"top_k": sizes.top_k, "most_tokens": numbers[-1]}
     settings = {
-        **_sizes_said(model, shape, sizes),
-        "dtype": kind,
-        "tokens": numbers,
-        "training": training,
+        **_said(model, shape, sizes, kind, numbers, training, num_threads),
         "device": str(place),
         "gpu": torch.cuda.get_device_name(place) if place.type == "cuda" else None,
-        "num_threads": num_threads,
         **more,
     }
-    peers = find_peers(peer or (), given, "experts", PEERS)
-    judged = [name for name, _, _ in kinds_of_calls(numbers, trains=training)]
+    peers = find_peers(peer or (), given, "experts", experts.PEERS)
+    judged = [name for name in plan.metrics() if name.endswith("_s")]
     show = show_formats if names else show_experts
-    run.measure(measure, plan, settings, judged, show, peers, unasked=PEERS)
+    run.measure(measure, plan, settings, judged, show, peers, unasked=experts.PEERS)
 
 
 @case(quick=_QUICK)
@@ -251,25 +226,13 @@ def bench_layer(
     require_one(model, shape, "whose sizes are taken?")
     numbers = parse_tokens(tokens, quick=run.quick)
     quiet_transformers(run.session)
-    import torch
-
-    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.benchmarks.cases.layer import PEERS, LayerPlan, measure_layer
 
-    asked, num_threads = parse_dtype(dtype), use_threads(threads)
-    if shape is not None:
-        sizes, found = sizes_of_shape(shape), asked or torch.bfloat16
-    else:
-        sizes, found = sizes_of_model(model or "", asked or "auto")
-    block_s = 0.2 if run.quick else 0.5
+    sizes, found = sizes_of(model, shape, parse_dtype(dtype))
+    num_threads, block_s = use_threads(threads), 0.2 if run.quick else 0.5
     plan = LayerPlan(sizes=sizes, dtype=found, tokens=numbers, trains=training, block_s=block_s)
-    settings = {
-        **_sizes_said(model, shape, sizes),
-        "dtype": str(found).removeprefix("torch."),
-        "tokens": numbers,
-        "training": training,
-        "num_threads": num_threads,
-    }
+    kind = str(found).removeprefix("torch.")
+    settings = _said(model, shape, sizes, kind, numbers, training, num_threads)
     show = partial(show_experts, what="layer")
     run.measure(measure_layer, plan, settings, plan.metrics(), show, unasked=PEERS)
 
@@ -277,7 +240,7 @@ def bench_layer(
 @case(quick=_QUICK)
 def bench_ops(
     run: CaseRun,
-    shape: OpsShape = None,
+    shape: Shape = None,
     tokens: Tokens = None,
     training: Training = False,
     dtype: Dtype = "auto",
@@ -294,7 +257,7 @@ def bench_ops(
     from moe_runtime.benchmarks.cases.ops import SIZES, OpsPlan, measure_ops
 
     plan = OpsPlan(
-        sizes=SIZES if shape is None else sizes_of_shape(shape),
+        sizes=SIZES if shape is None else LAYER_SHAPES[shape],
         dtype=parse_dtype(dtype) or torch.bfloat16,
         tokens=numbers,
         trains=training,
@@ -347,7 +310,6 @@ def bench_training(
     hold_to(isa)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases import training
-    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
     from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
     from moe_runtime.kernels.operands import find_device
 
@@ -358,7 +320,7 @@ def bench_training(
     if peers and place.type != "cpu":
         raise ValueError(f"--peer {peers[0].name} trains on the CPU; leave --device {device} out")
     num_threads = use_threads(threads)
-    sizes = TRAINING_SHAPES[shape] if shape else sizes_of_model(model or "", "auto")[0]
+    sizes = TRAINING_SHAPES[shape] if shape else sizes_of(model, None, None)[0]
     free = available_host_bytes()
     plan = training.TrainingPlan(
         sizes=sizes,
@@ -407,20 +369,37 @@ def use_threads(threads: int | None) -> int:
     return number
 
 
-def _sizes_said(model: str | None, shape: str | None, sizes: LayerSizes) -> dict[str, Any]:
-    return {
-        "model": shape or Path(model or "").name,
-        "experts": sizes.num_experts,
-        "top_k": sizes.top_k,
-        "dim_model": sizes.dim_model,
-        "dim_hidden": sizes.dim_hidden,
-    }
+def sizes_of(
+    model: str | None, shape: str | None, dtype: "torch.dtype | None"
+) -> "tuple[LayerSizes, torch.dtype]":
+    """Sizes of a layer, and the type to compute in; that of a shape is bfloat16 by default."""
+    import torch
+
+    from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
+
+    if shape is not None:
+        return LAYER_SHAPES[shape], dtype or torch.bfloat16
+    return sizes_of_model(model or "", dtype or "auto")
+
+
+def _said(
+    model: str | None,
+    shape: str | None,
+    sizes: LayerSizes,
+    dtype: str,
+    tokens: list[int],
+    training: bool,
+    num_threads: int,
+) -> dict[str, Any]:
+    num_experts, *others = sizes
+    names = dict(zip(("experts", *LayerSizes._fields[1:]), (num_experts, *others), strict=True))
+    asked = {"dtype": dtype, "tokens": tokens, "training": training, "num_threads": num_threads}
+    return {"model": shape or Path(model or "").name, **names, **asked}
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":
     """The type to compute in; None for ``auto``."""
     from moe_runtime.checkpoints.checkpoint import COMPUTE_DTYPES
-    from moe_runtime.config import require_known
 
     known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
     if name == "auto":
@@ -475,86 +454,73 @@ def hold_to(isa: str | None) -> None:
 
 def show_experts(results: dict[str, Any], what: str = "experts") -> None:
     """Prints a column for each implementation, and how much quicker ours is than the best."""
-    shown = with_numbers(results)
-    rows = [["repetitions", *map(num_repetitions, shown), ""]] if shown else []
+    shown, rows = with_numbers(results), []
     for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
         passes, tokens = metric.split("_")[:2]
-        factor, unit = unit_of(shown, metric)
-        cells = [mean_cell(one, metric, factor) for one in shown]
-        rows.append([f"{passes}, T={tokens}, {unit}", *cells, _ratio(shown, metric)])
+        found = {one["system"]: one["summary"][metric]["median"] for one in shown
+                 if metric in one["summary"]}  # fmt: skip
+        ours, others = found.pop("moe_runtime", None), found.values()
+        ratio = f"{min(others) / ours:.2f}" if ours and others else ""
+        row, unit = cells_of(shown, metric, mean_cell)
+        rows.append([f"{passes}, T={tokens}, {unit}", *row, ratio])
     title = f"{what} of {_sizes_shown(results)}, {results['settings']['dtype']}"
-    show_rows(title, ["", *(one["system"] for one in shown), "best / ours"], rows)
+    counts = ["repetitions", *map(num_repetitions, shown), ""]
+    heads = ["", *(one["system"] for one in shown), "best / ours"]
+    show_rows(title, heads, [counts, *rows] if shown else [])
 
 
 def _sizes_shown(results: dict[str, Any]) -> str:
-    settings = results["settings"]
-    return (
-        f"{settings['model']}: E={settings['experts']} K={settings['top_k']} "
-        f"D={settings['dim_model']} F={settings['dim_hidden']}"
-    )
-
-
-def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
-    medians = {
-        one["system"]: one["summary"][metric]["median"] for one in shown if metric in one["summary"]
-    }
-    ours = medians.pop("moe_runtime", None)
-    return f"{min(medians.values()) / ours:.2f}" if ours and medians else ""
+    of = results["settings"]
+    experts = of.get("experts", of.get("num_experts"))
+    model = f"{of['model']}: " if "experts" in of else ""
+    return f"{model}E={experts} K={of['top_k']} D={of['dim_model']} F={of['dim_hidden']}"
 
 
 def show_formats(results: dict[str, Any]) -> None:
     shown, heads = with_numbers(results), [""]
     rows = [[one["system"]] for one in shown]
     for number in results["settings"]["tokens"] if shown else ():
-        factor, unit = unit_of(shown, f"forward_{number}_s")
+        cells, unit = cells_of(shown, f"forward_{number}_s", mean_cell)
         heads += [f"T={number}, {unit}", "of a read"]
-        for one, row in zip(shown, rows, strict=True):
+        for one, row, cell in zip(shown, rows, cells, strict=True):
             share = one["summary"].get(f"forward_{number}_of_read")
-            row.append(mean_cell(one, f"forward_{number}_s", factor))
-            row.append(f"{share['median']:.2f}" if share else "")
+            row += [cell, f"{share['median']:.2f}" if share else ""]
     most = format_bytes(results["settings"]["memory"])
     show_rows(f"experts of {_sizes_shown(results)}, at most {most} of a format", heads, rows)
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    settings, rows = results["settings"], []
+    tokens, rows = results["settings"]["tokens"], []
     for one in results["measurements"]:
         for kind in ("forward", "backward"):
-            names = [f"{kind}_{tokens}_s" for tokens in settings["tokens"]]
+            names = [f"{kind}_{number}_s" for number in tokens]
             medians = [one["summary"][name]["median"] for name in names if name in one["summary"]]
             if medians:
                 factor, unit = unit_for("s", medians)
                 cells = (mean_cell(one, name, factor) for name in names)
                 rows.append([one["system"], f"{kind}, {unit}", *cells])
-    title = (
-        f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
-        f"F={settings['dim_hidden']}, {settings['dtype']}"
-    )
-    lengths = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
-    if rows:
-        print_table(title, [("", "left"), ("", "left"), *lengths], rows)
+    title = f"ops: {_sizes_shown(results)}, {results['settings']['dtype']}"
+    show_rows(title, ["", "", *(f"T={number}" for number in tokens)], rows, num_left=2)
 
 
 def show_training(results: dict[str, Any]) -> None:
     from moe_runtime.benchmarks.suite.comparing import counted
 
-    settings, shown = results["settings"], with_numbers(results)
+    of, shown = results["settings"], with_numbers(results)
     heads = ["", "repetitions", "step, ms", "tokens/s", "losses equal"]
-    factors: dict[str, float] = {}
+    further = []
     for what, metric in _FURTHER.items():
         if any(metric in one["summary"] for one in shown):
-            factors[metric], unit = unit_of(shown, metric)
+            cells, unit = cells_of(shown, metric, median_cell)
+            further.append(cells)
             heads.append(f"{what}, {unit}")
     rows = [
         [
             *(one["system"], num_repetitions(one), mean_cell(one, "step_s", 1e3)),
             *(median_cell(one, "tokens_per_s", 1.0), equal_cell(one)),
-            *(median_cell(one, metric, factor) for metric, factor in factors.items()),
+            *(cells[place] for cells in further),
         ]
-        for one in shown
+        for place, one in enumerate(shown)
     ]
-    title = (
-        f"training of {settings['model']}: {counted('{} layers', settings['layers'])}, "
-        f"{settings['sequences']} x {settings['context']} tokens, {settings['dtype']}"
-    )
-    show_rows(title, heads, rows)
+    layers, tokens = counted("{} layers", of["layers"]), f"{of['sequences']} x {of['context']}"
+    show_rows(f"training of {of['model']}: {layers}, {tokens} tokens, {of['dtype']}", heads, rows)

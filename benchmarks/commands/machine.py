@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -14,8 +15,8 @@ from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     case,
     equal_cell,
-    keep_results,
     mean_cell,
+    median_cell,
     num_repetitions,
     say_repetition,
     show_rows,
@@ -24,19 +25,10 @@ from moe_runtime.benchmarks.commands.shared import (
 )
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import ConfigFile
-from moe_runtime.cli.console import (
-    fetch_model,
-    print_json,
-    print_table,
-    quiet_transformers,
-    say_line,
-)
+from moe_runtime.cli.console import fetch_model, quiet_transformers, say_line
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.files import require_not_read
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
 
 # One layer of Qwen3-30B-A3B at three batches, OLMoE and Mixtral.
 _SHAPES = [
@@ -46,6 +38,7 @@ _SHAPES = [
     "4096,2048,1024,64,8",
     "4096,4096,14336,8,2",
 ]
+_IO_THREADS = 4
 _REPEATED_S = 120.0
 """Seconds after which no repetition begins that a results file is to have."""
 _READS = {"an expert": "expert_read_s"}
@@ -59,13 +52,9 @@ _TRAININGS = {
     "tokens/s": "tokens_per_s",
 }
 Experts = Annotated[
-    int | None,
-    typer.Option(min=1, help="Experts that a repetition reads. [128; quick: 32; at most all]"),
+    int | None, typer.Option(min=1, help="Experts of a repetition. [128; quick: 32; at most all]")
 ]
 InFlight = Annotated[int, typer.Option(min=1, max=256, help="Experts on their way at any time.")]
-IoThreads = Annotated[
-    int, typer.Option(min=1, max=256, help="Threads that serve this project's reads.")
-]
 Ranks = Annotated[int, typer.Option(min=2, max=64, help="Processes here; torchrun has its own.")]
 Tokens = Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each process.")]
 Dim = Annotated[int, typer.Option(min=1, max=1 << 16, help="Width of a token.")]
@@ -85,9 +74,6 @@ Shapes = Annotated[
         metavar="T,H,I,E,K",
         help="Tokens, hidden size, intermediate size, experts and top-k; several times if wanted.",
     ),
-]
-Table = Annotated[
-    Path | None, typer.Option(help="Write the tiles to this file, not to the user's own table.")
 ]
 Vary = Annotated[
     list[str] | None,
@@ -111,11 +97,7 @@ Steps = Annotated[
 
 @case(quick="Fewer experts, half a minute at most.", seconds=(120, 30))
 def bench_io(
-    run: CaseRun,
-    model: options.Model,
-    experts: Experts = None,
-    in_flight: InFlight = 4,
-    io_threads: IoThreads = 4,
+    run: CaseRun, model: options.Model, experts: Experts = None, in_flight: InFlight = 4
 ) -> None:
     """Time reads of MODEL's experts from disk: bytes a second, and how long an expert takes.
 
@@ -131,19 +113,10 @@ def bench_io(
     checkpoint = open_checkpoint(fetch_model(model), "auto")
     layouts = map_experts(build_on_meta(checkpoint), checkpoint).layouts
     num_experts = min(experts or (32 if run.quick else 128), len(layouts))
-    plan = ReadPlan(
-        layouts=layouts,
-        num_experts=num_experts,
-        in_flight=min(in_flight, num_experts),
-        io_threads=io_threads,
-    )
-    settings = {
-        "model": Path(model).name,
-        "expert_bytes": sorted({layout.tensor_bytes for layout in layouts.values()}),
-        "experts": num_experts,
-        "in_flight": plan.in_flight,
-        "io_threads": io_threads,
-    }
+    asked = {"in_flight": min(in_flight, num_experts), "io_threads": _IO_THREADS}
+    plan = ReadPlan(layouts=layouts, num_experts=num_experts, **asked)
+    sizes = sorted({layout.tensor_bytes for layout in layouts.values()})
+    settings = {"model": Path(model).name, "expert_bytes": sizes, "experts": num_experts, **asked}
     peers = ("preadv", "preadv:direct")
     run.measure(measure_reads, plan, settings, ["bytes_per_s"], show_reads, unasked=peers)
 
@@ -189,29 +162,16 @@ def bench_dispatch(
         )
         from moe_runtime.benchmarks.cases.dispatch_ranks import ranks_here
 
-        plan = DispatchBenchPlan(
-            shapes=[
-                ExchangeShape(tokens, dim, experts, top_k, one, kind)
-                for kind in dtypes
-                for one in loads
-            ],
-            rounds=3 if run.quick else 5,
-        )
+        sizes = {"tokens": tokens, "dim": dim, "experts": experts, "top_k": top_k}
+        kinds = itertools.product(dtypes, loads)
+        shapes = [ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds]
+        plan = DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
         rules = stack.enter_context(run.rules(*(f"{plan.name(one)}_s" for one in plan.shapes)))
-        settings = {
-            "backend": "gloo",
-            "ranks": num_ranks,
-            "tokens": tokens,
-            "dim": dim,
-            "experts": experts,
-            "top_k": top_k,
-            "loads": loads,
-            "dtypes": dtypes,
-            "rounds": plan.rounds,
-        }
+        settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
+        settings |= {"dtypes": dtypes, "rounds": plan.rounds}
         results = measure_dispatch(plan, rules, settings)
     if results is not None:
         run.end(results, show_dispatch)
@@ -239,27 +199,26 @@ def show_dispatch(results: dict[str, Any]) -> None:
 
 
 @case(seconds=None)
-def bench_kernels(
-    run: CaseRun, tune: Tune = False, shape: Shapes = None, table: Table = None
-) -> None:
+def bench_kernels(run: CaseRun, tune: Tune = False, shape: Shapes = None) -> None:
     """Time every product of a layer of experts on the GPU, forward and backward, in bf16.
 
-    With --tune, other tiles are tried as well (some minutes a shape), and the fastest are written
-    to a table that every later run on this model of GPU reads. Tiles change the order of sums, and
-    so the last bits of a result. Ctrl-C keeps what was found so far.
+    With --tune, other tiles are tried first (some minutes a shape), and the fastest are written to
+    a table that every later run on this model of GPU reads. Tiles change the order of sums, and so
+    the last bits of a result. Products are then timed in turn. Ctrl-C keeps what was found so far.
     """
     import torch
 
     from moe_runtime.kernels.triton_support import require_triton
 
-    if table is not None and not tune:
-        raise ValueError("--table belongs to --tune: without it no tiles are written")
     if not torch.cuda.is_available():
         raise ValueError("bench kernels needs a CUDA or ROCm GPU, and torch sees none here")
     require_triton(torch.device("cuda"))
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
+    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
+    from moe_runtime.benchmarks.suite.results import measure_systems
+    from moe_runtime.benchmarks.suite.runner import Rules
     from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
@@ -267,11 +226,9 @@ def bench_kernels(
     shapes = [*dict.fromkeys(parse_shape(text) for text in shape or _SHAPES)]
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_name(device)
-    path = table or table_path(gpu)
-    room = describe_device(device)
-    found: list[tuple[LayerBatch, Measured]] = []
+    path, room, products = table_path(gpu), describe_device(device), list[TimedProduct]()
     with run.stopping() as stop:
-        for layer in shapes:
+        for layer in itertools.takewhile(lambda _: not stop.is_set, shapes):
             for measured in tune_problems(
                 layer_problems(layer, torch.bfloat16, device),
                 (lambda problem: candidate_tiles(problem, room)) if tune else lambda problem: (),
@@ -279,50 +236,21 @@ def bench_kernels(
                 refusals=(OutOfResources, PTXASError, CompilationError),
                 num_threads=os.cpu_count() or 1,
             ):
-                found.append((layer, measured))
+                products.append(TimedProduct(layer, measured, median_seconds))
                 if tune:
                     write_table(path, gpu, {measured.problem.key: measured.tile})
-                if not run.as_json:
-                    print(describe(measured), flush=True)
+                    ratio = f"{measured.rule_seconds / measured.seconds:.2f} times the rule's speed"
+                    say_line(f"{products[-1].name}: {ratio}, the best of {measured.num_tried}")
                 if stop.is_set:
                     break
-            if stop.is_set:
-                break
-        unwritten = None
-        if run.output is not None:
-            unwritten = keep_products(run.output, found, gpu, lambda: stop.is_set)
-    written = str(path) if tune else None
-    if run.as_json:
-        rows = [as_dict(measured) for _, measured in found]
-        print_json({"gpu": gpu, "table": written, "products": rows})
-    elif tune:
-        print_table("", [("", "left"), ("", "left")], [("written to", str(path))])
-    if unwritten is not None:
-        say_line(unwritten)
-    run.exit_if_stopped()
-    if unwritten is not None:
-        raise typer.Exit(2)
-
-
-def keep_products(
-    output: Path,
-    found: "list[tuple[LayerBatch, Measured]]",
-    gpu: str,
-    is_stopping: Callable[[], bool],
-) -> str | None:
-    """Repeats products in turn, and writes a results file, as `keep_results`."""
-    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
-    from moe_runtime.benchmarks.suite.results import measure_systems
-    from moe_runtime.benchmarks.suite.runner import Rules
-
-    products = [TimedProduct(layer, measured, median_seconds) for layer, measured in found]
-    rules = Rules(judged=("product_s",), max_s=_REPEATED_S, is_stopping=is_stopping)
-    settings = {
-        "gpu": gpu,
-        "dtype": "bfloat16",
-        "tiles": {one.name: dataclasses.asdict(one.tile) for one in products},
-    }
-    return keep_results(measure_systems("kernels", products, METRICS, rules, settings), output)
+        limits: Any = {"max_s": _REPEATED_S, "is_stopping": lambda: stop.is_set}
+        tiles = {one.name: dataclasses.asdict(one.tile) for one in products}
+        settings = {"gpu": gpu, "dtype": "bfloat16", "tiles": tiles}
+        rules = Rules(judged=("product_s",), **limits)
+        results = measure_systems("kernels", products, METRICS, rules, settings)
+    if tune:
+        say_line(f"tiles are written to {path}")
+    run.end(results, show_products)
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
@@ -332,30 +260,15 @@ def median_seconds(call: Callable[[], Any]) -> float:
     return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
-def describe(measured: "Measured") -> str:
-    key, tile = measured.problem.key, measured.tile
-    line = (
-        f"{measured.problem.name:33} N={key.dim_n:<6} K={key.dim_k:<6} rows={key.rows:<6} "
-        f"{tile.block_m:>3} x {tile.block_n:>3} x {tile.block_k:>3} "
-        f"{measured.seconds * 1e3:9.3f} ms {measured.problem.flops / measured.seconds / 1e12:7.1f} "
-        "TFLOP/s"
-    )
-    if measured.num_tried > 1:
-        line += f"  {measured.rule_seconds / measured.seconds:.2f} times the rule's"
-    return line
-
-
-def as_dict(measured: "Measured") -> dict[str, Any]:
-    return {
-        "name": measured.problem.name,
-        **measured.problem.key._asdict(),
-        "tile": dataclasses.asdict(measured.tile),
-        "seconds": measured.seconds,
-        "rule_seconds": measured.rule_seconds,
-        "tflops": measured.problem.flops / measured.seconds / 1e12,
-        "tried": measured.num_tried,
-        "refused": measured.num_refused,
-    }
+def show_products(results: dict[str, Any]) -> None:
+    rows = []
+    for one in with_numbers(results):
+        tile = results["settings"]["tiles"][one["system"]]
+        sizes = " x ".join(f"{tile[f'block_{axis}']:>3}" for axis in "mnk")
+        speed = median_cell(one, "tflops", 1.0)
+        rows.append([one["system"], sizes, mean_cell(one, "product_s", 1e3), speed])
+    heads = ["product", "tile", "ms", "TFLOP/s"]
+    show_rows(f"products on {results['settings']['gpu']}", heads, rows, num_left=2)
 
 
 @case(quick="One seed, a tenth of the steps.", seconds=None)
@@ -398,22 +311,15 @@ def bench_ablation(
 
 
 def show_ablation(results: dict[str, Any]) -> None:
-    settings, shown = results["settings"], with_numbers(results)
+    of, shown = results["settings"], with_numbers(results)
     found = {
         what: metric
         for what, metric in _TRAININGS.items()
         if any(metric in one["summary"] and one["summary"][metric]["p99"] for one in shown)
     }
-    rows = [
-        [
-            *(one["system"], num_repetitions(one)),
-            *(mean_cell(one, metric, 1.0) for metric in found.values()),
-            equal_cell(one),
-        ]
-        for one in shown
-    ]
-    title = (
-        f"{settings['model']}: {settings['steps']} steps of {settings['sequences']} x "
-        f"{settings['context']} tokens"
-    )
+    rows = []
+    for one in shown:
+        cells = (mean_cell(one, metric, 1.0) for metric in found.values())
+        rows.append([one["system"], num_repetitions(one), *cells, equal_cell(one)])
+    title = f"{of['model']}: {of['steps']} steps of {of['sequences']} x {of['context']} tokens"
     show_rows(title, ["", "seeds", *found, "losses equal"], rows)

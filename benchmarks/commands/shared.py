@@ -4,11 +4,13 @@ A command is a function with ``@case``, which gives it the options of all cases 
 """
 
 import inspect
+import itertools
 import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -236,11 +238,13 @@ def with_numbers(results: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in results["measurements"] if one["summary"]]
 
 
-def show_rows(title: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, unless it has no rows: the first column at the left, numbers at the right."""
+def show_rows(
+    title: str, heads: Iterable[str], rows: Sequence[Sequence[str]], *, num_left: int = 1
+) -> None:
+    """Prints a table, unless it has no rows: first columns at the left, numbers at the right."""
     if rows:
-        columns = [(head, "right" if place else "left") for place, head in enumerate(heads)]
-        print_table(title, columns, rows)
+        sides = (("left", "right")[place >= num_left] for place in itertools.count())
+        print_table(title, list(zip(heads, sides, strict=False)), rows)
 
 
 def show_systems(
@@ -260,18 +264,26 @@ def show_systems(
         return
     rows = [["repetitions", *map(num_repetitions, shown)]]
     for what, metric in spreads.items():
-        factor, unit = unit_of(shown, metric)
         for part in ("p50", "p90", "p99"):
-            values = (one["summary"][metric][part] * factor for one in shown)
-            rows.append([f"{what}, {unit}: {part}", *map(figure, values)])
-        means = (mean_cell(one, metric, factor) for one in shown)
+            cells, unit = cells_of(shown, metric, partial(_part_cell, part))
+            rows.append([f"{what}, {unit}: {part}", *cells])
+        means, unit = cells_of(shown, metric, mean_cell)
         rows.append([f"{what}, {unit}: mean of medians", *means])
     for what, metric in singles.items():
         if any(metric in one["summary"] for one in shown):
-            factor, unit = unit_of(shown, metric)
-            rows.append([f"{what}, {unit}", *(median_cell(one, metric, factor) for one in shown)])
+            cells, unit = cells_of(shown, metric, median_cell)
+            rows.append([f"{what}, {unit}", *cells])
     rows.append([equal, *map(equal_cell, shown)])
     show_rows(title, ["", *(one["system"] for one in shown)], rows)
+
+
+def cells_of(
+    shown: list[dict[str, Any]], metric: str, cell: Callable[[dict[str, Any], str, float], str]
+) -> tuple[list[str], str]:
+    """A metric of several systems, and the unit in which it is shown."""
+    found = [one["summary"][metric] for one in shown if metric in one["summary"]]
+    factor, unit = unit_for(found[0]["unit"], (one["median"] for one in found))
+    return [cell(one, metric, factor) for one in shown], unit
 
 
 def num_repetitions(one: dict[str, Any]) -> str:
@@ -283,16 +295,14 @@ def equal_cell(one: dict[str, Any]) -> str:
     return "–" if found is None else f"{found['equal']} of {found['compared']}"
 
 
-def median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
-    """The median of a system's metric; a dash where it has none."""
+def _part_cell(part: str, one: dict[str, Any], metric: str, factor: float) -> str:
+    """A percentile or the like of a system's metric; a dash where it has none."""
     summary = one["summary"].get(metric)
-    return figure(summary["median"] * factor) if summary else "–"
+    return figure(summary[part] * factor) if summary else "–"
 
 
-def unit_of(shown: list[dict[str, Any]], metric: str) -> tuple[float, str]:
-    """Factor and name of the unit in which a metric of several systems is shown."""
-    found = [one["summary"][metric] for one in shown if metric in one["summary"]]
-    return unit_for(found[0]["unit"], (one["median"] for one in found))
+def median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
+    return _part_cell("median", one, metric, factor)
 
 
 def mean_cell(one: dict[str, Any], metric: str, factor: float) -> str:

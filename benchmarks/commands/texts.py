@@ -88,13 +88,16 @@ Peers = Annotated[
         metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
         help="Another system beside this one, several times if wanted: transformers (variants "
         "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, "
-        "moe_runtime (int8, planes: this project itself), or a file PEER.py; PYTHON is its "
+        "moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is its "
         "environment's, MODEL the same model as a file it reads.",
     ),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="File with a prompt in each line, as for `run`; built-in text when omitted."),
+    typer.Option(
+        help="File with a prompt in each line, as for `run`; with --shape its last tokens are the "
+        "text that follows. Built-in text when omitted."
+    ),
 ]
 PromptTokens = Annotated[int, typer.Option(min=1, help="Length of the built-in prompts.")]
 NewTokens = Annotated[
@@ -531,11 +534,13 @@ def prompt_ids(
         check_length(config, num_tokens, num_new)
         return cut_prompts(tokenizer, num_built_in, num_tokens + num_new * has_after)
     found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
-    check_length(config, max(map(len, found)), num_new)
-    if not has_after:
-        return found
-    after = cut_prompts(tokenizer, len(found), num_new)
-    return [ids + more for ids, more in zip(found, after, strict=True)]
+    check_length(config, max(map(len, found)), 0 if has_after else num_new)
+    if has_after and min(map(len, found)) <= num_new:
+        raise ValueError(
+            f"--prompts: the last {num_new} tokens of a prompt are the text that follows it, and "
+            f"one has {min(map(len, found))}; give longer ones, or a smaller --max-new-tokens"
+        )
+    return found
 
 
 class ChosenDevice(NamedTuple):

@@ -201,22 +201,15 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
 
 
 def show_policies(results: dict[str, Any]) -> None:
-    rows = []
+    rows, sized = [], results["settings"].get("expert_size") is not None
     for capacity in results["settings"]["capacities"]:
+        at = f"at_{capacity:g}"
         for one in with_numbers(results):
-            read = one["summary"].get(f"read_bytes_at_{capacity:g}")
-            rows.append(
-                [
-                    *(one["system"], f"{capacity:.1%}"),
-                    *(
-                        _share(one, f"{name}_at_{capacity:g}")
-                        for name in ("hit_rate", "all_resident")
-                    ),
-                    *([] if read is None else [format_bytes(round(read["median"]))]),
-                    mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6),
-                ]
-            )
-    sized = results["settings"].get("expert_size") is not None
+            shares = (_share(one, f"{name}_{at}") for name in ("hit_rate", "all_resident"))
+            read = [one["summary"][f"read_bytes_{at}"]["median"]] if sized else []
+            bytes_read = (format_bytes(round(number)) for number in read)
+            speed = mean_cell(one, f"accesses_per_s_{at}", 1e-6)
+            rows.append([one["system"], f"{capacity:.1%}", *shares, *bytes_read, speed])
     heads = ("capacity", "hits", "layers without a load", *["read"] * sized, "M accesses/s")
     show_rows(f"policies on {results['settings']['model']}", ["policy", *heads], rows)
 
@@ -338,29 +331,20 @@ def _in_words(machine: "Machine") -> str:
 
 def show_predictors(results: dict[str, Any]) -> None:
     """Prints recall and cost of each predictor, and what it does as a prefetcher."""
-    settings, shown = results["settings"], with_numbers(results)
-    rows = [
-        [
-            *(one["system"], str(distance)),
-            *(_share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k")),
-            mean_cell(one, "prediction_s", 1e6),
-        ]
-        for one in shown
-        for distance in settings["distances"]
-    ]
-    title = f"recall on {settings['test_sequences']} held-out sequences of {settings['model']}"
-    show_rows(title, ["predictor", "layers ahead", "@K", "@2K", "µs a step"], rows)
-    prefetching = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
-    rows = [
-        [
-            *(one["system"], f"{capacity:.1%}"),
-            *(_share(one, f"{metric}_at_{capacity:g}") for metric in prefetching),
-        ]
-        for one in shown
-        for capacity in settings["capacities"]
-    ]
+    of, recalls, others = results["settings"], list[list[str]](), list[list[str]]()
+    for one in with_numbers(results):
+        for distance in of["distances"]:
+            shares = (_share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k"))
+            cost = mean_cell(one, "prediction_s", 1e6)
+            recalls.append([one["system"], str(distance), *shares, cost])
+        for capacity in of["capacities"]:
+            metrics = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
+            shares = (_share(one, f"{metric}_at_{capacity:g}") for metric in metrics)
+            others.append([one["system"], f"{capacity:.1%}", *shares])
+    title = f"recall on {of['test_sequences']} held-out sequences of {of['model']}"
+    show_rows(title, ["predictor", "layers ahead", "@K", "@2K", "µs a step"], recalls)
     names = ("capacity", "used prefetches", "reads, of LRU's", "waits, of LRU's")
-    show_rows("prefetching in modelled time", ["predictor", *names], rows)
+    show_rows("prefetching in modelled time", ["predictor", *names], others)
 
 
 @case(quick="Without the algorithms that search, half a minute.")
@@ -393,49 +377,32 @@ def bench_placements(
     # Else no algorithm would have what was asked for.
     slots_needed(signature.num_experts, replicas, gpus)
     past, future = split_window(recorded.expert_ids, fit)
+    options = {"load_slack": load_slack, "time_limit_s": time_limit, "aligned": align}
     plan = PlacementsPlan(
         profile=RoutingProfile.from_ids(past, signature.num_experts),
         future=future,
         devices=devices,
         num_replicas=replicas,
-        options=PlacementOptions(
-            num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
-        ),
+        options=PlacementOptions(num_groups=groups, **options),
         searches=not run.quick,
     )
-    settings = {
-        **trace_settings(trace.name, recorded.num_tokens, signature),
-        "fit": fit,
-        "devices": gpus,
-        "nodes": nodes,
-        "replicas": replicas,
-        "groups": groups,
-        "load_slack": load_slack,
-        "time_limit_s": time_limit,
-        "aligned": align,
-    }
+    settings = trace_settings(trace.name, recorded.num_tokens, signature)
+    settings |= {"fit": fit, "devices": gpus, "nodes": nodes, "replicas": replicas}
+    settings |= {"groups": groups, **options}
     names = [one.name for one in plan.systems()]
     run.measure(measure_placements, plan, settings, ["place_s"], show_placements, unasked=names)
 
 
 def show_placements(results: dict[str, Any]) -> None:
-    rows = [
-        [
-            one["system"],
-            *(f"{one['summary'][metric]['median']:.3f}" for metric in _SCORES),
-            mean_cell(one, "place_s", 1e3),
-        ]
-        for one in with_numbers(results)
-    ]
+    rows = []
+    for one in with_numbers(results):
+        scores = (f"{one['summary'][metric]['median']:.3f}" for metric in _SCORES)
+        rows.append([one["system"], *scores, mean_cell(one, "place_s", 1e3)])
     title = f"{results['settings']['model']} on {results['settings']['devices']} devices"
     show_rows(title, ["placement", *_SCORES.values(), "ms to place"], rows)
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
-    return {
-        "model": names,
-        "tokens": num_tokens,
-        "layers": signature.num_layers,
-        "experts": signature.num_experts,
-        "top_k": signature.top_k,
-    }
+    sizes = (signature.num_layers, signature.num_experts, signature.top_k)
+    named = zip(("layers", "experts", "top_k"), sizes, strict=True)
+    return {"model": names, "tokens": num_tokens, **dict(named)}

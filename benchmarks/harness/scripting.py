@@ -18,22 +18,19 @@ from moe_runtime.benchmarks.suite.results import (
 )
 from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.lab.this_machine import commit as commit
-from moe_runtime.lab.this_machine import describe_machine as describe_machine
-from moe_runtime.lab.this_machine import versions as versions
+from moe_runtime.lab.this_machine import describe_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+Systems = Mapping[str, Sequence[Mapping[str, Number]] | str]
+"""Repetitions by system, or why it has none."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Numbers from one on."""
-
     def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text!r}")
-        return number
+        return int(text)
 
     return parse
 
@@ -53,10 +50,21 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows a script's docstring as it is."""
+def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
+    """A parser whose help is a script's docstring; a flag comes with its help, ``--save=...``."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    for name, words in (flag.split("=", 1) for flag in flags):
+        parser.add_argument(name, action="store_true", help=words)
+    return parser
+
+
+SAVE = "--save=write a file in benchmarks/results"
+
+
+def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
+    """Metrics that are reported and not judged."""
+    return {name: Metric(unit, better, is_judged=False) for name in names}
 
 
 def run_script(main: Callable[[], int]) -> int:
@@ -71,63 +79,47 @@ def run_script(main: Callable[[], int]) -> int:
         return 130
 
 
-def run_command(root: Path) -> str:
-    """The command of a script that runs, as a results file has it."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    script = Path(sys.argv[0]).resolve().relative_to(root)
-    return shlex.join(["python", str(script), *words])
-
-
-def machine_name(facts: dict[str, object]) -> str:
+def machine_name(found: Mapping[str, Any]) -> str:
     """A file-name-safe name made of processor, cores and memory."""
-    gib = round(int(str(facts["memory_bytes"])) / 2**30)
-    features = facts.get("cpu_features", ())
-    assert isinstance(features, list | tuple)
+    features = found.get("cpu_features", ())
     older = "-avx2" if "avx2" in features and "avx512f" not in features else ""
-    words = f"{facts['cpu']}{older}-{facts['num_cores']}c-{gib}g".lower()
+    gib = round(found["memory_bytes"] / 2**30)
+    words = f"{found['cpu']}{older}-{found['num_cores']}c-{gib}g".lower()
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu", "", words)).strip("-")
-
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-Repetition = Mapping[str, Number]
 
 
 def write_systems(
     path: Path,
     kind: str,
     settings: Mapping[str, Any],
-    systems: Mapping[str, Sequence[Repetition] | str],
+    systems: Systems,
     metrics: Mapping[str, Metric],
-    qualities: Mapping[str, Mapping[str, int]],
+    qualities: Mapping[str, Mapping[str, int]] | None = None,
     *,
     ended: str = "most",
 ) -> None:
     """Writes a results file, for `bench compare` and `bench report` too."""
-    rows = [
-        describe_system(
-            name,
-            MeasuredSystem(failure=found)
-            if isinstance(found, str)
-            else MeasuredSystem(repetitions=[*found]),
-            metrics,
-            system_versions=versions(),
-            quality=qualities.get(name),
-        )
-        for name, found in systems.items()
-    ]
-    results = make_results(kind, settings, ended, rows)
-    write_results(path, results | {"command": run_command(ROOT)})
+    rows = []
+    for name, found in systems.items():
+        failed = isinstance(found, str)
+        measured = MeasuredSystem(failure=found) if failed else MeasuredSystem(repetitions=[*found])
+        quality = (qualities or {}).get(name)
+        rows.append(describe_system(name, measured, metrics, quality=quality))
+    # the command as a reader would repeat it: no place on this machine is named
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    command = shlex.join(["python", str(script), *words])
+    write_results(path, make_results(kind, settings, ended, rows) | {"command": command})
 
 
 def save_results(
     kind: str,
     settings: Mapping[str, Any],
-    systems: Mapping[str, Sequence[Repetition] | str],
+    systems: Systems,
     metrics: Mapping[str, Metric],
     path: Path | None = None,
 ) -> None:
     """As `write_systems`, and says so; without a path this machine's file of the kind."""
     path = path or RESULTS / f"{kind}-{machine_name(describe_machine())}.json"
-    write_systems(path, kind, settings, systems, metrics, {})
+    write_systems(path, kind, settings, systems, metrics)
     print(f"written to {path.name}")

@@ -1,7 +1,7 @@
 """`moe-runtime serve` for the soak: says what its process held before it loaded, fails some reads.
 
-`python -P benchmarks/harness/soak_server.py FETCHES_PER_FAULT MODEL OPTION...`: one fetch in so
-many finds an expert that cannot be read for some seconds. The first line of stdout is JSON.
+`python -P benchmarks/harness/soak_server.py MODEL OPTION...`: now and then a fetch finds an expert
+that cannot be read for some seconds. The first line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.serving.http import starting
 from moe_runtime.types import ExpertKey
 
+FETCHES_PER_FAULT = 5000
 BROKEN_S = 3.0
 """Longer than requests take to try again alone."""
 
@@ -58,14 +59,13 @@ def fail_at_its_end(key: ExpertKey, read: Read) -> None:
     read._on_done = tell_of_error
 
 
-def tell_when_ready(fetches_per_fault: int) -> None:
+def tell_when_ready() -> None:
     """What the command says when it is ready is said in a line of ours, too."""
     real = starting.run_server
 
     def run_server(settings: Any, *, on_ready: Callable[[Any], None], **others: Any) -> None:
         def ready(found: Any) -> None:
-            if fetches_per_fault:
-                fail_some_reads(fetches_per_fault)
+            fail_some_reads(FETCHES_PER_FAULT)
             stats: Mapping[str, Any] = dataclasses.asdict(found.loaded[0].moe.stats())
             names = ("baseline_rss_bytes", "expert_slots", "slot_bytes", "expert_bytes")
             facts = {name: stats[name] for name in names}
@@ -80,5 +80,5 @@ def tell_when_ready(fetches_per_fault: int) -> None:
 
 
 if __name__ == "__main__":
-    tell_when_ready(int(sys.argv[1]))
-    sys.exit(main(["serve", *sys.argv[2:], "--json"]))
+    tell_when_ready()
+    sys.exit(main(["serve", *sys.argv[1:], "--json"]))

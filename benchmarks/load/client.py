@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 
@@ -26,15 +26,11 @@ _WORDS = """
 """Common English words, most of which most tokenisers know as one token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Numbers of tokens from `low` to `high`, each as likely."""
 
     low: int
     high: int
-
-    def draw(self, random: Random) -> int:
-        return random.randint(self.low, self.high)
 
 
 def parse_lengths(text: str, name: str) -> Lengths:
@@ -48,14 +44,12 @@ def parse_lengths(text: str, name: str) -> Lengths:
     return Lengths(low, high)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadRequest(NamedTuple):
     prompt: str
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCount:
+class TokenCount(NamedTuple):
     """How many tokens a server makes of drawn words, found by asking it."""
 
     per_word: float = 1.0
@@ -82,22 +76,19 @@ def draw_words(count: int, random: Random) -> str:
 
 def make_requests(
     num_requests: int,
-    *,
     prompt: Lengths,
     output: Lengths,
     count: TokenCount,
     texts: Sequence[str],
     random: Random,
 ) -> list[LoadRequest]:
-    return [
-        LoadRequest(
-            texts[number % len(texts)]
-            if texts
-            else draw_words(count.words(prompt.draw(random)), random),
-            output.draw(random),
-        )
-        for number in range(num_requests)
-    ]
+    """Requests with texts in turn, or else with drawn words."""
+    found = []
+    for number in range(num_requests):
+        drawn = count.words(random.randint(*prompt)) if not texts else 0
+        text = texts[number % len(texts)] if texts else draw_words(drawn, random)
+        found.append(LoadRequest(text, random.randint(*output)))
+    return found
 
 
 def arrivals(num_requests: int, rate: float, random: Random) -> list[float]:
@@ -177,22 +168,22 @@ class LoadClient:
         self._models: Iterator[str] = iter(())
 
     async def first_model(self) -> str:
+        url = self._http.base_url
         try:
             response = await self._http.get("models", timeout=self._timeout_s)
             if response.status_code != 200:
                 raise _refusal(response)
-            name = response.json()["data"][0]["id"]
+            return str(response.json()["data"][0]["id"])
         except httpx2.HTTPError as error:
             said = ": ".join(filter(None, (_kind(error), str(error))))
-            raise LoadError(f"{self._http.base_url}: {said}") from None
+            raise LoadError(f"{url}: {said}") from None
         except RequestFailed as failure:
-            raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
+            raise LoadError(f"{url}: {failure.kind}: {failure.message}") from None
         except (*_NOT_THE_API, IndexError):
             raise LoadError(
-                f"{self._http.base_url}models does not list models as OpenAI's API does; give the "
-                "address of that API, or --model"
+                f"{url}models does not list models as OpenAI's API does; give the address of that "
+                "API, or --model"
             ) from None
-        return str(name)
 
     def choose(self, model: str) -> None:
         """All further requests are for this model; of several, with commas, for one by one."""
@@ -222,8 +213,7 @@ class LoadClient:
             messages = [{"role": "user", "content": request.prompt}]
             path, prompt = "chat/completions", {"messages": messages}
         body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
-        if model := next(self._models, None):
-            body["model"] = model
+        body |= {"model": model} if (model := next(self._models, None)) else {}
         body["stream_options"] = {"include_usage": True}
         async with self._http.stream(
             "POST", path, json=body, timeout=httpx2.Timeout(None, connect=_CONNECT_S)

@@ -74,10 +74,13 @@ class MeasuredLevel:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
+OnAnswer = Callable[[Level, list[TimedAnswer]], None]
+
+
 def measure(
     settings: LoadSettings,
     *,
-    on_answer: Callable[[Level, list[TimedAnswer]], None],
+    on_answer: OnAnswer,
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
@@ -86,16 +89,11 @@ def measure(
     async def run() -> tuple[str, list[MeasuredLevel]]:
         async with connect(settings.url, settings.key) as http:
             fields = {"temperature": 0.0} | ({"ignore_eos": True} if settings.ignore_eos else {})
-            client = LoadClient(
-                http, chat=settings.chat, fields=fields, timeout_s=settings.timeout_s
-            )
-            return await run_load(
-                client,
-                settings,
-                on_answer=on_answer,
-                is_stopping=is_stopping,
-                meters=[*meters, *([EnergyMeter()] if is_this_machine(http.base_url.host) else [])],
-            )
+            rest = {"chat": settings.chat, "timeout_s": settings.timeout_s}
+            client = LoadClient(http, fields=fields, **rest)
+            all_meters = [*meters, *[EnergyMeter()] * is_this_machine(http.base_url.host)]
+            given = {"on_answer": on_answer, "is_stopping": is_stopping}
+            return await run_load(client, settings, meters=all_meters, **given)
 
     return asyncio.run(run())
 
@@ -104,7 +102,7 @@ async def run_load(
     client: LoadClient,
     settings: LoadSettings,
     *,
-    on_answer: Callable[[Level, list[TimedAnswer]], None],
+    on_answer: OnAnswer,
     is_stopping: Callable[[], bool],
     meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
@@ -114,26 +112,19 @@ async def run_load(
     model, count = first.result()
     found: list[MeasuredLevel] = []
 
-    async def level_of(
-        level: Level, number: int, size: int, on_answer: Callable[[Level, list[TimedAnswer]], None]
-    ) -> MeasuredLevel:
+    async def level_of(level: Level, number: int, size: int, on_answer: OnAnswer) -> MeasuredLevel:
         # Each level asks what no level before it asked, so that no prefix cache knows it.
         random = Random(f"{settings.seed} {number}")
-        requests = make_requests(
-            size,
-            prompt=settings.prompt,
-            output=settings.output,
-            count=count,
-            texts=settings.texts,
-            random=random,
-        )
+        given = settings.prompt, settings.output, count, settings.texts, random
+        requests = make_requests(size, *given)
         times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
         return await run_level(
             client.ask, requests, level, times, on_answer=on_answer, is_stopping=is_stopping
         )
 
     if settings.num_warm_up:
-        await level_of(max(settings.levels, key=_hardness), -1, settings.num_warm_up, _unheard)
+        hardest = max(settings.levels, key=lambda one: one.concurrency or one.rate or 0.0)
+        await level_of(hardest, -1, settings.num_warm_up, lambda *_: None)
     for number, level in enumerate(settings.levels):
         if is_stopping():
             break
@@ -145,21 +136,13 @@ async def run_load(
     return model, found
 
 
-def _hardness(level: Level) -> float:
-    return level.concurrency or level.rate or 0.0
-
-
-def _unheard(level: Level, answers: list[TimedAnswer]) -> None:
-    del level, answers
-
-
 async def run_level(
     ask: Callable[[LoadRequest], Awaitable[TimedAnswer]],
     requests: Sequence[LoadRequest],
     level: Level,
     times: Sequence[float],
     *,
-    on_answer: Callable[[Level, list[TimedAnswer]], None],
+    on_answer: OnAnswer,
     is_stopping: Callable[[], bool],
 ) -> MeasuredLevel:
     loop = asyncio.get_running_loop()
@@ -206,16 +189,11 @@ async def _run(
 
 
 async def _first_requests(client: LoadClient, settings: LoadSettings) -> tuple[str, TokenCount]:
-    """The model's name and what it makes of words."""
+    """The model's name and what it makes of words: asks for a token or so after two prompts, and
+    compares what the server counts in them."""
     model = settings.model or await client.first_model()
     client.choose(model)
-    return model, await _count_tokens(client, settings)
-
-
-async def _count_tokens(client: LoadClient, settings: LoadSettings) -> TokenCount:
-    """Asks for one token each after two prompts, and compares what the server counts in them."""
-    random = Random(f"{settings.seed} probe")
-    counts = []
+    random, counts = Random(f"{settings.seed} probe"), []
     # the last one is asked last: servers that keep prefixes answer the level's first ones cold
     texts = settings.texts[-1:] or [draw_words(words, random) for words in _PROBE_WORDS]
     for text in texts:
@@ -224,7 +202,7 @@ async def _count_tokens(client: LoadClient, settings: LoadSettings) -> TokenCoun
         if answer.error is not None and answer.error != "no text":
             raise LoadError(f"a first request failed: {answer.error}: {answer.message}")
         counts.append((len(text.split()), answer.prompt_tokens))
-    return TokenCount() if settings.texts else TokenCount.of(*counts)
+    return model, TokenCount() if settings.texts else TokenCount.of(*counts)
 
 
 _PERCENTILES = (50, 90, 99)

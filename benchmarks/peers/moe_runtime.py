@@ -5,10 +5,11 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes", "lru", "reuse", "off", "enforce", "auto",
+VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto",
             "next-gate", "running-counts", "eam", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
-_KINDS = ("activations", "cache_code", *["policy"] * 2, *["prefetch"] * 3, *["predictor"] * 3)
+_KINDS = ("activations", "cache_code", "draft", "policy", "policy", *["prefetch"] * 3)
+_KINDS += ("predictor",) * 3
 
 
 class Peer:
@@ -56,6 +57,5 @@ class Peer:
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
             output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
-        names = output.keys() & {"cache", "past_key_values"}  # from transformers 5.24 on, before
-        self._cache = {name: output[name] for name in names}
+        self._cache = {k: output[k] for k in output.keys() & {"cache", "past_key_values"}}
         return output.logits[:, -1].argmax(-1).tolist()

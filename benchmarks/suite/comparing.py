@@ -21,6 +21,7 @@ _TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
     "throughput": (*_TEXT, "batch"),
+    "quality": ("model", "text", "text_digest", "chunks", "context", "steps", "device"),
     "io": ("model", "expert_bytes", "experts"),
     "experts": (*_LAYER, "memory"),
     "layer": _LAYER,

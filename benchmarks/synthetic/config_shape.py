@@ -44,7 +44,7 @@ class ConfigShape:
             )
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.manual_seed(0)
-            model = _model_of(json.loads(self.content))
+            model = model_of(json.loads(self.content))
             model.get_input_embeddings().weight.normal_(std=1.0)
             model.save_pretrained(folder)
         write_tokenizer(folder, self.vocab_size)
@@ -75,7 +75,7 @@ def read_config_shape(path: Path) -> ConfigShape:
     check_config(content, path)
     with blamed_on(f"{path}: no model can be made of it"):
         with torch.device("meta"):
-            model = _model_of(content)
+            model = model_of(content)
         give_experts_interface(model)
         find_experts(model)
         for name, part in model.named_parameters():
@@ -100,7 +100,7 @@ def read_config_shape(path: Path) -> ConfigShape:
     )
 
 
-def _model_of(content: dict[str, Any]) -> Any:
+def model_of(content: dict[str, Any]) -> Any:
     """transformers' model with weights in bf16, drawn as it draws them."""
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM

@@ -14,6 +14,7 @@ from moe_runtime.cli.strict import FOLDER, apply_config, argument, option, refus
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
+    DRAFTS,
     MISSES,
     SHARES,
     PrefetchMode,
@@ -181,6 +182,14 @@ Predictor = Annotated[
         callback=_predictor,
     ),
 ]
+Draft = Annotated[
+    str,
+    option(
+        "What guesses next tokens, which one step verifies: none, or lookup (what followed the "
+        "same words before). The text stays the same. CPU only.",
+        callback=named("draft", lambda: DRAFTS),
+    ),
+]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
 Dtype = Annotated[
     str,
@@ -201,6 +210,8 @@ class Loading:
         shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
+        teach: With --policy auto: afterwards train the policy reuse in the background, once enough
+            routing is kept.
     """
 
     host_memory: HostMemory = "auto"
@@ -214,8 +225,10 @@ class Loading:
     misses: Misses = "device"
     prefetch: Prefetch = "auto"
     predictor: Predictor = "auto"
+    draft: Draft = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
+    teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
         """Refuses a predictor that nothing asks."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,6 +52,19 @@ def take_place(
     if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
         return None
     return layer.take_place()
+
+
+def can_give_back(cache: Any) -> bool:
+    """Whether the last tokens of a cache can be taken out and brought back."""
+    layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
+    return bool(layers) and all(
+        isinstance(layer, kinds)
+        and layer.is_initialized
+        and not layer.record_past
+        and layer.keys is layer.growing_keys.view
+        and layer.values is layer.growing_values.view
+        for layer in layers
+    )
 
 
 def give_room(cache: Any) -> None:
@@ -109,6 +123,11 @@ def _growing_layers() -> dict[type, type]:
         def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
             self.keys, self.values = keys, values
 
+        def give_back(self, num_tokens: int) -> None:
+            """Takes the last tokens out; `take_place` brings them back until others come."""
+            self.keys = self.growing_keys.give_back(num_tokens)
+            self.values = self.growing_values.give_back(num_tokens)
+
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         """The last tokens of tensors with room after them."""
 
@@ -116,6 +135,12 @@ def _growing_layers() -> dict[type, type]:
             self.cumulative_length += num_new
             self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
             self.values = self.growing_values.keep_last(self.sliding_window - 1)
+
+        def give_back(self, num_tokens: int) -> None:
+            self.cumulative_length -= num_tokens
+            kept = self.sliding_window - 1
+            self.keys = self.growing_keys.give_back(num_tokens, kept)
+            self.values = self.growing_values.give_back(num_tokens, kept)
 
     return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
 
@@ -176,3 +201,11 @@ class _Growing:
             self.start += dropped
             self.view = view = view.narrow(-2, dropped, num_tokens)
         return view
+
+    def give_back(self, num_tokens: int, num_kept: int = sys.maxsize) -> torch.Tensor:
+        """The view without its last tokens, and with those before it that are to be kept."""
+        room, view = cast(torch.Tensor, self.room), cast(torch.Tensor, self.view)
+        end = self.start + view.shape[-2] - num_tokens
+        self.start = max(end - num_kept, 0)
+        self.view = room.narrow(-2, self.start, end - self.start)
+        return self.view

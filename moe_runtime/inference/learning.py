@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,16 +210,19 @@ def open_record(
     *,
     expert_bytes: int,
     keeps_recent: bool,
+    teaches: bool,
 ) -> RoutingRecord:
-    """Records a model's forward passes from now on, into a trace and for choices of later runs.
-    Raises CheckpointError: the trace cannot be written there."""
+    """Records a model's forward passes from now on, into a trace and for choices of later runs,
+    which it may teach at the end. Raises CheckpointError: the trace cannot be written there."""
     recorders: list[Recorder] = []
     if trace is not None:
         from moe_runtime.lab.traces.recorder import TraceRecorder
 
         recorders.append(TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
     if keeps_recent:
+        from moe_runtime.lab.replay.teaching import start_teaching
         from moe_runtime.lab.traces.recent import RecentRouting
 
-        recorders.append(RecentRouting(signature, checkpoint))
+        on_kept = partial(start_teaching, checkpoint=checkpoint) if teaches else None
+        recorders.append(RecentRouting(signature, checkpoint, on_kept=on_kept))
     return RoutingRecord(recorders, signature, listeners)

@@ -25,6 +25,7 @@ from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
+    DRAFTS,
     SHARES,
     Budget,
     MemorySize,
@@ -93,11 +94,13 @@ def load(
     cache_code: str = "none",
     activations: str = "exact",
     misses: str = "device",
+    draft: str = "none",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
     io_threads: int = 4,
     warm_up: bool = False,
+    teach: bool = True,
     progress: Progress | None = None,
     group: Group | None = None,
     placement: str | Path | None = None,
@@ -133,6 +136,9 @@ def load(
         misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
             for steps of up to 16 tokens; or ``"auto"``, by measured speeds. Except for ``"device"``
             the last bits of a result depend on residency.
+        draft: what guesses the next tokens, several of which a pass verifies: ``"none"``, or
+            ``"lookup"``: what followed the latest tokens where they stood before. Texts stay the
+            same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
@@ -140,6 +146,8 @@ def load(
             default the length that the model knows, 4096 at most.
         io_threads: reads in flight at once.
         warm_up: reads experts as far as there are slots and compiles kernels before it returns.
+        teach: with ``policy="auto"``: once enough routing is kept, a process of the lowest
+            priority trains the policy ``reuse`` on it after the model is closed.
         progress: called with what is being done, the bytes done and the bytes in all.
         group: processes that divide the experts, each within budgets of its own. All load the same
             model with the same options and make the same calls; the output has the bits of a single
@@ -173,6 +181,7 @@ def load(
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
+    check_draft(draft, place, trace, is_alone=group is None and placement is None)
     if misses != "device":
         from moe_runtime.inference.device.misses import check_misses
 
@@ -227,15 +236,11 @@ def load(
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
-        from moe_runtime.inference.prediction import (
-            learned_bytes,
-            make_live_estimator,
-            resolve_predictor,
-        )
+        from moe_runtime.inference.prediction import open_estimator
 
-        named = resolve_predictor(predictor, model, blocks, signature)
-        estimator = make_live_estimator(named, signature)
-        table_bytes = learned_bytes(named, estimator)
+        estimator, table_bytes = open_estimator(
+            predictor, model, blocks, signature, checkpoint.folder, expert_bytes
+        )
     free = {
         "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
     }
@@ -309,7 +314,13 @@ def load(
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
         recorder = open_record(
-            listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
+            listeners,
+            signature,
+            folder,
+            trace,
+            expert_bytes=largest,
+            keeps_recent=is_auto,
+            teaches=teach,
         )
     if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
@@ -317,6 +328,12 @@ def load(
         prefetcher = open_prefetcher(
             model, listeners, blocks, store, estimator, mode, place, partition, learning
         )
+    drafts = None
+    if draft != "none":
+        from moe_runtime.inference.drafted_steps import DraftedSteps
+        from moe_runtime.inference.drafts import Lookup
+
+        drafts = DraftedSteps(model, Lookup, max_tokens)
     cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
@@ -325,9 +342,13 @@ def load(
         prefetcher=prefetcher,
         timeline=None if times is None else times.timeline,
         learning=learning,
+        drafts=None if drafts is None else drafts.control,
     )
     if warm_up:
         warm(model, modules, max_tokens, progress)
+    if drafts is not None:
+        cast(Any, model)._drafts = drafts
+        cast(Any, model).moe.reset_stats()
     return model
 
 
@@ -448,13 +469,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
     **dict.fromkeys(
-        ("policy", "prefetch", "shares", "cache_code", "activations", "misses"), (str,)
+        ("policy", "prefetch", "shares", "cache_code", "activations", "misses", "draft"), (str,)
     ),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
     "io_threads": (int,),
-    "warm_up": (bool,),
+    **dict.fromkeys(("warm_up", "teach"), (bool,)),
     "progress": (cast("type", Callable), _NONE),
 }
 
@@ -478,6 +499,24 @@ def check_names(
             check_name(str(predictor))
 
 
+def check_draft(
+    draft: str, place: torch.device, trace: str | Path | None, *, is_alone: bool
+) -> None:
+    """Refuses drafts where nothing verifies them. Raises ValueError: so it is, or the name is
+    none."""
+    require_known("draft", draft, DRAFTS)
+    if draft == "none":
+        return
+    if place.type != "cpu":
+        raise ValueError(f"draft={draft!r} is for models on a CPU, not on {place}; leave it out")
+    if not is_alone:
+        raise ValueError(f"draft={draft!r} is for a single process; leave it out")
+    if trace is not None:
+        raise ValueError(
+            f"draft={draft!r} computes tokens that a trace must not have; leave one of the two out"
+        )
+
+
 def resolve_policy(
     policy: str,
     shares: str,
@@ -496,10 +535,11 @@ def resolve_policy(
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
         from moe_runtime.lab.replay.choice import choose_policy
+        from moe_runtime.lab.traces.learned import read_lesson
         from moe_runtime.lab.traces.recent import read_recent
 
-        recent = read_recent(signature, checkpoint)
-        chosen = choose_policy(signature, recent, num_slots, expert_bytes)
+        recent, lesson = read_recent(signature, checkpoint), read_lesson(signature, checkpoint)
+        chosen = choose_policy(signature, recent, num_slots, expert_bytes, lesson)
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moe_runtime.config import PrefetchMode
-from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.kernels.decode_step.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
@@ -42,22 +42,59 @@ if TYPE_CHECKING:
     from moe_runtime.inference.learning import KeptLearning
 
 
-def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
-    """The named estimator: trained, from a file, or one that needs no training. Raises
-    CheckpointError: the file cannot be used, or belongs to another model. Raises ValueError: no
-    predictor has this name."""
-    from moe_runtime.lab.traces.learned import read_predictor
+NEXT_GATE_RECALL = 0.64
+"""Share of the next layer's experts that `next-gate` finds among its first K on the pocket model,
+and so what a trained predictor must find to be taken by ``auto``."""
+MOST_TABLES = 1 / 256
+"""Bytes of its tables, of those of all experts: they take slots."""
 
+
+def open_estimator(
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+    checkpoint: Path,
+    expert_bytes: int,
+) -> tuple[Estimator, int]:
+    """The estimator that is named, and the bytes of its tables; untrained counts are in the fixed
+    reserve. For ``auto`` it is what the model's own routing trained, where that finds as much as
+    the model's gates, or these, or counts where there are no gates. Raises CheckpointError: the
+    predictor's file cannot be used, or belongs to another model. Raises ValueError: no predictor
+    has this name."""
+    from moe_runtime.lab.traces.learned import learned_path, read_lesson, read_predictor
+
+    if predictor == "auto":
+        predictor = "next-gate" if _has_gates(model, block_names, signature) else "running-counts"
+        lesson = read_lesson(signature, checkpoint)
+        least = NEXT_GATE_RECALL if predictor == "next-gate" else 0.0
+        if lesson is not None and lesson.recall > least:
+            path = learned_path("predictor", signature, checkpoint)
+            try:
+                found = _with_bytes(read_predictor(path, signature))
+                if found[1] <= MOST_TABLES * expert_bytes:
+                    return found
+            except CheckpointError as error:
+                text = f"the predictor is {predictor}: {error}"
+                warnings.warn(text, MoERuntimeWarning, stacklevel=2)
     if is_file_name(predictor):
-        return read_predictor(predictor, signature)
-    return make_estimator(str(predictor), shape_of(signature))
+        return _with_bytes(read_predictor(predictor, signature))
+    return make_estimator(str(predictor), shape_of(signature)), 0
 
 
-def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
-    """Memory of a trained estimator's tables. Untrained counts are in the fixed reserve."""
-    if not is_file_name(predictor):
-        return 0
-    return sum(array.nbytes for array in estimator.state().values())
+def _with_bytes(estimator: Estimator) -> tuple[Estimator, int]:
+    return estimator, sum(array.nbytes for array in estimator.state().values())
+
+
+def _has_gates(
+    model: torch.nn.Module, block_names: Sequence[str], signature: ModelSignature
+) -> bool:
+    try:
+        for name in block_names:
+            find_gate(model, name, shape_of(signature))
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def find_gate(
@@ -363,20 +400,3 @@ def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
 def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     found = [(m.layer, n) for n, m in model.named_modules() if isinstance(m, OffloadedExperts)]
     return find_gates(model, [name.rpartition(".")[0] for _, name in sorted(found)], shape)
-
-
-def resolve_predictor(
-    predictor: str | Path,
-    model: torch.nn.Module,
-    block_names: Sequence[str],
-    signature: ModelSignature,
-) -> str | Path:
-    """For ``auto`` the model's own gates, or counts where they are not found."""
-    if predictor != "auto":
-        return predictor
-    try:
-        for name in block_names:
-            find_gate(model, name, shape_of(signature))
-    except UnsupportedModelError:
-        return "running-counts"
-    return "next-gate"

@@ -310,8 +310,14 @@ class BatchCache(Cache):
     """The caches of several sequences in one forward pass.
 
     The pass has a row of one token for each sequence (``[B, 1]``), or with ``num_new`` one row with
-    the new tokens of one sequence after those of another (``[1, Q]``).
+    the new tokens of one sequence after those of another (``[1, Q]``). With ``rows`` a sequence has
+    so many rows, its next tokens one after another: each attends to those before it.
+
+    Attributes:
+        is_one_text: whether all rows are of the text that this thread began last.
     """
+
+    is_one_text = False
 
     def __init__(
         self,
@@ -319,11 +325,13 @@ class BatchCache(Cache):
         num_new: Sequence[int] | None = None,
         *,
         adds_mask: bool = False,
+        rows: Sequence[int] | None = None,
     ) -> None:
         groups = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[_joined(group, num_new, adds_mask) for group in groups])
+        made = [_joined(group, num_new, adds_mask, rows) for group in groups]
+        super().__init__(layers=made)
         total = sum(cache.get_seq_length() for cache in caches)
-        self._length = total if num_new else total // len(caches)
+        self._length = total if num_new else total // (sum(rows) if rows else len(caches))
 
     def step_each(
         self,
@@ -355,28 +363,56 @@ class BatchCache(Cache):
         return self._length
 
 
-def _appended(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with a token more of any content, where they cannot grow in place."""
+def _appended(layer: Any, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with tokens more of any content, where they cannot grow in place."""
     return layer.update(
-        layer.keys.new_empty((*layer.keys.shape[:-2], 1, layer.keys.shape[-1])),
-        layer.values.new_empty((*layer.values.shape[:-2], 1, layer.values.shape[-1])),
+        layer.keys.new_empty((*layer.keys.shape[:-2], num_tokens, layer.keys.shape[-1])),
+        layer.values.new_empty((*layer.values.shape[:-2], num_tokens, layer.values.shape[-1])),
     )
 
 
-def _joined(layers: Sequence[Any], num_new: Sequence[int] | None, adds_mask: bool) -> Any:
+def _places(layer: Any, num_rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each new token of a sequence, with those before it; none is written."""
+    if num_rows == 1:
+        return [layer.take_place() or _appended(layer)]
+    _appended(layer, num_rows)  # all in one room
+    layer.give_back(num_rows)
+    return [layer.take_place() for _ in range(num_rows)]
+
+
+def _row_views(part: torch.Tensor, num_rows: int, window: int | None) -> list[torch.Tensor]:
+    """What each of the last tokens of ``[1, G, S, D]`` attends to."""
+    ends = range(part.shape[2] - num_rows + 1, part.shape[2] + 1)
+    firsts = [0 if window is None else max(end - window, 0) for end in ends]
+    return [part[:, :, first:end] for first, end in zip(firsts, ends, strict=True)]
+
+
+def _joined(
+    layers: Sequence[Any],
+    num_new: Sequence[int] | None,
+    adds_mask: bool,
+    rows: Sequence[int] | None,
+) -> Any:
     if not isinstance(layers[0], LinearAttentionLayer):
-        return _BatchLayer(layers, num_new, adds_mask)
-    assert num_new is None, "running states take one token of each sequence"
+        return _BatchLayer(layers, num_new, adds_mask, rows)
+    assert (num_new, rows) == (None, None), "running states take one token of each sequence"
     if isinstance(layers[0], DynamicLayer):
         return _BatchKeysAndStates(layers, adds_mask)
     return BatchStates(layers)
 
 
 class _BatchLayer(CacheLayerMixin):
-    def __init__(self, layers: Sequence[Any], num_new: Sequence[int] | None, adds: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_new: Sequence[int] | None,
+        adds: bool,
+        rows: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self._layers = layers
         self._num_new = num_new
+        self._rows = rows
         self._adds_mask = adds
         self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
         self.is_initialized = True
@@ -388,12 +424,16 @@ class _BatchLayer(CacheLayerMixin):
         dim = 0 if self._num_new is None else 2
         sizes: Any = 1 if self._num_new is None else list(self._num_new)
         keys, values = [], []
-        parts = zip(key_states.split(sizes, dim), value_states.split(sizes, dim), strict=True)
-        for layer, (own_keys, own_values) in zip(self._layers, parts, strict=True):
-            cached = layer.update(own_keys, own_values)
-            keys.append(cached[0])
-            values.append(cached[1])
         window = self._layers[0].sliding_window if self.is_sliding else None
+        new = key_states, value_states
+        if self._rows is not None:
+            new = key_states.transpose(0, 2), value_states.transpose(0, 2)
+            dim, sizes = 2, list(self._rows)
+        parts = zip(*(part.split(sizes, dim) for part in new), strict=True)
+        for index, (layer, own) in enumerate(zip(self._layers, parts, strict=True)):
+            num_rows = 0 if self._rows is None else self._rows[index]
+            for part, found in zip((keys, values), layer.update(*own), strict=True):
+                part.extend(_row_views(found, num_rows, window) if num_rows else [found])
         together = KeysOfSequences(keys, values, self._num_new, window, self._adds_mask)
         return together, value_states
 
@@ -404,7 +444,9 @@ class _BatchLayer(CacheLayerMixin):
                 return None
             if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
                 return None
-        return [layer.take_place() or _appended(layer) for layer in self._layers]
+        rows = self._rows or [1] * len(self._layers)
+        each = zip(self._layers, rows, strict=True)
+        return [place for layer, num_rows in each for place in _places(layer, num_rows)]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -276,6 +276,8 @@ class RequestNumbers:
             step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
             self.next = step.begun.stop
         step.first_request = self._running.get(me, range(0)).start
+        if getattr(step.cache, "is_one_text", False):
+            step.requests = np.full(step.num_sequences, step.first_request)
 
 
 class OneThread:

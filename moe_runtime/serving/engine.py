@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
+from moe_runtime.inference.drafts import Draft
 from moe_runtime.inference.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
@@ -135,6 +136,7 @@ class Engine:
                 self._account, most_running=self._options.most_running, adapters=self._adapters
             )
             self._rows = RowDecoding(self._passes, self._scheduler, self._options)
+            self._drafts: Any = getattr(model, "_drafts", None)  # of a model from ``load``
             known = known_positions(model.config)
             own = self._rows.most_request_tokens
             self.most_request_tokens = own if known is None else min(own, known)
@@ -210,6 +212,7 @@ class Engine:
             prefix_disk_failures=self._prefixes.num_disk_failures,
             generated_tokens=counts["generated_tokens"],
             finished=dict(self._finished),
+            **({} if self._drafts is None else self._drafts.control.counts()),
             experts=expert_statistics(self._model),
         )
 
@@ -305,10 +308,65 @@ class Engine:
             for group in in_rows:
                 self._pass(_one_each(group), lambda group=group: self._rows.decode(group))
             for group in groups_of(rest, most):
-                self._pass(_one_each(group), lambda group=group: self._passes.decode(group))
+                self._decode(group)
             if chosen:
                 together = [*chosen, *_one_each(beside)]
                 self._pass(together, lambda: self._passes.read(together))
+
+    def _decode(self, group: list[Sequence]) -> None:
+        """One token more of each, and those drafted tokens that are right."""
+        drafts = self._drafts
+        if drafts is None or any(one.drafter is None for one in group):
+            self._pass(_one_each(group), lambda: self._passes.decode(group))
+            return
+        offers = [self._offer(sequence) for sequence in group]
+        chosen = drafts.control.choose(offers)
+        each = zip(offers, chosen, strict=True)
+        drafted = [Draft(offer.tokens[:most], offer.grade) for offer, most in each]
+        began = drafts.clock()
+        if not any(chosen):
+            self._pass(_one_each(group), lambda: self._passes.decode(group))
+            drafts.control.measured(len(group), len(group), drafts.clock() - began)
+            return
+        logits_RV = None
+        with Failure() as failure:
+            for sequence in group:
+                self._fit(sequence)
+            logits_RV = self._passes.verify(group, [draft.tokens for draft in drafted])
+        self._counts["steps"] += 1
+        if logits_RV is None:
+            self._fail(group, failure)
+            return
+        num_base, num_rows = len(group), len(logits_RV)
+        drafts.control.measured(num_base, num_rows, drafts.clock() - began)
+        parts = logits_RV.split([1 + most for most in chosen])
+        for sequence, draft, own_RV in zip(group, drafted, parts, strict=True):
+            num_right = self._advance_over(sequence, draft.tokens, own_RV)
+            has_failed = not sequence.is_finished and num_right < len(draft.tokens)
+            drafts.control.judged(draft.grade, num_right, has_failed=has_failed, num_base=num_base)
+
+    def _offer(self, sequence: Sequence) -> Draft:
+        """What may be verified with a sequence's next token, where there is room for it."""
+        most = min(
+            self._drafts.control.most_rows, sequence.request.max_new_tokens - len(sequence.answer)
+        )
+        assert sequence.drafter is not None
+        offer = sequence.drafter.draft(most - 1) if most > 1 else Draft([], 0)
+        needed = sequence.num_computed + 1 + len(offer.tokens)
+        return offer if self._account.reserve(sequence, needed) else Draft([], offer.grade)
+
+    def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
+        """Goes on by one token, and by drafted ones while the sampler chooses them too."""
+        layers: list[Any] = [] if sequence.cache is None else [*sequence.cache.layers]
+        for layer in layers if draft else ():
+            layer.give_back(len(draft))
+        for num_right, logits_V in enumerate(logits_RV):
+            self._advance(sequence, 1, logits_V)
+            if sequence.is_finished or sequence.tokens[-1:] != draft[num_right : num_right + 1]:
+                return num_right
+            for layer in layers:
+                layer.take_place()
+        return len(draft)
 
     def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
         """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
@@ -326,6 +384,10 @@ class Engine:
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
+        is_plain = sequence.request.adapter is None
+        if self._drafts is not None and is_plain and sequence.drafter is None:
+            drafter = sequence.drafter = self._drafts.new_drafter()
+            drafter.extend(sequence.tokens)
         self._adapters.read(sequence.request.adapter)
         cache, room = self._passes.new_cache(), self._account.room_of(sequence)
         prompt = sequence.request.prompt_ids
@@ -380,6 +442,8 @@ class Engine:
             self._finish(sequence, failure.finished)
             return
         self._counts["generated_tokens"] += 1
+        if sequence.drafter is not None:
+            sequence.drafter.extend([token.token_id])
         reason = sequence.add(token)
         if reason is not None:
             self._finish(sequence, Finished(reason))

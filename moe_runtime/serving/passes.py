@@ -23,6 +23,7 @@ from moe_runtime.checkpoints.transformers_private import (
 )
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
+from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
@@ -154,7 +155,9 @@ class ModelPasses:
         return self.can_join and not self._has_states
 
     def new_cache(self) -> DynamicCache:
-        return new_cache(self._model.config, grows=self._device.type == "cpu")
+        cache = new_cache(self._model.config, grows=self._device.type == "cpu")
+        setattr(cache, DRAFTED_ELSEWHERE, True)
+        return cache
 
     def cache_of_one_token(self) -> DynamicCache:
         cache = self.new_cache()
@@ -180,6 +183,22 @@ class ModelPasses:
         self.requests.name(cache, numbers, [1] * len(numbers))
         with self._adapted([(sequence, 1) for sequence in sequences]):
             return self._step(last, cache, places)
+
+    def verify(self, sequences: Items[Sequence], drafted: Items[list[int]]) -> torch.Tensor:
+        """Computes the next token of each and what may follow it; gives logits ``[R, V]`` of what
+        follows each of these, sequence by sequence."""
+        rows = [1 + len(draft) for draft in drafted]
+        tokens, places = [], []
+        for sequence, draft in zip(sequences, drafted, strict=True):
+            first = sequence.num_computed
+            tokens += [sequence.tokens[first], *draft]
+            places += range(first, first + 1 + len(draft))
+        caches = [_cache_of(sequence) for sequence in sequences]
+        cache = BatchCache(caches, adds_mask=self._adds_mask, rows=rows)
+        self.requests.name(cache, [sequence.number for sequence in sequences], rows)
+        ids, positions = ([[each] for each in some] for some in (tokens, places))
+        with RowsAlone(len(tokens)):
+            return self._call(ids, cache, keep=1, positions=positions)[:, -1]
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         assert self._graphs is not None

@@ -318,6 +318,9 @@ class EngineStatistics:
         prefix_disk_hit_tokens: those of them that were found on the disk.
         prefix_disk_failures: times that prefixes could not be written to the disk.
         finished: requests by the reason with which they ended.
+        draft_steps: of sequences, of a model that was loaded with a ``draft``.
+        drafted_tokens: tokens that were verified in them too.
+        accepted_drafts: those of them that were chosen too.
     """
 
     running: int
@@ -336,6 +339,9 @@ class EngineStatistics:
     generated_tokens: int
     finished: Mapping[FinishReason, int]
     experts: ExpertStatistics
+    draft_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
 
     @property
     def kv_usage(self) -> float:

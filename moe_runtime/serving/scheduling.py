@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import DynamicCache
 
+    from moe_runtime.inference.drafts import Drafter
     from moe_runtime.serving.adapters import Adapters
     from moe_runtime.serving.sampling import Sampler
 
@@ -104,6 +105,7 @@ class Sequence:
         self.room = 0
         self.found: list[torch.Tensor] = []
         self.sampler: Sampler | None = None
+        self.drafter: Drafter | None = None
         self.is_alone = self.is_apart = is_apart
         self.is_cancelled = False
         self.is_finished = False

@@ -9,24 +9,14 @@ import pytest
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape, make_shape
 from moe_runtime.cli.main import main
 
 
 @pytest.fixture(scope="session")
 def shape() -> ModelShape:
     """Small enough for a second, large enough for several shards and a split expert."""
-    return ModelShape(
-        name="olmoe-test",
-        num_layers=2,
-        num_experts=6,
-        top_k=2,
-        model_width=64,
-        expert_width=32,
-        num_heads=2,
-        vocab_size=320,
-        shard_bytes=70_000,
-    )
+    return make_shape("olmoe", "olmoe-test", 2, 6, 2, 64, 32, 2, 320, 70_000)
 
 
 @pytest.fixture(scope="session")

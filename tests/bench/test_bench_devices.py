@@ -57,7 +57,7 @@ def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
     return measure_texts(
         replace(peer, gpus=gpus),
         [],
-        LatencyPlan(prompts=[[3, 5]], num_new=3, timeout_s=60),
+        LatencyPlan(prompts=[[3, 5]], num_new=3, timeout_s=600),
         rules,
         settings={"model": "m", "device": device},
     )
@@ -149,7 +149,7 @@ def test_results_say_which_gpu_and_its_peak(
     shown = capsys.readouterr().out
     assert "latency of m, on cuda:0, GPU 1" in shown
     assert "peak memory of the GPU" in shown
-    plan = ThroughputPlan(batches=[[[3], [5]]], num_new=2, timeout_s=60)
+    plan = ThroughputPlan(batches=[[[3], [5]]], num_new=2, timeout_s=600)
     peer = replace(find_peer(counting(tmp_path), {"num_threads": 1, "device": "cuda:0"}), gpus="5")
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
     batches = measure_texts(peer, [], plan, rules, settings={})

@@ -83,7 +83,7 @@ def test_systems_read_the_same_experts_and_a_short_file_is_said(tmp_path: Path) 
 def test_the_command_reads_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     save_text_checkpoint(tmp_path / "model")
-    words = ["--experts", "3", "--in-flight", "2", "--io-threads", "3", "--quick", "--time", "1"]
+    words = ["--experts", "3", "--in-flight", "2", "--quick", "--time", "1"]
     words += ["--precision", "1", "-o", str(path), "--json"]
     assert main(["bench", "io", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -112,12 +112,8 @@ def test_results_are_saved_and_printed(
 ) -> None:
     monkeypatch.setattr(fresh_clone, "ROOT", repository(tmp_path, MAKEFILE))
     monkeypatch.setattr("moe_runtime.benchmarks.harness.scripting.RESULTS", tmp_path)
-    monkeypatch.setattr(
-        "moe_runtime.benchmarks.harness.scripting.run_command", lambda root: "python fresh_clone.py"
-    )
-    monkeypatch.setattr(
-        "sys.argv", ["fresh_clone.py", "--json", "--save", "--folder", str(tmp_path)]
-    )
+    words = [str(fresh_clone.__file__), "--json", "--save", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert fresh_clone.main() == 0

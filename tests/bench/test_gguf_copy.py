@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import locate_tensors, write_checkpoint
 from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, GptOssShape, ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape, make_shape
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
@@ -41,19 +41,7 @@ def test_file_holds_the_checkpoints_weights(
 
 def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
     """By gguf's own dequantiser; rows of gate and up lie apart."""
-    shape = GptOssShape(
-        name="gpt-oss-test",
-        num_layers=2,
-        num_experts=3,
-        top_k=2,
-        model_width=64,
-        expert_width=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        vocab_size=320,
-        shard_bytes=20_000,
-    )
+    shape = make_shape("gpt_oss", "gpt-oss-test", 2, 3, 2, 64, 32, 2, 320, 20_000, 1, 32)
     write_checkpoint(shape, tmp_path / "model", seed=3)
     write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}

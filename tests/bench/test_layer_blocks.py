@@ -8,8 +8,8 @@ import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.layer import (
-    BlockSystem,
     LayerPlan,
+    block_system,
     expect,
     make_layer,
     run_block,
@@ -37,16 +37,14 @@ def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype: torch.dtype) ->
     # Random gates have few near choices: most tokens are compared.
     assert all(one.clear.sum() >= 0.75 * len(one.clear) for one in expected.values())
     block = transformers_block("eager", layer, SIZES)
-    sound = BlockSystem("eager", block, plan, expected)
+    sound = block_system("eager", block, plan, expected)
     assert sound.repeat().keys() == expected.keys()
     assert sound.equal == sound.compared > 0
     block.gate.norm_topk_prob = False  # type: ignore[union-attr]
-    wrong = BlockSystem("eager", block, plan, expected)
+    wrong = block_system("eager", block, plan, expected)
     with pytest.raises(PeerFailedError, match="tokens differ by more than roundings allow"):
         wrong.repeat()
-    assert all(
-        one.num_equal(torch.full_like(one.ours, torch.nan)) == 0 for one in expected.values()
-    )
+    assert all(one.judge(torch.full_like(one.ours, torch.nan))[1] == 0 for one in expected.values())
 
 
 def test_float64_is_what_transformers_finds_in_float64() -> None:

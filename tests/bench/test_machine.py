@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.benchmarks.elastic import TokenTimes
-from moe_runtime.benchmarks.harness.scripting import commit, describe_machine, machine_name
+from moe_runtime.benchmarks.harness.scripting import machine_name
 from moe_runtime.benchmarks.house import ROOT, sizes
+from moe_runtime.lab.this_machine import commit, describe_machine
 
 
 def git(folder: Path, *arguments: str) -> None:

@@ -79,7 +79,7 @@ def test_a_peer_over_its_cap_says_so(tmp_path: Path) -> None:
     )
     (tmp_path / "model").mkdir()
     settings = {"num_threads": 1, "model": str(tmp_path / "model"), "cap_bytes": 100 << 20}
-    with started(find_peer(str(file), settings), 60.0) as process:
+    with started(find_peer(str(file), settings), 600.0) as process:
         process.ask("start", settings=settings)
         with pytest.raises(PeerFailedError, match=r"more than the cap of 100|SIGKILL"):
             process.ask("load")

@@ -8,7 +8,7 @@ import torch
 
 from moe_runtime.benchmarks.cases import ops
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
+from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, draw_weights, op_calls, op_system
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
@@ -26,7 +26,7 @@ def test_every_op_equals_its_reference_and_has_gradients(
     calls = list(op_calls(num_tokens, SIZES, draw_weights(SIZES, dtype)))
     assert [op.name for op in calls] == NAMES
     for op in calls:
-        system = OpSystem({num_tokens: op}, plan)
+        system = op_system({num_tokens: op}, plan)
         found = system.repeat()
         expected = {f"{what}_{num_tokens}_s" for what in ("forward", "backward")}
         assert set(found) == (expected if op.leaves else {f"forward_{num_tokens}_s"})
@@ -40,15 +40,15 @@ def test_an_op_that_is_wrong_has_no_numbers(excess: float) -> None:
     wrong = exact + torch.tensor([[excess * 4 * torch.finfo(torch.float32).eps * 8, 0.0]])
     op = OpCall("odd", lambda impl: exact if impl == "reference" else wrong)
     plan = OpsPlan(sizes=SIZES, dtype=torch.float32, tokens=[1], trains=False, block_s=1e-4)
-    system = OpSystem({1: op}, plan)
+    system = op_system({1: op}, plan)
     if excess < 1:
         assert system.repeat()
         return
-    with pytest.raises(PeerFailedError, match="differs from its reference's"):
+    with pytest.raises(PeerFailedError, match="differ from those of the reference"):
         system.repeat()
     sorted_rows = OpCall("sort", lambda impl: torch.tensor([0, 1 + (impl == "auto")]))
-    with pytest.raises(PeerFailedError, match="differs from its reference's"):
-        OpSystem({1: sorted_rows}, plan).repeat()
+    with pytest.raises(PeerFailedError, match="differ from those of the reference"):
+        op_system({1: sorted_rows}, plan).repeat()
 
 
 def test_the_command_measures_ops(

@@ -200,7 +200,12 @@ def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("variant", "option"),
-    [("int8", {"activations": "int8"}), ("planes", {"cache_code": "planes"}), (None, {})],
+    [
+        ("int8", {"activations": "int8"}),
+        ("planes", {"cache_code": "planes"}),
+        ("lookup", {"draft": "lookup"}),
+        (None, {}),
+    ],
 )
 def test_this_project_beside_itself_has_its_options_and_the_variants(
     variant: str | None, option: dict[str, str], monkeypatch: pytest.MonkeyPatch

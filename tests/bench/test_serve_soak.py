@@ -71,7 +71,7 @@ def test_answers_are_judged(name: str) -> None:
 
     async def work() -> None:
         async with scripted(lambda _: script) as http:
-            client = Client(http, tally, Random(0), has_failures=True)
+            client = Client(http, tally, Random(0))
             await client.guarded(client.ask("completions", STREAM))
 
     run_virtually(work)
@@ -91,7 +91,7 @@ def test_clients_go_away_and_ask_for_what_cannot_be() -> None:
 
     async def work() -> None:
         async with scripted(script) as http:
-            client = Client(http, tally, Random(0), has_failures=False)
+            client = Client(http, tally, Random(0))
             await client.run(lambda: len(asked) >= 60)
 
     run_virtually(work)

@@ -43,7 +43,7 @@ def test_the_numbers_are_of_all_sequences(tmp_path: Path) -> None:
         find_peer(f"{tmp_path / 'counting.py'}{variant}", {"num_threads": 1})
         for variant in ("", ":odd", ":alone")
     ]
-    plan = ThroughputPlan(batches=[[[3, 5], [60, 70, 1]], [[9]]], num_new=4, timeout_s=60)
+    plan = ThroughputPlan(batches=[[[3, 5], [60, 70, 1]], [[9]]], num_new=4, timeout_s=600)
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
     results = measure_texts(peers[0], peers[1:], plan, rules, settings={})
     ours, odd, alone = results["measurements"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_commands import BENCH_CASES, Case
+from bench_commands import BENCH_CASES, POCKET, Case
 from command_line import all_commands
 from fixture_types import Capsys, Patch
 from given_values import is_given, parts
@@ -43,9 +43,11 @@ LOADING = {
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
+    "draft": ("--draft lookup", ("draft", "lookup")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
     "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
+    "teach": ("--no-teach", ("teach", False)),
 }
 CASES = {
     "inspect": Case(
@@ -291,6 +293,27 @@ CASES = {
     "predictor list": Case((), (), {}),
     "predictor teach": Case(
         (), (), {}, dict.fromkeys(("model", "traces"), "tests/cli/test_predictor.py")
+    ),
+    "bench quality": Case(
+        (
+            "moe_runtime.benchmarks.commands.quality.systems_of",
+            "moe_runtime.benchmarks.cases.quality.cut_text",
+        ),
+        (POCKET, "--text", "text.txt"),
+        {
+            "models": ("", POCKET),
+            "text": ("", "words"),
+            **LOADING,
+            "policy": ("--policy reuse", ("policy", "reuse")),
+            "vary": ("--vary dtype=float32", "dtype=float32"),
+            "context": ("--context 237", 237),
+        },
+        {
+            "device": "tests/cli/test_missing_device.py",
+            **dict.fromkeys(
+                ("reference", "chunks", "steps", "quick", "output"), "tests/bench/test_quality.py"
+            ),
+        },
     ),
     **BENCH_CASES,
 }

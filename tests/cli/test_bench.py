@@ -17,7 +17,6 @@ needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here
     [
         ([], "needs a CUDA or ROCm GPU, and torch sees none here"),
         (["--tune"], "needs a CUDA or ROCm GPU, and torch sees none here"),
-        (["--table", "x.json"], "--table belongs to --tune"),
         (["--tuen"], "No such option: --tuen"),
     ],
 )

@@ -15,7 +15,8 @@ TAKING = sorted(
 
 
 def test_commands_that_compute_take_a_device() -> None:
-    bench = {f"bench {case}" for case in ("experts", "latency", "throughput", "training")}
+    cases = ("experts", "latency", "quality", "throughput", "training")
+    bench = {f"bench {case}" for case in cases}
     assert {*TAKING} == {"run", "chat", "generate", "serve", "finetune", *bench}
 
 
@@ -29,6 +30,7 @@ def test_every_command_says_the_same_and_opens_nothing(
     needed = [
         *(["in.txt", "-o", "out"] if name == "finetune" else []),
         *(["--prompts", "in.txt", "-o", "out"] if name == "generate" else []),
+        *(["--text", "in.txt"] if name == "bench quality" else []),
     ]
     assert main([*name.split(), "not-there", *needed, "--device", "cuda:3"]) == 2
     said = f"moe-runtime: error: --device cuda:3: torch sees {here} here; use cpu or auto\n"

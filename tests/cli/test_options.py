@@ -37,7 +37,7 @@ def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     """A value of an option that is not its default: as a word, and as it must arrive."""
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
     words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "cpu"}
-    words |= {"activations": "int8"}
+    words |= {"activations": "int8", "draft": "lookup"}
     words |= {"prefetch": "observe", "predictor": "running-counts"}
     kinds = set(get_args(kind)) or {kind}
     if int in kinds:
@@ -57,6 +57,7 @@ def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
     """By the signatures: a new option belongs to `load`, to `generate_text`, or is named here."""
     of_the_command = {"model", "prompt", "prompt_file", "prompts", "as_json", "debug", "config"}
     of_the_command.add("verbose")  # of the table: tests of `run`
+    of_the_command.add("teach")  # takes no value: tests of arrivals
     flags, valued = {"chat"}, {}
     kinds = get_type_hints(plain("run"))
     for param in COMMANDS["run"].params:
@@ -220,6 +221,7 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         ("policy", "unknown policy 'bogus'"),
         ("shares", "unknown shares 'bogus'"),
         ("cache-code", "unknown cache_code 'bogus'"),
+        ("draft", "unknown draft 'bogus'"),
         ("activations", "unknown activations 'bogus'"),
         ("misses", "unknown misses 'bogus'"),
         ("prefetch", "unknown prefetch mode 'bogus'"),

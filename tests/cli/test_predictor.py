@@ -13,7 +13,12 @@ from synthetic_routes import make_routes
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces import Trace, write_trace
-from moe_runtime.lab.traces.learned import keep_learned, read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import (
+    keep_learned,
+    read_predictor,
+    write_learned,
+    write_predictor,
+)
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import reuse, reuse_network
 from moe_runtime.policies.eviction.reuse import new_estimator, watch
@@ -219,7 +224,8 @@ def test_a_model_is_taught_what_saves_misses(tmp_path, monkeypatch, capsys, few_
     trace = chained_trace(tmp_path / "trace.npz")
     assert main(["predictor", "teach", str(pocket_path()), str(trace), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["taught_misses"] < facts["reuse_misses"]
+    assert facts["capacities"] == [0.125, 0.25, 0.5]
+    assert sum(facts["taught_misses"]) < sum(facts["reuse_misses"])
     state = np.load(facts["file"])
     assert state["network_output"].shape == (6, reuse_network.WIDTH, 16)
     words = ["--prompt", "The for statement", "--max-new-tokens", "60", "--policy", "reuse"]
@@ -240,6 +246,18 @@ def test_a_process_without_the_network_does_not_replace_it(tmp_path):
     for estimator, holds_network in ((plain, False), (taught, True), (plain, True)):
         keep_learned(estimator, MODEL, path)
         assert ("network_output" in np.load(path)) == holds_network
+
+
+def test_a_process_with_the_network_of_before_does_not_replace_a_new_one(tmp_path):
+    rng, path = np.random.default_rng(0), tmp_path / "learned.npz"
+    sizes = ((3, 8, 24), (2, 3, 8, 24), (3, 24, 8), (3, 8))
+    before, new = new_estimator(SHAPE), new_estimator(SHAPE)
+    for estimator in (before, new):
+        drawn = (rng.normal(size=size).astype(np.float32) for size in sizes)
+        estimator.take_network(reuse_network.ReuseNetwork(*drawn))
+    write_learned(new, MODEL, path)
+    keep_learned(before, MODEL, path)
+    np.testing.assert_array_equal(np.load(path)["network_bias"], new.learned()["network_bias"])
 
 
 def test_what_teaching_needs_is_said(tmp_path, monkeypatch, capsys):

@@ -92,7 +92,7 @@ class Trial:
                 break
         where = f"{kind.__name__} at {site}, {occurrence}"
         self.model.moe.check()
-        assert self._other.submit(self._locks_are_free).result(60), where
+        assert self._other.submit(self._locks_are_free).result(600), where
         assert torch.get_num_threads() == 2, where
         assert torch.equal(run(self.model), self.expected), where
 
@@ -100,7 +100,7 @@ class Trial:
         locks = [self.model._steps._turn, self.model.moe._store._monitor._lock]
         for lock in locks:
             # a reading thread of the interpreter holds it for a moment, who lost it for ever
-            if not lock.acquire(timeout=30):
+            if not lock.acquire(timeout=600):
                 return False
             lock.release()
         return True
@@ -240,7 +240,7 @@ def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
     assert depth == 2
     assert torch.get_num_threads() == 2
     with ThreadPoolExecutor(1) as other:
-        assert torch.equal(other.submit(run, model).result(60), expected)
+        assert torch.equal(other.submit(run, model).result(600), expected)
     model.moe.check()
     model.moe.close()
 

@@ -3,15 +3,18 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from synthetic_routes import make_routes
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.inference import prediction
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.lab.traces.learned import write_predictor
+from moe_runtime.inference.prediction import NEXT_GATE_RECALL
+from moe_runtime.lab.traces.learned import Lesson, learned_path, write_lesson, write_predictor
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import LIVE_PREDICTORS, PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature, RuntimeStats
@@ -85,6 +88,46 @@ def test_auto_says_what_it_decided(without: torch.Tensor) -> None:
     found, stats = generate(30, prefetch="auto")
     assert torch.equal(found, without)
     assert re.fullmatch(r"auto, (on|off): .*\d.*; in use for \d+ of \d+ steps", stats.prefetch)
+
+
+def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def asked() -> str:
+        model = moe_runtime.load(
+            pocket_path(), device="cpu", max_tokens=64, prefetch="observe", predictor="auto"
+        )
+        with model.moe:
+            return model.moe.prefetcher._predictor.estimator.name
+
+    def teach(recall: float) -> None:
+        lesson = Lesson(
+            tokens=1,
+            last_marks=np.zeros(1, np.int64),
+            capacities=np.array([0.25]),
+            misses=np.ones((3, 1), np.int64),
+            is_kept=False,
+            policy_s=0.0,
+            recall=recall,
+        )
+        write_lesson(lesson, POCKET, pocket_path())
+
+    assert asked() == "next-gate"
+    monkeypatch.setattr(prediction, "MOST_TABLES", 1.0)
+    path = learned_path("predictor", POCKET, pocket_path())
+    teach(NEXT_GATE_RECALL + 0.01)
+    path.write_bytes(trained.read_bytes())
+    assert asked() == "combined"
+    teach(NEXT_GATE_RECALL - 0.01)
+    assert asked() == "next-gate"
+    teach(NEXT_GATE_RECALL + 0.01)
+    monkeypatch.setattr(prediction, "MOST_TABLES", 0.0)
+    assert asked() == "next-gate"
+    path.write_bytes(b"PK")
+    with pytest.warns(MoERuntimeWarning, match="the predictor is next-gate"):
+        assert asked() == "next-gate"
 
 
 def test_wrong_settings_are_refused_before_loading(trained: Path, tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from warm_python import warm_python
 
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear
@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT / "tests/support/kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    words = [sys.executable, "-P", "-c", code]
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/support/kernels')!r})\n{code}"
+    words = [warm_python(), "-P", "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_describe(library: NativeLibrary) -> None:

@@ -187,12 +187,12 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
 
     def block() -> int:
         begun.set()
-        go.wait(120)
+        go.wait(600)
         return 1
 
     first = Read(Priority.DEMAND, lambda read: None)
     queue.submit([block], first)
-    assert begun.wait(120)
+    assert begun.wait(600)
     moved = []
     second = Read(Priority.READAHEAD, lambda read: None)
     queue.submit([lambda: moved.append(2) or 1], second)
@@ -200,7 +200,7 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
     assert queue.cancel(second)
     queue.submit([lambda: 1], Read(Priority.READAHEAD, lambda read: done.set()))
     go.set()
-    assert done.wait(120)
+    assert done.wait(600)
     queue.close()
     assert moved == []
 

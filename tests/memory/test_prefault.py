@@ -54,7 +54,7 @@ def test_every_slot_is_touched_once_from_the_first_on(monkeypatch: pytest.Monkey
     use(monkeypatch, recorder)
     slab = Slab(5, PART_BYTES // 2)
     with touched_meanwhile(slab):
-        assert recorder.enough.wait(120)
+        assert recorder.enough.wait(600)
     sizes = [part.nbytes for part in recorder.parts]
     assert sizes == [PART_BYTES, PART_BYTES, PART_BYTES // 2]
     starts = [part.data_ptr() - slab.slot(0).data_ptr() for part in recorder.parts]
@@ -68,14 +68,14 @@ def test_it_ends_with_the_block_that_fails(monkeypatch: pytest.MonkeyPatch):
     def wait(part: torch.Tensor) -> bool:
         parts.append(part.nbytes)
         began.set()
-        return go_on.wait(120)
+        return go_on.wait(600)
 
     monkeypatch.setattr(prefault, "populate", wait)
     before = threading.active_count()
 
     def fail() -> None:
         with touched_meanwhile(Slab(100, PART_BYTES)):
-            assert began.wait(120)
+            assert began.wait(600)
             # the part under way is finished after the block has ended
             threading.Timer(0.05, go_on.set).start()
             raise KeyboardInterrupt
@@ -91,5 +91,5 @@ def test_a_system_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch):
     recorder = Recorder(1, works=False)
     use(monkeypatch, recorder)
     with touched_meanwhile(Slab(4, PART_BYTES)):
-        assert recorder.enough.wait(120)
+        assert recorder.enough.wait(600)
     assert len(recorder.parts) == 1

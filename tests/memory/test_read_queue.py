@@ -311,7 +311,7 @@ def test_all_who_wait_are_woken_by_reads_and_by_others() -> None:
         changes.append("told")
         pipes.queue.notify_all()
     for thread in waiting:
-        thread.join(120)
+        thread.join(600)
         assert not thread.is_alive()
     pipes.close()
 

@@ -184,7 +184,7 @@ def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
     store.check()
     other = threading.Thread(target=use, args=(store, keys(0, 0, 1)))
     other.start()
-    other.join(60)
+    other.join(600)
     assert not other.is_alive()
 
 

@@ -142,7 +142,7 @@ def returning(tiers: Tiers) -> list[threading.Thread]:
 def test_a_return_that_is_waited_for_leaves_no_demand() -> None:
     tiers, gate = filled(2, 2, 4), threading.Event()
     threads = returning(tiers)
-    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(60)
+    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(600)
     use(tiers, 4)
     (key,) = [key for key, entry in tiers.host._entries.items() if not entry.arrived]
     asks = threading.Thread(target=use, args=(tiers, key.expert))
@@ -159,7 +159,7 @@ def test_a_return_that_is_waited_for_leaves_no_demand() -> None:
 def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers, gate, now = filled(2, 4, 6), threading.Event(), [100.0]
     threads = returning(tiers)
-    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(60)
+    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(600)
     (first, *_) = [key for key in tiers.host._entries if key not in tiers.store._entries]
     monkeypatch.setattr(store_module.time, "perf_counter", lambda: now[0])
     link = tiers.host._link

@@ -1,16 +1,19 @@
 """The bundled model, loaded once, and what listens to an engine's requests."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from http_server import TEMPLATE, ScriptedEngine, Served, model_of, served
+from http_server import HERMES, TEMPLATE, ScriptedEngine, Served, model_of, served
+from tokenizers import AddedToken
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.requests import Event, Finished, GenerationRequest, NewToken, PromptRead
 
 CAPACITY = 512
 """Tokens that the model is loaded for."""
@@ -65,3 +68,25 @@ def staged(stage: Served, tokenizer: Any) -> Callable[..., Served]:
         return stage
 
     return put
+
+
+@pytest.fixture
+def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
+    """A server whose model says exactly a text, where the request's grammar lets it."""
+
+    def say(text: str, template: str = HERMES, added: Sequence[AddedToken] = ()) -> Served:
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        own.add_tokens(list(added))
+
+        def script(request: GenerationRequest) -> list[Event]:
+            ids = own(text, add_special_tokens=False)["input_ids"]
+            constraint = request.constraint
+            for end, token in enumerate([*ids, own.eos_token_id]):
+                mask = None if constraint is None else constraint.allowed(ids[:end])
+                assert mask is None or mask[token], (text[-60:], own.decode(ids[:end]))
+            return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
+
+        return staged(ScriptedEngine(script), own, len(own))
+
+    return say

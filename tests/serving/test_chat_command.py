@@ -267,20 +267,30 @@ def test_options_arrive(
     monkeypatch.setattr(conversation, "Conversation", end)
     given = {
         **{"model": str(model), "system": "Hm", "max_new_tokens": 23, "host_memory": "60MiB"},
-        **{"device_memory": "auto", "max_tokens": 237, "policy": "slru", "shares": "adaptive"},
+        **{
+            "device_memory": "auto",
+            "max_tokens": 237,
+            "policy": "slru",
+            "shares": "adaptive",
+            "teach": False,
+        },
         **{
             "cache_code": "none",
             "activations": "exact",
             "misses": "device",
             "prefetch": "observe",
             "predictor": "running-counts",
+            "draft": "lookup",
         },
         **{"device": "cpu", "dtype": "bfloat16"},
     }
     sampling = SamplingOptions(temperature=0.375, top_p=0.17, seed=241)
     words = [
-        f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name != "model"
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in given.items()
+        if name not in ("model", "teach")
     ]
+    words.append("--no-teach")
     words += ["--temperature=0.375", "--top-p=0.17", "--seed=241"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["chat", str(model), *words]) == 2

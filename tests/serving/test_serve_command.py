@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,62 +30,85 @@ def completion(address: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request)
 
 
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What answers wait for behind their third token."""
+    may_go_on, choose = threading.Event(), Sampler.choose
+
+    def waiting(self: Sampler, logits_V: Any, answer_ids: Any) -> Any:
+        assert len(answer_ids) < 3 or may_go_on.wait(600)
+        return choose(self, logits_V, answer_ids)
+
+    monkeypatch.setattr(Sampler, "choose", waiting)
+    return may_go_on
+
+
+def is_ready(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{address}/health").status == 200
+    except urllib.error.HTTPError:
+        return False
+
+
 def test_a_termination_lets_the_running_answer_finish(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    goes_on: threading.Event,
 ) -> None:
-    address: list[str] = []
-    is_ready = threading.Event()
+    threads: list[threading.Thread] = []
     announce = command.announce
-
-    def ready(found: Any, *args: Any, **options: Any) -> None:
-        announce(found, *args, **options)
-        address.append(found.address)
-        is_ready.set()
-
+    addresses: list[str] = []
     answers: list[bytes] = []
 
-    def ask() -> None:
-        assert is_ready.wait(120)
+    def ask(address: str) -> None:
         body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 1}
         try:
-            with completion(address[0], body) as response:
+            with completion(address, body) as response:
                 answers.append(response.readline())
                 os.kill(os.getpid(), signal.SIGTERM)
+                while is_ready(address):
+                    pass
+                goes_on.set()
                 answers.append(response.read())
         finally:
+            goes_on.set()
             if not answers:  # the command would wait for ever
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    def ready(found: Any, *args: Any, **options: Any) -> None:
+        announce(found, *args, **options)
+        addresses.append(found.address)
+        threads.append(threading.Thread(target=ask, args=(found.address,)))
+        threads[0].start()
+
     monkeypatch.setattr(command, "announce", ready)
-    client = threading.Thread(target=ask)
-    client.start()
     code = main(["serve", str(pocket_path()), *SMALL, "--json"])
-    client.join()
+    threads[0].join()
     assert code == 143
     assert answers[0].startswith(b"data: {")
     assert answers[1].endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in answers[1]
     said = capsys.readouterr()
     ready_line = json.loads(said.out)
-    assert (ready_line["address"], ready_line["model"]) == (address[0], "pocket")
+    assert (ready_line["address"], ready_line["model"]) == (addresses[0], "pocket")
     log = [json.loads(line) for line in said.err.splitlines() if line.startswith("{")]
-    assert [line["event"] for line in log] == ["signal", "draining", "request"]
-    assert log[2]["new_tokens"] == 200
+    assert [line["event"] for line in log if line.get("path") != "/health"] == [
+        *("signal", "draining", "request")
+    ]
+    assert log[-1]["new_tokens"] == 200
 
 
 @pytest.mark.parametrize("num_signals", [2, 3])
 def test_further_signals_cut_answers_off_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_signals: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    goes_on: threading.Event,
+    num_signals: int,
 ) -> None:
-    announce, choose, listen = command.announce, Sampler.choose, command.stop_on_signals
+    announce, listen = command.announce, command.stop_on_signals
     stops: list[StopRequest] = []
-    is_told = threading.Event()
     told: list[bytes] = []
     threads: list[threading.Thread] = []
-
-    def slow(self: Sampler, logits_V: Any, answer_ids: Any) -> Any:
-        assert len(answer_ids) < 3 or is_told.wait(120)
-        return choose(self, logits_V, answer_ids)
 
     def ask(address: str) -> None:
         body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -97,7 +121,7 @@ def test_further_signals_cut_answers_off_with_an_error(
                         pass  # signals that wait are one
                 told.append(response.read())
         finally:
-            is_told.set()
+            goes_on.set()
 
     def ready(found: Any, *args: Any, **options: Any) -> None:
         announce(found, *args, **options)
@@ -111,7 +135,6 @@ def test_further_signals_cut_answers_off_with_an_error(
             yield stop
 
     monkeypatch.setattr(command, "stop_on_signals", listening)
-    monkeypatch.setattr(Sampler, "choose", slow)
     monkeypatch.setattr(command, "announce", ready)
     assert main(["serve", str(pocket_path()), *SMALL]) == 130
     threads[0].join()

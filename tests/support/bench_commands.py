@@ -74,7 +74,6 @@ BENCH_CASES = {
             "model": ("", ("model", "pocket")),
             "experts": ("--experts 7", ("num_experts", 7)),
             "in_flight": ("--in-flight 3", ("in_flight", 3)),
-            "io_threads": ("--io-threads 5", ("io_threads", 5)),
             **RULES,
         },
         dict.fromkeys(("quick", "output"), "tests/bench/test_disk_reads.py"),
@@ -91,7 +90,7 @@ BENCH_CASES = {
             **LAYERS,
         },
         dict.fromkeys(("shape", "device", "quick", "output"), "tests/bench/test_expert_backends.py")
-        | dict.fromkeys(("formats", "memory"), "tests/bench/test_expert_formats.py"),
+        | {"formats": "tests/bench/test_expert_formats.py"},
     ),
     "bench layer": Case(
         (f"{BENCH}.cases.expert_layers.sizes_of_model", f"{BENCH}.cases.layer.measure_layer"),
@@ -224,7 +223,7 @@ BENCH_CASES = {
         (),
         (),
         {},
-        dict.fromkeys(("tune", "table"), "tests/cli/test_bench.py")
+        {"tune": "tests/cli/test_bench.py"}
         | dict.fromkeys(("shape", "output"), "tests/bench/test_product_times.py"),
     ),
 }
@@ -237,6 +236,10 @@ BENCH_INPUTS = {
     "bench throughput": [
         (["bench", "throughput", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
         (["bench", "throughput", "MODEL", "--output"], "MODEL/config.json"),
+    ],
+    "bench quality": [
+        (["bench", "quality", "MODEL", "--text", "FILE", "--output"], "FILE"),
+        (["bench", "quality", "MODEL", "--text", "FILE", "--output"], "MODEL/config.json"),
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],

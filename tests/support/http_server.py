@@ -40,6 +40,7 @@ from moe_runtime.serving.requests import (
     Started,
 )
 
+HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
 TEMPLATE = """\
 {%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %} \
 <tool_call>{"name": ..., "arguments": ...}</tool_call>
@@ -89,7 +90,7 @@ class Served:
         A header that is None is not sent.
         """
         where = urlsplit(self.address)
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=600)
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {} if raw is None else {"content-type": "application/json"}
         sent = {name: value for name, value in {**given, **(headers or {})}.items() if value}
@@ -189,7 +190,7 @@ def started(
 @contextlib.contextmanager
 def connected(site: Served) -> Iterator[socket.socket]:
     where = urlsplit(site.address)
-    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+    with socket.create_connection((where.hostname, where.port), timeout=600) as client:
         yield client
 
 

@@ -211,7 +211,7 @@ def evaluate(
 def teach(
     ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
-    """Train the network of the policy reuse for a model, from what it routed.
+    """Train the policy reuse, and a predictor for prefetching, for a model from what it routed.
 
     Without traces it learns from the routing that runs of the model kept. It is compared with reuse
     without a network on the latest fifth, which it does not learn from. If it misses less, later
@@ -250,12 +250,14 @@ def teach(
         recorded = [recent]
     with console.loading_bar() as progress:
         lesson = teach_reuse(join_traces(recorded), summary.path, lambda what: progress(what, 0, 0))
+    counted = zip(("lru", "reuse", "taught"), lesson.lesson.misses.tolist(), strict=True)
     facts = {
         "tokens": lesson.tokens,
         "held_out_tokens": lesson.held_out_tokens,
-        "lru_misses": lesson.lru_misses,
-        "reuse_misses": lesson.plain_misses,
-        "taught_misses": lesson.taught_misses,
+        "capacities": lesson.lesson.capacities.tolist(),
+        **{f"{name}_misses": misses for name, misses in counted},
+        "policy_s": lesson.lesson.policy_s,
+        "recall": lesson.lesson.recall,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
     if as_json:

@@ -306,6 +306,10 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
         row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
         planned = f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
         rows.append(("misses", row + planned * bool(stats.planned_s)))
+    if stats.draft_steps:
+        rate = 1 + stats.accepted_drafts / stats.draft_steps
+        row = f"{stats.accepted_drafts} of {stats.drafted_tokens} tokens right"
+        rows.append(("drafts", f"{row}, {rate:.2f} tokens a step"))
     if stats.policy_reason:
         reason = f": {stats.policy_reason}" if verbose else ""
         rows.append(("policy", f"{stats.policy}, {stats.shares} shares{reason}"))

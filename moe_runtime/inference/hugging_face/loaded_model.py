@@ -38,6 +38,7 @@ from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
+    from moe_runtime.inference.drafts import DraftControl
     from moe_runtime.inference.learning import KeptLearning, RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
     from moe_runtime.memory.prefetcher import Prefetcher
@@ -53,7 +54,7 @@ def as_loaded_model(
     ours = GeneratingModel if model.can_generate() else LoadedModel
     model.__class__ = type(kind.__name__, (ours, kind), names)
     cast(Any, model).checkpoint_folder = folder
-    vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions)
+    vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions, _drafts=None)
     convert_as_a_whole(model)
 
 
@@ -72,6 +73,7 @@ class LoadedModel:
     _steps: Steps
     _max_tokens: int
     _expert_files: set[FileVersion]
+    _drafts: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: a model with its experts in memory."""
@@ -87,7 +89,10 @@ class LoadedModel:
         require_plain_call()
         if cast(Any, self).training:
             _require_something_to_train(self, args, kwargs)
-        return self._steps.run(cast(Any, super()).__call__, args, kwargs)
+        call = cast(Any, super()).__call__
+        if self._drafts is None:
+            return self._steps.run(call, args, kwargs)
+        return self._drafts.call(lambda *a, **k: self._steps.run(call, a, k), args, kwargs)
 
     def save_pretrained(
         self,
@@ -439,6 +444,7 @@ class RuntimeHandle:
         prefetcher: Prefetcher | None = None,
         timeline: Timeline | None = None,
         learning: KeptLearning | None = None,
+        drafts: DraftControl | None = None,
     ) -> None:
         """Takes over the stores, the recorder and the prefetcher.
 
@@ -452,6 +458,7 @@ class RuntimeHandle:
         self._host_store = host_store
         self._timeline = timeline
         self._learning = learning
+        self.drafts = drafts
         self._closed = False
         # no other process may write them
         with contextlib.ExitStack() as stack:
@@ -468,6 +475,8 @@ class RuntimeHandle:
         fastest, slowest = self._store.stats(), (self._host_store or self._store).stats()
         counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
         counted["readahead_bytes"] = slowest.readahead_bytes
+        if self.drafts is not None:
+            counted |= self.drafts.counts()
         return RuntimeStats(
             **counted,
             bytes_read=slowest.bytes_read,
@@ -492,6 +501,8 @@ class RuntimeHandle:
             self.prefetcher.reset_stats()
         if self._host_store is not None:
             self._host_store.reset_stats()
+        if self.drafts is not None:
+            self.drafts.reset_counts()
 
     def check(self) -> None:
         """Proves that the entries of every tier agree with each other.

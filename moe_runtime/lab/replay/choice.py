@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.learned import Lesson
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
 from moe_runtime.policies.eviction.base import PolicyChoice
@@ -19,12 +20,13 @@ CANDIDATES = ("lru", "lfu-aging", "slru")
 """Policies that cost next to nothing, in the order in which equals are preferred."""
 ONLINE = "reuse"
 LEAST_STEPS = 48
-MAX_EVENTS = 2000
-"""Layer visits that are replayed: all candidates together within a second."""
+MAX_EVENTS, MAX_EVENTS_TAUGHT = 2000, 10_000
+"""Layer visits that are replayed, without a lesson and with one, which spares the replay of the
+policy that takes long: all candidates together within a second."""
 LEAST_GAIN = 0.02
 """Share of LRU's misses that another policy must save, or the difference is an accident."""
 LEAST_GAIN_ONLINE = 0.1
-ONLINE_POLICY_S = 6e-5
+ONLINE_POLICY_S = 2.5e-5
 """Seconds that it takes of each layer of a step on a processor of two cores."""
 LINK_BYTES_PER_S = 1e9
 """What a disk gives, to tell whether the misses that an online policy saves are worth its time."""
@@ -38,7 +40,7 @@ class _Option:
     adaptive: bool = False
 
 
-_BASE = _Option(FALLBACK)
+_BASE, _ONLINE = _Option(FALLBACK), _Option(ONLINE)
 
 
 def choose_policy(
@@ -46,40 +48,55 @@ def choose_policy(
     trace: Trace | None,
     num_slots: int,
     expert_bytes: int | None = None,
+    lesson: Lesson | None = None,
 ) -> PolicyChoice:
-    """Replays the latest steps through the candidates and takes the one that misses least."""
+    """Replays the latest steps through the candidates and takes the one that misses least.
+
+    Of ``reuse`` that was taught the lesson says how it does on steps that it did not learn from.
+    """
     if num_slots >= signature.num_layers * signature.num_experts:
         return _fallback("all experts fit, nothing is ever evicted")
     if trace is None or trace.num_steps < LEAST_STEPS:
         seen = 0 if trace is None else trace.num_steps
         return _fallback(f"{seen} steps of this model were seen so far, {LEAST_STEPS} are needed")
-    num_steps = min(trace.num_steps, MAX_EVENTS // signature.num_layers)
+    most_events = MAX_EVENTS if lesson is None else MAX_EVENTS_TAUGHT
+    num_steps = min(trace.num_steps, most_events // signature.num_layers)
     workload = workload_of(trace.steps(trace.num_steps - num_steps, trace.num_steps))
-    options = [_Option(name) for name in (*CANDIDATES, ONLINE)]
+    options = [_Option(name) for name in CANDIDATES]
     misses = {option: _misses(workload, option, num_slots) for option in options}
-    events = num_steps * signature.num_layers
-    # misses whose time an online policy takes, for each second that it takes of a layer
-    worth = 0.0 if expert_bytes is None else events * LINK_BYTES_PER_S / expert_bytes
-    best = min(misses, key=lambda option: _price(misses, option, worth))
-    moving = replace(best, adaptive=True)
-    misses[moving] = _misses(workload, moving, num_slots)
-    return _explain(
-        misses, min(misses, key=lambda option: _price(misses, option, worth)), num_steps
-    )
+    gain, policy_s = LEAST_GAIN_ONLINE, ONLINE_POLICY_S
+    if lesson is None:
+        misses[_ONLINE] = _misses(workload, _ONLINE, num_slots)
+    else:
+        share = lesson.share_of_lru(num_slots / (signature.num_layers * signature.num_experts))
+        misses[_ONLINE] = round(share * misses[_BASE])
+        gain, policy_s = LEAST_GAIN, lesson.policy_s
+    # misses whose time the online policy takes
+    own_time = 0.0
+    if expert_bytes is not None:
+        own_time = num_steps * signature.num_layers * policy_s * LINK_BYTES_PER_S / expert_bytes
+    least = max(gain * misses[_BASE], own_time)
+    best = min(misses, key=lambda option: _price(misses, option, least))
+    if lesson is None or best != _ONLINE:
+        moving = replace(best, adaptive=True)
+        misses[moving] = _misses(workload, moving, num_slots)
+        best = min(misses, key=lambda option: _price(misses, option, least))
+    source = "" if lesson is None else f"; {ONLINE} as taught from {lesson.tokens} tokens"
+    return _explain(misses, best, num_steps, source)
 
 
-def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
+def _price(misses: dict[_Option, int], option: _Option, least_online: float) -> float:
     """Misses, if they are clearly fewer than LRU's; else more than LRU's."""
     found, base = misses[option], misses[_BASE]
     if option == _BASE:
         return base
-    least = LEAST_GAIN * base
-    if option.policy == ONLINE:
-        least = max(LEAST_GAIN_ONLINE * base, worth * ONLINE_POLICY_S)
+    least = least_online if option.policy == ONLINE else LEAST_GAIN * base
     return found if found <= base - least else base + 1 + found
 
 
-def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> PolicyChoice:
+def _explain(
+    misses: dict[_Option, int], best: _Option, num_steps: int, source: str
+) -> PolicyChoice:
     base = misses[_BASE]
     others = ", ".join(
         f"{other.policy} {count}"
@@ -94,7 +111,7 @@ def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Polic
         adaptive=best.adaptive,
         reason=(
             f"in the latest {num_steps} steps of this model it would have missed {misses[best]} "
-            f"times with {shares} shares, {gain} ({others})"
+            f"times with {shares} shares, {gain} ({others}{source})"
         ),
     )
 

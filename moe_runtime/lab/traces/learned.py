@@ -39,6 +39,28 @@ _TRAINED = _Kind(
 _CACHED = _Kind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")
 
 
+_LESSON = _Kind(format="moe-runtime-lesson", version=1, owner="lesson", remedy="remove it")
+_LESSON_ARRAYS = {"capacities": "<f8", "misses": "<i8", "last_marks": "<i8", "facts": "<f8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Lesson:
+    """What teaching the policy ``reuse`` brought, on tokens that it did not learn from."""
+
+    tokens: int  # that it saw, those held out included
+    last_marks: np.ndarray  # ``[N]`` int64 by which the last of them are found
+    capacities: np.ndarray  # ``[C]`` shares of the experts in memory, ascending
+    misses: np.ndarray  # ``[3, C]`` of LRU, of ``reuse`` without a network and with it
+    is_kept: bool  # whether runs begin with the network
+    policy_s: float  # seconds that the policy takes of a layer of a step
+    recall: float  # recall@K of the predictor that was trained along; 0 where none was kept
+
+    def share_of_lru(self, capacity: float) -> float:
+        """Misses that the policy has for each one of LRU."""
+        shares = self.misses[1 + self.is_kept] / np.maximum(self.misses[0], 1)
+        return float(np.interp(capacity, self.capacities, shares))
+
+
 def write_predictor(
     path: str | os.PathLike[str], estimator: Estimator, signature: ModelSignature
 ) -> None:
@@ -114,7 +136,7 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
 def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
     """Writes what a learner learned, if anything, for later runs.
 
-    A file that holds more, such as a network that was trained meanwhile, is left as it is.
+    A file that holds more or another network, which was trained meanwhile, is left as it is.
     """
     state = learner.learned()
     if not state:
@@ -126,7 +148,11 @@ def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> Non
                 contextlib.suppress(CheckpointError),
                 Archive(path, max_bytes=most_bytes) as archive,
             ):
-                if _read_header(archive, _CACHED)[0]["arrays"].keys() > state.keys():
+                found = _read_arrays(archive, _read_header(archive, _CACHED)[0])
+                networks = [name for name in found if name.startswith("network_")]
+                if found.keys() > state.keys() or any(
+                    not np.array_equal(found[name], state[name]) for name in networks
+                ):
                     return
         write_learned(learner, signature, path)
 
@@ -135,6 +161,41 @@ def write_learned(learner: Learner, signature: ModelSignature, path: Path) -> No
     """Writes what a learner learned."""
     make_folders(path.parent)
     _write(path, _CACHED, learner.name, signature, learner.learned())
+
+
+def write_lesson(lesson: Lesson, signature: ModelSignature, checkpoint: Path) -> None:
+    """Writes what a teaching brought, in the place of the one before."""
+    facts = np.array([lesson.tokens, lesson.is_kept, lesson.policy_s, lesson.recall])
+    arrays = [lesson.capacities, lesson.misses, lesson.last_marks, facts]
+    path = learned_path(_LESSON.owner, signature, checkpoint)
+    make_folders(path.parent)
+    _write(path, _LESSON, "reuse", signature, dict(zip(_LESSON_ARRAYS, arrays, strict=True)))
+
+
+def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
+    """What the last teaching brought; None where there was none, or it cannot be read."""
+    path = learned_path(_LESSON.owner, signature, checkpoint)
+    with (
+        contextlib.suppress(CheckpointError),
+        Archive(path, max_bytes=_MAX_HEADER_BYTES) as archive,
+    ):
+        header, found = _read_header(archive, _LESSON)
+        if found != signature or header["arrays"] != _LESSON_ARRAYS:
+            return None
+        arrays = _read_arrays(archive, header)
+        capacities, misses, last_marks, facts = (arrays[name] for name in _LESSON_ARRAYS)
+        fits = capacities.ndim == 1 <= capacities.size and misses.shape == (3, len(capacities))
+        if fits and last_marks.ndim == 1 and facts.shape == (4,) and np.isfinite(facts).all():
+            return Lesson(
+                tokens=int(facts[0]),
+                last_marks=last_marks,
+                capacities=capacities,
+                misses=misses,
+                is_kept=bool(facts[1]),
+                policy_s=float(facts[2]),
+                recall=float(facts[3]),
+            )
+    return None
 
 
 def _write(

@@ -72,7 +72,10 @@ class RecentRouting:
         checkpoint: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_kept: Callable[[Trace], object] | None = None,
     ) -> None:
+        """``on_kept`` is called at the end with all that is kept, if that is more than before."""
+        self._on_kept = on_kept
         self._signature = signature
         self._path = recent_path(signature, checkpoint)
         self._clock = clock
@@ -136,14 +139,16 @@ class RecentRouting:
 
     def close(self) -> None:
         """Adds what was recorded to the file; the oldest steps make room for it."""
-        self._write()
+        kept = self._write()
         self.discard()
+        if kept is not None and self._on_kept is not None:
+            self._on_kept(kept)
 
-    def _write(self) -> None:
-        """Puts what was recorded after what earlier runs kept."""
+    def _write(self) -> Trace | None:
+        """Puts what was recorded after what earlier runs kept, and returns both."""
         self._written_s = self._clock()
         if not self._steps:
-            return
+            return None
         if self._before is None:
             before = _read(self._path, self._signature)
             self._before = [] if before is None else [join_traces([_latest(before)])]  # a copy
@@ -155,6 +160,7 @@ class RecentRouting:
         with contextlib.suppress(OSError, CheckpointError):
             make_folders(self._path.parent)
             write_trace(self._path, replace(kept, token_request=requests))
+        return kept
 
 
 def _read(path: Path, signature: ModelSignature) -> Trace | None:

@@ -20,9 +20,11 @@ from moe_runtime.serving.http.answer_text import (
 )
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.generating import (
-    Answers,
+    AnswerChoice,
+    ChoiceAnswers,
     Generation,
     Prepared,
+    Sections,
     chat_logprobs,
     check_choices,
     check_tokens,
@@ -44,6 +46,17 @@ from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
 
 def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> Prepared:
     """What the engine is asked. Takes a while: not in the loop."""
+    choices, sections = prepare_parts(body, model, most_choices, owner)
+    return choices, partial(ChatAnswers, sections=sections)
+
+
+def prepare_parts(
+    body: ChatBody, model: ServedModel, most_choices: int, owner: str, *, fits: bool = False
+) -> tuple[list[AnswerChoice], list[Sections]]:
+    """What the engine is asked, and what splits the text of each answer.
+
+    With ``fits`` an answer may be as long as there is room, where more tokens are asked for.
+    """
     check_choices(body, 1, most_choices)
     template = template_of(model)
     _check_combinations(body)
@@ -60,11 +73,14 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
     if grammar is not None:
         grammar = _after_thoughts(grammar, body, template, tokens, how, prompt)
     given = body.max_completion_tokens
+    most_new = body.max_tokens if given is None else given
+    if fits and most_new is not None:
+        most_new = min(most_new, max(model.engine.most_request_tokens - len(ids), 1))
     choices = choices_for(
         body,
         model,
         [ids],
-        max_tokens=body.max_tokens if given is None else given,
+        max_tokens=most_new,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         matcher=grammar and model.grammars.compile(*grammar, owner),
         shown_tokens=_shown_tokens(template, tokens, how),
@@ -73,13 +89,13 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
     begins_with = "reasoning" if template.opens_reasoning(prompt) else "content"
-    sections = [
+    sections: list[Sections] = [
         HarmonySections(functions, prompt)
         if template.is_harmony
         else AnswerSections(template.reasoning, how, functions, begins_with)
         for _ in choices
     ]
-    return choices, partial(ChatAnswers, sections=sections)
+    return choices, sections
 
 
 def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | None:
@@ -236,12 +252,12 @@ def _after_thoughts(
     return text, param
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(ChoiceAnswers):
     def __init__(
         self,
         body: ChatBody,
         generation: Generation,
-        sections: Sequence[AnswerSections | HarmonySections],
+        sections: Sequence[Sections],
     ) -> None:
         kind = "chat.completion", "chat.completion.chunk"
         super().__init__(body, generation, kind, "chatcmpl")

@@ -10,7 +10,7 @@ from typing import Any
 from moe_runtime.serving.http.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.generating import (
-    Answers,
+    ChoiceAnswers,
     Generation,
     Prepared,
     check_choices,
@@ -113,7 +113,7 @@ def _echo(
     return Echo(text, [min(offset, len(text)) for offset in offsets])
 
 
-class CompletionAnswers(Answers):
+class CompletionAnswers(ChoiceAnswers):
     """Texts, with prompts before them where these are to be repeated."""
 
     def __init__(

@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -22,14 +23,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moe_runtime
-from moe_runtime.serving.http import chat, completions
+from moe_runtime.serving.http import chat, completions, messages, responses
 from moe_runtime.serving.http.api_errors import (
     ApiError,
     FieldError,
     internal_error,
     raised_as_api_error,
 )
-from moe_runtime.serving.http.generating import Generation, Prepared, check_tokens, encode_text
+from moe_runtime.serving.http.generating import (
+    Answers,
+    Generation,
+    Prepared,
+    check_tokens,
+    encode_text,
+)
+from moe_runtime.serving.http.messages import MessagesBody
+from moe_runtime.serving.http.responses import ResponsesBody
 from moe_runtime.serving.http.schema import (
     BodyT,
     ChatBody,
@@ -42,7 +51,9 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Asked, Server
+from moe_runtime.serving.http.translated import TranslatedBody
 
+_MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 """Status in the log of a request whose client disconnected."""
 
@@ -61,18 +72,24 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    is_of_anthropic = path.startswith(_MESSAGES)
+    body = messages.error_body(error) if is_of_anthropic else error.body()
+    return json_response(body, error.status, error.headers)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    """A server-sent event; it is named where the chunk says its type."""
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return name.encode() + b"data: " + json_bytes(chunk) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events, and ``[DONE]``; a client that goes away cancels the rest."""
+    """Chunks as server-sent events; a client that goes away cancels the rest."""
 
-    def __init__(
-        self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]
-    ) -> None:
+    def __init__(self, generation: Generation, answers: Answers) -> None:
         self._generation = generation
-        self._events = self._encoded(chunks)
+        self._events = self._encoded(answers)
         super().__init__(
             self._events,
             media_type="text/event-stream",
@@ -87,23 +104,21 @@ class EventStream(StreamingResponse):
             self._generation.cancel()
             await self._events.aclose()
 
-    async def _encoded(
-        self, chunks: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _encoded(self, answers: Answers) -> AsyncGenerator[bytes, None]:
         failure: ApiError | None = client_went_away()
         try:
             try:
                 with raised_as_api_error():
-                    async with contextlib.aclosing(chunks):
+                    async with contextlib.aclosing(answers.chunks()) as chunks:
                         async for chunk in chunks:
-                            yield b"data: " + json_bytes(chunk) + b"\n\n"
+                            yield _event(chunk)
                 failure = None
             except ApiError as error:
                 # its traceback has this frame: a cycle, which keeps all of the request
                 failure = error.with_traceback(None)
                 failure.__context__ = None
-                yield b"data: " + json_bytes(error.body()) + b"\n\n"
-            yield b"data: [DONE]\n\n"
+                yield _event(answers.failed(error))
+            yield answers.closing
         finally:
             self._generation.failure = failure
 
@@ -147,6 +162,10 @@ class Endpoints:
         return [
             Route("/v1/chat/completions", self.chat, methods=post),
             Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/responses", self.respond, methods=post),
+            Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
+            Route(_MESSAGES, self.message, methods=post),
+            Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
             Route("/v1/models/{name:path}", self.one_model, methods=get),
             Route("/tokenize", self.tokenize, methods=post),
@@ -164,6 +183,26 @@ class Endpoints:
 
     async def complete(self, request: Request) -> Response:
         return await self._answer(request, CompletionBody, completions.prepare)
+
+    async def respond(self, request: Request) -> Response:
+        prepare = partial(responses.prepare, kept=self._server.kept)
+        return await self._answer(request, ResponsesBody, prepare)
+
+    async def one_response(self, request: Request) -> Response:
+        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        if request.method == "DELETE":
+            self._server.kept.delete(owner, name)
+            return json_response({"id": name, "object": "response.deleted", "deleted": True})
+        return json_response(self._server.kept.response(owner, name))
+
+    async def message(self, request: Request) -> Response:
+        return await self._answer(request, MessagesBody, messages.prepare)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, MessagesBody)
+        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        found = await self._server.prepare(asked, messages.count_tokens, body, model)
+        return json_response({"input_tokens": found})
 
     async def models(self, request: Request) -> Response:
         found = [_described(model) for model in self._server.models.values()]
@@ -235,7 +274,7 @@ class Endpoints:
     async def _answer(
         self,
         request: Request,
-        kind: type[ChatBody] | type[CompletionBody],
+        kind: type[GenerationFields] | type[TranslatedBody],
         prepare: Callable[..., Prepared],
     ) -> Response:
         body = await self._body(request, kind)
@@ -250,7 +289,7 @@ class Endpoints:
         body = body.without_texts()  # the whole body goes while the answer is made
         answer = answers_to(body, generation)
         if body.stream:
-            return EventStream(generation, answer.chunks())
+            return EventStream(generation, answer)
         return await whole(request, generation, answer.whole())
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -280,6 +319,8 @@ class Endpoints:
 
 
 def _note_common(asked: Asked, body: object) -> None:
+    if isinstance(body, MessagesBody | ResponsesBody):
+        asked.user = (body.user or "")[:_MOST_USER]
     if not isinstance(body, GenerationFields):
         return
     asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
@@ -322,7 +363,7 @@ def make_app(server: Server) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
         Asked.of(request.scope).failure = api_error
-        return error_response(api_error)
+        return error_response(api_error, request.scope["path"])
 
     routes = Endpoints(server).routes()
     kinds = (ApiError, HTTPException, Exception)
@@ -336,7 +377,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         asked = f"{request.method} {request.scope['path'][:200]}"
-        known = "see /v1/models, /v1/completions, /v1/chat/completions, /metrics"
+        known = "see /v1/models, /v1/chat/completions, /v1/responses, /v1/messages, /metrics"
         return ApiError(
             f"{asked}: {error.detail}; {known}",
             status=error.status_code,
@@ -399,6 +440,8 @@ class RequestGate:
 
         try:
             refused = self._refusal(request, origin, asked)
+            if isinstance(refused, ApiError):
+                refused = error_response(refused, scope["path"])
             if refused is not None:
                 await refused(scope, receive, answer)
             else:
@@ -423,7 +466,9 @@ class RequestGate:
                 headers={"retry-after": "1", **_CLOSING},
             )
 
-    def _refusal(self, request: Request, origin: str | None, asked: Asked) -> Response | None:
+    def _refusal(
+        self, request: Request, origin: str | None, asked: Asked
+    ) -> ApiError | Response | None:
         access, most = self._server.access, self._server.limits.body_bytes
         host = request.headers.get("host", "").lower()
         if found := _HOST.fullmatch(host):
@@ -431,16 +476,16 @@ class RequestGate:
         if access.hosts is not None and host and host not in access.hosts:
             # A page of another site whose name was made to lead here. Browsers always give one.
             message = "this name of the server is not known; call it by its address"
-            return error_response(ApiError(message, status=403, code="unknown_host"))
+            return ApiError(message, status=403, code="unknown_host")
         if request.method == "OPTIONS" and origin:
             return Response(status_code=204, headers=_preflight(request))
         if {"content-length", "transfer-encoding"} <= set(request.headers):
             # Servers before this one may see another end of the body, and another request in it.
             problem = "a body has content-length or transfer-encoding, got both"
-            return error_response(ApiError(problem, code="two_lengths", headers=_CLOSING))
+            return ApiError(problem, code="two_lengths", headers=_CLOSING)
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
-            return error_response(_too_long(most))
+            return _too_long(most)
         asked.client = request.client.host if request.client else ""
         key = _given_key(request)
         if access.keys and request.scope["path"] not in _OPEN_PATHS:
@@ -449,8 +494,7 @@ class RequestGate:
             if not any(same):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
                 headers = {"www-authenticate": "Bearer"}
-                error = ApiError(message, status=401, code="invalid_api_key", headers=headers)
-                return error_response(error)
+                return ApiError(message, status=401, code="invalid_api_key", headers=headers)
             asked.client = str(same.index(True))
         asked.owner = access.owner_of(key)
         return None
@@ -499,7 +543,9 @@ def log_fields(error: ApiError) -> dict[str, Any]:
 
 
 def _given_key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if "authorization" not in request.headers:
+        return request.headers.get("x-api-key", "").strip()
+    scheme, _, key = request.headers["authorization"].partition(" ")
     return key.strip() if scheme.lower() == "bearer" else scheme
 
 

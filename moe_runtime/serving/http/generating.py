@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.engine import EngineHandle
-from moe_runtime.serving.http.answer_text import AnswerText, AnswerToken, Piece
+from moe_runtime.serving.http.answer_text import (
+    AnswerSections,
+    AnswerText,
+    AnswerToken,
+    HarmonySections,
+    Part,
+    Piece,
+)
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
 from moe_runtime.serving.http.metrics import RequestTimes
 from moe_runtime.serving.http.schema import GenerationFields
 from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.tool_formats import ParsedCall
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     Event,
@@ -33,6 +41,9 @@ from moe_runtime.serving.requests import (
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+Sections = AnswerSections | HarmonySections
 
 
 def too_slow(limit_s: float) -> ApiError:
@@ -312,17 +323,42 @@ _LEAST = -9999.0
 
 
 class Answers(ABC):
+    """JSON of what a generation gives: one object, or the events of a stream.
+
+    ``closing`` are bytes after the last event.
+    """
+
+    closing = b"data: [DONE]\n\n"
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self._vocabulary = generation.model.vocabulary
+        self._created_s = int(time.time())
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def chunks(self) -> AsyncGenerator[dict[str, Any], None]: ...
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error after the stream has begun."""
+        return error.body()
+
+
+class ChoiceAnswers(Answers):
+    """Several choices, in the forms of OpenAI's completions and chats."""
+
     def __init__(
         self, body: GenerationFields, generation: Generation, kinds: tuple[str, str], prefix: str
     ) -> None:
-        self.generation = generation
-        self._vocabulary = generation.model.vocabulary
+        super().__init__(generation)
         self._has_ids = bool(body.return_token_ids)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_all_usage = options is not None and bool(options.continuous_usage_stats)
         self._kinds = kinds
-        self._id, self._created_s = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
         self.tokens: list[list[AnswerToken]] = [[] for _ in generation.choices]
         self.reasons: list[str | None] = [None] * len(generation.choices)
 
@@ -366,6 +402,61 @@ class Answers(ABC):
         if not self._has_ids:
             return {}
         return {"prompt_token_ids": self.generation.choices[index].request.prompt_ids}
+
+
+class PartAnswers(Answers):
+    """One answer as a sequence of parts: reasoning, text and calls."""
+
+    closing = b""
+
+    def __init__(self, generation: Generation, sections: Sections) -> None:
+        super().__init__(generation)
+        self._sections = sections
+        self._has_begun = False
+        self._num_thought = 0
+        """Tokens of pieces that hold reasoning alone."""
+        self._tokens: list[AnswerToken] = []
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.chunks():
+            pass
+        return self.result()
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with contextlib.aclosing(self.generation.pieces()) as pieces:
+            async for _, piece in pieces:
+                for event in self._events(piece):
+                    yield event
+
+    def _events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self.begin()
+        parts = [*self._sections.add(piece.text)]
+        if piece.finish is not None:
+            parts += self._sections.end(cut_by=piece.cut_by)
+        kinds = {None if isinstance(part, ParsedCall) else part[0] for part in parts}
+        if kinds == {"reasoning"}:
+            self._num_thought += len(piece.tokens)
+        self._tokens += piece.tokens
+        for part in parts:
+            yield from self.add(part, tuple(self._tokens))
+            self._tokens.clear()
+        if piece.finish is not None:
+            yield from self.end(piece)
+
+    @abstractmethod
+    def begin(self) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def add(self, part: Part, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
+        """Takes a part, and the tokens since the one before."""
+
+    @abstractmethod
+    def end(self, piece: Piece) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def result(self) -> dict[str, Any]: ...
 
 
 Prepared = tuple[list[AnswerChoice], Callable[[Any, Generation], Answers]]

@@ -49,6 +49,9 @@ _COUNTERS = {
     "moe:prefix_disk_failures": ("prefix_disk_failures", "Times that prefixes were not written."),
     "moe:adapter_reads": ("adapter_reads", "Times that an adapter was read from its files."),
     "moe:steps": ("steps", "Forward passes."),
+    "moe:draft_steps": ("draft_steps", "Steps of an answer that drafts may go with."),
+    "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted_drafts", "Those that were right."),
 }
 _EXPERT_COUNTERS = {
     "moe:expert_hits": ("hits", "Experts that were in memory when they were asked for."),

@@ -51,7 +51,7 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 """Values of unknown fields that ask for what is done in any case."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """A JSON object. Every list in it stops at its first wrong element (``fail_fast``).
 
     ``droppable`` are unknown fields that may be null; None for any.
@@ -139,6 +139,8 @@ def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
 
 
 Count = Annotated[int, _integer(0)]
+TopLogprobs = Annotated[int, _integer(0, MOST_LOGPROBS)]
+TextMap = Annotated[dict[str, Any], AfterValidator(_texts)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
@@ -146,13 +148,13 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(
 _ANSWERED = frozenset({"n", "echo", "logprobs", "return_token_ids", "stream", "stream_options"})
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(_Body):
+class GenerationFields(Body):
     """What completions and chats have in common.
 
     Fields that name a request, or concern what OpenAI keeps and bills, change no answer.
@@ -173,9 +175,7 @@ class GenerationFields(_Body):
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     n: Annotated[int, _integer(1, 128)] | None = None
-    stop: (
-        StopString | Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)] | None
-    ) = None
+    stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, _integer(-(2**63))] | None = None
@@ -184,7 +184,7 @@ class GenerationFields(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: Annotated[dict[str, Any], AfterValidator(_texts)] | None = None
+    metadata: TextMap | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -213,7 +213,7 @@ class GenerationFields(_Body):
 class CompletionBody(GenerationFields):
     prompt: Any
     echo: bool | None = None
-    logprobs: Annotated[int, _integer(0, MOST_LOGPROBS)] | None = None
+    logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
     best_of: Annotated[Any, AfterValidator(_only("best_of", 1))] = None
 
@@ -222,25 +222,25 @@ Unused = Annotated[Any, Field(exclude=True)]
 """What other servers do something with that changes no answer; templates do not see it."""
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
     cache_control: Unused = None
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Unused = None
 
 
-class Message(_Body):
+class Message(Body):
     """A message; OpenAI's client dumps those of answers with fields that are null."""
 
     droppable = None
@@ -266,8 +266,8 @@ class Message(_Body):
         return self
 
 
-class Function(_Body):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -280,17 +280,17 @@ class Function(_Body):
         return self
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"]
     function: Function
     cache_control: Unused = None
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
 
@@ -299,7 +299,7 @@ class ChatBody(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, _integer(0, MOST_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -318,7 +318,7 @@ class ChatBody(GenerationFields):
         return bool(self.tools) or super().may_have_grammar
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """``/tokenize``: a text, or a conversation."""
 
     model: str | None = None
@@ -332,12 +332,12 @@ class TokenizeBody(_Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     model: str | None = None
     tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
-BodyT = TypeVar("BodyT", bound=_Body)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
@@ -351,7 +351,7 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _first_problem(error, kind) from None
+        raise first_problem(error, kind) from None
 
 
 def known_place(param: str) -> str:
@@ -360,16 +360,17 @@ def known_place(param: str) -> str:
     return ".".join(known)
 
 
-def _names(kind: type[_Body]) -> Iterator[str]:
+def _names(kind: type[Body]) -> Iterator[str]:
     yield from kind.model_fields
     for narrower in kind.__subclasses__():
         yield from _names(narrower)
 
 
-_NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(_Body))
+_NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(Body))
 
 
-def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
+def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
+    """What a client reads of a body that is not one of a kind."""
     problems = error.errors(include_url=False, include_context=False)
     # Of a field with several types, the alternative that went farthest says most.
     problem = max(

@@ -17,6 +17,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
+from moe_runtime.serving.http.responses import KeptResponses
 from moe_runtime.serving.http.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
@@ -105,6 +106,7 @@ class Server:
     is_draining: bool = False
     has_ended: bool = False
     num_body_bytes: int = 0
+    kept: KeptResponses = field(default_factory=KeptResponses)
     metrics: Metrics = field(init=False)
     # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
     # seconds where they are meant to, and have another, which those without a grammar pass by.

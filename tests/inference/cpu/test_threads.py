@@ -71,7 +71,7 @@ def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(wa
     def forward() -> None:
         one_thread.begin()
         inside.set()
-        assert go.wait(60)
+        assert go.wait(600)
         one_thread.end()
 
     def call() -> int:
@@ -80,7 +80,7 @@ def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(wa
 
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         ends = first.submit(call)
-        assert inside.wait(60)
+        assert inside.wait(600)
         assert second.submit(torch.get_num_threads).result() == 1
         late = second.submit(call) if waits else None
         go.set()

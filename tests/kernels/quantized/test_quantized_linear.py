@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from quantized_matrices import (
     every_format,
     random_matrix,
 )
+from warm_python import warm_python
 
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
@@ -274,12 +274,7 @@ for isa in library.isas():
             assert torch.equal(found, expected), (isa, name, n, k, rows)
 """
     support = Path(__file__).parents[2] / "support" / "kernels"
-    paths = [str(support), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    code = f"import sys\nsys.path.insert(0, {str(support)!r})\n{code}"
+    words = [warm_python(), "-P", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

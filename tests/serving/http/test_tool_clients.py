@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +12,9 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from call_texts import CALL_TEXTS
-from http_server import ScriptedEngine, Served
+from http_server import HERMES
 from tokenizers import AddedToken
 
-from moe_runtime.serving.requests import Event, Finished, GenerationRequest, NewToken, PromptRead
-
-HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
 USER: Any = [{"role": "user", "content": "Hi"}]
 
 
@@ -53,28 +49,6 @@ FULL = Trip.model_validate(TRIP)
 
 def spaced(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-@pytest.fixture
-def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
-    """A server whose model says exactly a text, where the request's grammar lets it."""
-
-    def say(text: str, template: str = HERMES, added: Sequence[AddedToken] = ()) -> Served:
-        own = copy.deepcopy(tokenizer)
-        own.chat_template = template
-        own.add_tokens(list(added))
-
-        def script(request: GenerationRequest) -> list[Event]:
-            ids = own(text, add_special_tokens=False)["input_ids"]
-            constraint = request.constraint
-            for end, token in enumerate([*ids, own.eos_token_id]):
-                mask = None if constraint is None else constraint.allowed(ids[:end])
-                assert mask is None or mask[token], (text[-60:], own.decode(ids[:end]))
-            return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
-
-        return staged(ScriptedEngine(script), own, len(own))
-
-    return say
 
 
 @dataclass(frozen=True)

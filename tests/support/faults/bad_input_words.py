@@ -40,6 +40,9 @@ _SOUND = {
     "bench throughput": (
         *("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB", "--batch", "2"),
     ),
+    "bench quality": (
+        *("model", "--text", "text.txt", "--context", "16", "--quick", "--host-memory", "1GiB"),
+    ),
     "bench io": ("model", "--quick", "--time", "1", "--experts", "2", "--precision", "1"),
     "bench experts": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench policies": ("trace.npz", "--quick", "--time", "1", "--precision", "1"),

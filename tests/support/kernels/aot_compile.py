@@ -58,13 +58,6 @@ def compile_launches(call: Callable[[], Any], target: str) -> list[Binary]:
     return [_compile(kernel, arguments, target) for kernel, arguments in launches]
 
 
-def launched_names(call: Callable[[], Any]) -> list[str]:
-    """The names of the kernels that `call` launches; compiles nothing."""
-    with _recorded_launches() as launches:
-        call()
-    return [kernel.__name__ for kernel, _ in launches]
-
-
 @contextmanager
 def _recorded_launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     from triton.runtime.jit import JITFunction

@@ -1,8 +1,7 @@
 """Compiles kernels for targets and prints what came out, as JSON.
 
 A process of its own: the suite's interpreter replaces the compiler for good. `aot_report.py all
-sm_90` compiles every shipped tile; `in-turn sm_90 sm_100` what is these targets' turn. `turns`
-compiles nothing, and prints the kernels that each target would compile in turn.
+sm_90` compiles every shipped tile; `in-turn sm_90 sm_100` what is these targets' turn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from aot_compile import Binary, compile_launches, launched_names
+from aot_compile import Binary, compile_launches
 from torch import Tensor
 
 import moe_runtime.kernels.decode_step.expert_choice_kernel as choice_kernel
@@ -548,11 +547,6 @@ def calls(target: str, *, every_tile: bool) -> Calls:
 
 def main() -> None:
     tiles, *targets = sys.argv[1:]
-    if tiles == "turns":
-        for target in (*LARGE, *SMALL):
-            every = (launched_names(call) for _, call in calls(target, every_tile=False))
-            sys.stdout.write(" ".join((target, *{name for names in every for name in names})))
-            sys.stdout.write("\n")
     for target in targets:
         for description, call in calls(target, every_tile=tiles == "all"):
             for binary in compile_launches(call, target):

@@ -1,0 +1,306 @@
+"""The case ``quality``: perplexity of models on a text, and how far they are from a reference.
+
+Chunks and numbers are those of llama.cpp's perplexity tool: each chunk begins with the model's
+first token, if it has one, and the tokens of its second half are judged. Systems take turns, part
+by part of the text; one is loaded at a time, and the reference's logits wait in a temporary file.
+
+T tokens, N of them judged, V the vocabulary. Logarithms are natural, sums float64.
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import moe_runtime
+from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
+from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
+    Number,
+    PeerFailedError,
+    Rules,
+    StoppedRepetitionError,
+    mean_interval,
+    run_in_turn,
+)
+from moe_runtime.checkpoints.opening import load_tokenizer, read_config
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
+from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.inference.generation import (
+    NOT_FINITE,
+    check_length,
+    check_vocabulary,
+    encode_prompt,
+)
+
+METRICS = {
+    "perplexity": Metric("count"),
+    "perplexity_ratio": Metric("share"),
+    "kl_nats": Metric("nats"),
+    **{f"kl_{part}_nats": Metric("nats", is_judged=False) for part in ("p99", "max")},
+    "same_top": Metric("share", better="more"),
+    "prompt_tokens_per_s": Metric("tokens/s", better="more"),
+    "decode_tokens_per_s": Metric("tokens/s", better="more"),
+    "hit_share": Metric("share", better="more", is_judged=False),
+    "changed_share": Metric("share", is_judged=False),
+    "read_bytes": Metric("bytes", is_judged=False),
+}
+"""Hits, choices of experts that a lossy option changed, and bytes are of each judged half."""
+_CHANGES = ("replaced_choices", "skipped_choices", "stand_in_choices")
+_TURNS = 3
+_MOST_KEPT = 1 << 30
+"""Bytes of the reference's logits in the temporary file."""
+_MOST_LOGITS = 1 << 23
+"""Of one pass; as float64, with what is computed of them, a quarter of a GiB."""
+
+Scores = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityPlan:
+    """What every system reads: chunks of token ids, all of one length.
+
+    Attributes:
+        is_stepwise: the second half is read token by token, as in decoding.
+        kept: the reference's logits of the part that is being read.
+    """
+
+    chunks: Sequence[Sequence[int]]
+    vocab_size: int
+    is_stepwise: bool
+    is_stopping: Callable[[], bool]
+    kept: IO[bytes]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.chunks[0]) // 2
+
+    def parts(self) -> list[Sequence[Sequence[int]]]:
+        """Chunks that systems read in turn."""
+        num_chunks, num_judged = len(self.chunks), len(self.chunks[0]) - 1 - self.num_prompt
+        most = max(1, _MOST_KEPT // (4 * num_judged * self.vocab_size))
+        num_parts = max(min(_TURNS, num_chunks), -(-num_chunks // most))
+        ends = (num_chunks * number // num_parts for number in range(num_parts + 1))
+        return [self.chunks[first:end] for first, end in pairwise(ends)]
+
+
+def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list[int]], int]:
+    """Chunks of ``context`` token ids of a text, and the size of the vocabulary.
+
+    Raises:
+        ValueError: there is no chunk, a model knows fewer positions, or the vocabularies differ.
+        CheckpointError: a tokenizer or a configuration cannot be used.
+    """
+    found = dict[tuple[int, bytes], Tensor]()
+    for model in models:
+        tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
+        check_length(config, context, 0)
+        ids_T = encode_prompt(tokenizer, words)["input_ids"][0]
+        check_vocabulary(config, ids_T)
+        if len(ids_T) < context:
+            raise ValueError(
+                f"the text has {len(ids_T)} tokens for {model}, and a chunk takes {context}; give "
+                "a longer text, or a smaller --context"
+            )
+        size = config.get_text_config().vocab_size
+        chunks_CT = ids_T[: len(ids_T) // context * context].view(-1, context)
+        first = encode_prompt(tokenizer, "a")["input_ids"][0, 0]
+        if first == tokenizer.bos_token_id:
+            chunks_CT[:, 0] = first
+        found[size, chunks_CT.numpy().tobytes()] = chunks_CT
+    if len(found) > 1:
+        raise ValueError(
+            "the models have different vocabularies, or different tokens for this text, so that "
+            "probabilities cannot be compared; give forms of one model"
+        )
+    [((vocab_size, _), chunks_CT)] = found.items()
+    return chunks_CT.tolist(), vocab_size
+
+
+def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) -> Scores:
+    """Scores ``[N, 4]`` of tokens by the logits before each: negative logarithms of their
+    probabilities, the same by the reference, the Kullback-Leibler divergence from the reference,
+    and whether the likeliest token is the reference's. Without a reference ``[N, 1]``.
+
+    Raises:
+        CheckpointError: logits are NaN, or give a token of the text or of the reference no chance.
+    """
+    log_q = logits_NV.double().log_softmax(-1)
+    columns = [-log_q.gather(1, ids_N[:, None])[:, 0]]
+    if reference_NV is not None:
+        log_p = reference_NV.double().log_softmax(-1)
+        p = log_p.exp()
+        columns.append(-log_p.gather(1, ids_N[:, None])[:, 0])
+        columns.append(torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1))
+        columns.append((logits_NV.argmax(-1) == reference_NV.argmax(-1)).double())
+    scores = torch.stack(columns, 1).numpy()
+    if not np.isfinite(scores).all():
+        raise CheckpointError(NOT_FINITE)
+    return scores
+
+
+def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
+    """Means of `score_tokens` by metric, with 95 % intervals; tokens count as independent.
+
+    A ratio's interval is that of the differences, so the covariance of both logarithms is in it.
+    """
+    found = {"perplexity": _mean(scores[:, 0], is_logarithm=True)}
+    if scores.shape[1] > 1:
+        found["perplexity_ratio"] = _mean(scores[:, 0] - scores[:, 1], is_logarithm=True)
+        found["kl_nats"] = _mean(scores[:, 2])
+        for part, share in (("p99", 99), ("max", 100)):
+            value = float(np.percentile(scores[:, 2], share))
+            found[f"kl_{part}_nats"] = {"mean": value, "low": None, "high": None}
+        found["same_top"] = _mean(scores[:, 3])
+    return found
+
+
+def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
+    """A mean and its interval; of logarithms the power of the mean, and the derivative times it."""
+    mean, ends = float(values.mean()), mean_interval(values.tolist())
+    power, shift = (math.exp(mean), 1 - mean) if is_logarithm else (1.0, 0.0)
+    low, high = (None, None) if ends is None else (power * (end + shift) for end in ends)
+    return {"mean": power * (mean + shift), "low": low, "high": high}
+
+
+class QualitySystem(BenchSystem):
+    """A model under test, with options of `moe_runtime.load`; a repetition reads the next part.
+
+    The reference has none itself: it keeps the logits of a part, which the others read.
+    """
+
+    def __init__(
+        self,
+        plan: QualityPlan,
+        reference: "QualitySystem | None",
+        name: str,
+        model: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(name)
+        self._plan, self._reference, self._model, self._options = plan, reference, model, options
+        self._found, self._turns = list[dict[str, Number]](), count()
+        self.scores, self.device = list[Scores](), "cpu"
+
+    def repeat(self) -> Mapping[str, Number]:
+        number = next(self._turns)
+        if self._reference is not None:
+            self._reference._read(number)
+        self._read(number)
+        return self._found[number]
+
+    def _read(self, number: int) -> None:
+        """Reads a part, once."""
+        if number < len(self._found):
+            return
+        chunks, scores, rows = self._plan.parts()[number], list[Scores](), list[dict[str, float]]()
+        self._plan.kept.seek(0)
+        try:
+            model: Any = moe_runtime.load(self._model, **self._options, max_tokens=len(chunks[0]))
+            with closing(model.moe):
+                rows = [self._read_chunk(model, ids, scores) for ids in chunks]
+        except StoppedRepetitionError:
+            raise
+        except (MoERuntimeError, RuntimeError, ValueError) as error:
+            raise PeerFailedError(str(error)) from None
+        self.device = str(model.device)
+        if model.device.type == "cuda":
+            self.gpu = torch.cuda.get_device_name(model.device)
+        self.scores.append(np.concatenate(scores))
+        found: dict[str, Number] = {name: [row[name] for row in rows] for name in rows[0]}
+        found |= {name: one["mean"] for name, one in summarize(self.scores[-1]).items()}
+        self._found.append(found)
+
+    @torch.inference_mode()
+    def _read_chunk(self, model: Any, ids: Sequence[int], scores: list[Scores]) -> dict[str, float]:
+        """Adds scores of a chunk, which a new cache reads, and returns speeds and counters."""
+        plan, spent_s, before = self._plan, list[float](), model.moe.stats()
+        num_rows = 1 if plan.is_stepwise else max(1, _MOST_LOGITS // plan.vocab_size)
+        on_gpu = getattr(model, "new_cache", None)  # a static one: its steps are recorded
+        given = on_gpu(1, len(ids), {}) if on_gpu else {}
+        if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+            given["logits_to_keep"] = 1
+        ids_T = torch.tensor(ids)
+        targets = ids_T[plan.num_prompt + 1 :].split(num_rows)
+        for part_T in [ids_T[: plan.num_prompt], *ids_T[plan.num_prompt : -1].split(num_rows)]:
+            if plan.is_stopping():
+                raise StoppedRepetitionError(f"{self.name}: stopped")
+            begin = time.perf_counter()
+            output = model(part_T[None].to(model.device), use_cache=True, **given)
+            logits_NV = output.logits[0].float().cpu()
+            spent_s.append(time.perf_counter() - begin)
+            given = {name: output[name] for name in output.keys() & set(CACHE_NAMES)}
+            if len(spent_s) == 1:
+                before = model.moe.stats()
+                continue
+            reference_NV = None
+            if self._reference is None:
+                plan.kept.write(logits_NV.numpy().data)
+            else:
+                raw = bytearray(plan.kept.read(4 * logits_NV.numel()))
+                reference_NV = torch.frombuffer(raw, dtype=torch.float32).view_as(logits_NV)
+            scores.append(score_tokens(logits_NV, targets[len(spent_s) - 2], reference_NV))
+        after, of_model = model.moe.stats(), model.moe.facts.signature
+
+        def grown(*names: str) -> float:
+            return float(sum(getattr(after, name, 0) - getattr(before, name, 0) for name in names))
+
+        num_choices = of_model.num_layers * of_model.top_k * sum(map(len, targets))
+        found = {
+            "hit_share": grown("hits") / max(1.0, grown("hits", "late_hits", "misses")),
+            "changed_share": grown(*_CHANGES) / num_choices,
+            "read_bytes": grown("bytes_read"),
+        }
+        found["prompt_tokens_per_s"] = plan.num_prompt / spent_s[0]
+        if plan.is_stepwise:
+            found["decode_tokens_per_s"] = (len(spent_s) - 1) / sum(spent_s[1:])
+        return found
+
+
+def measure_quality(
+    plan: QualityPlan,
+    asked: Sequence[tuple[str, str, Mapping[str, Any]]],
+    rules: Rules,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Judges systems, each a name, a model and its options; the first is the others' reference.
+
+    Returns:
+        The content of a results file. Means of what is judged, and their 95 % intervals, are over
+        all tokens that every system has read.
+
+    Raises:
+        PeerFailedError: the reference has no numbers, or no other system has any.
+    """
+    num_parts = len(plan.parts())
+    rules = replace(rules, least=num_parts, most=num_parts, max_s=math.inf)
+    first = QualitySystem(plan, None, *asked[0])
+    systems = [first, *(QualitySystem(plan, first, *one) for one in asked[1:])]
+    found, ended = run_in_turn(systems, rules)
+    failures = [found[one.name].failure for one in systems[1:] or systems]
+    if all(failures):
+        raise PeerFailedError(failures[0])
+    # after an interruption, what all have read
+    least = min(filter(None, (len(one.repetitions) for one in found.values())), default=0)
+    rows = []
+    for one in systems:
+        measured, scores = found[one.name], one.scores[:least]
+        measured.repetitions = measured.repetitions[:least]
+        if measured.repetitions and one is not first:
+            same = np.concatenate(scores)[:, 3]
+            one.compared, one.equal = len(same), int(same.sum())
+        rows.append(describe_compared(one, measured, METRICS))
+        if measured.repetitions:
+            for metric, values in summarize(np.concatenate(scores)).items():
+                rows[-1]["summary"][metric] |= values
+    return make_results("quality", {**settings, "device": first.device}, ended, rows, gpu=first.gpu)

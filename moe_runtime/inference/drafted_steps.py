@@ -1,0 +1,315 @@
+"""Steps of one token that compute drafted tokens too, and answer later steps with them.
+
+A pass has a row for the token that was asked for and for each drafted one. The caller gets the
+first row, and a cache with one token more. If the next call brings the drafted token, its row is
+the answer and nothing is computed. So tokens are chosen from the bits that they would be chosen
+from without drafts, with the same random numbers.
+
+Shape suffixes: R rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_runtime.checkpoints.transformers_private import cache_name
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
+from moe_runtime.inference.drafts import Draft, DraftControl, Drafter
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.kv_cache import can_give_back
+from moe_runtime.inference.rows_alone import (
+    RowsAlone,
+    attention_names,
+    can_join,
+    most_exact_rows,
+    rows_with_own_bits,
+)
+from moe_runtime.inference.sequence_cache import (
+    BatchCache,
+    have_same_tokens,
+    keeps_states,
+    new_cache,
+)
+
+MOST_ROWS = 16
+"""Of a pass; experts on a CPU compute as many in one call."""
+DRAFTED_ELSEWHERE = "is_drafted_elsewhere"
+"""Attribute of a cache whose owner drafts by itself, as an engine does."""
+_TRIED = (2, 3, 8)
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position")
+_KEPT = ("use_cache", "logits_to_keep", "return_dict")
+_UNUSED = ("tokenizer", "assistant_tokenizer")
+"""What ``generate`` passes on to models, which do not look at it."""
+_MORE = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Settings with which a model answers more than logits."""
+
+
+@dataclass
+class _Text:
+    """One sequence, known by its cache.
+
+    Attributes:
+        num_tokens: that the cache has.
+        draft: whose rows were computed in the last pass.
+        expected: the tokens of it that the caller has not come to.
+        logits_RV: what follows each of them.
+        make: makes an answer of logits.
+        places: positions of the pass's first token, ``[1, 1]`` or of several kinds
+            ``[P, 1, 1]``; None where the caller gave none.
+        is_inference: whether the pass was in torch's inference mode.
+    """
+
+    drafter: Drafter
+    num_tokens: int = 0
+    draft: Draft = field(default_factory=lambda: Draft([], 0))
+    expected: list[int] = field(default_factory=list)
+    logits_RV: list[torch.Tensor] = field(default_factory=list)
+    make: Callable[[torch.Tensor], Any] | None = None
+    is_inference: bool = False
+    places: torch.Tensor | None = None
+
+
+class DraftedSteps:
+    """Comes between calls of a model on the CPU and its passes.
+
+    Attributes:
+        control: chooses how many tokens are drafted, and counts.
+        new_drafter: makes what drafts for a text.
+        adds_mask: as for `BatchCache`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        new_drafter: Callable[[], Drafter],
+        most_tokens: int,
+        *,
+        control: DraftControl | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Finds out, with a few tokens, how many rows have the bits of each in a step of its own.
+
+        Raises:
+            UnsupportedModelError: no two of them have.
+        """
+        self._config = model.config
+        self._names = [*inspect.signature(model.forward).parameters]
+        self._cache_name = cache_name(model.forward)
+        self.adds_mask = attention_names(model) == {EAGER_ATTENTION}
+        self.new_drafter, self.clock = new_drafter, clock
+        self._most_tokens = most_tokens
+        self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
+        self._turn = threading.RLock()
+        most_rows = exact_rows(model, MOST_ROWS)
+        if most_rows < 2:
+            raise UnsupportedModelError(
+                f"draft has no effect for {type(model).__name__} here: several tokens of a text do "
+                "not have the bits of one at a time in a pass, or it keeps states that no token "
+                "can be taken out of; leave draft out"
+            )
+        self.control = control or DraftControl(most_rows)
+
+    def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The model's answer; ``run`` computes a pass."""
+        with self._turn:
+            given = {**kwargs, **dict(zip(self._names, args, strict=False))}
+            cache: Any = given.get(self._cache_name)
+            token = self._single_token(given)
+            if token is None:
+                return self._other(run, args, kwargs, given)
+            text = self._texts[cache]
+            text.drafter.extend([token])
+            text.num_tokens += 1
+            if text.expected[:1] == [token] and _is_kept(text, given.get("position_ids")):
+                return self._answer_kept(text, cache)
+            if text.expected:
+                self.control.judged(text.draft.grade, 0, has_failed=True)
+            self._forget(text)
+            draft = self._draft(text)
+            if draft.tokens:
+                return self._verify(run, given, text, draft, token)
+            began = self.clock()
+            out = run(*args, **kwargs)
+            self.control.measured(1, 1, self.clock() - began)
+            return out
+
+    def _single_token(self, given: Mapping[str, Any]) -> int | None:
+        """The token of a step that drafts may go with."""
+        cache: Any = given.get(self._cache_name)
+        ids = given.get("input_ids")
+        if cache is None or ids is None:
+            return None
+        text = self._texts.get(cache)
+        if text is None or ids.shape != (1, 1) or torch.is_grad_enabled():
+            return None
+        if not can_give_back(cache) or cache.get_seq_length() != text.num_tokens:
+            return None
+        others = given.keys() - {self._cache_name, *_TAKEN, *_KEPT, *_UNUSED}
+        if any(given[name] is not None and given[name] is not False for name in others):
+            return None
+        if not isinstance(given.get("logits_to_keep", 0), int) or self._answers_more():
+            return None
+        places, mask = given.get("position_ids"), given.get("attention_mask")
+        if places is None and self._config.get_text_config() is not self._config:
+            return None  # images before it may have moved its place
+        if places is not None and places.shape[-2:] != (1, 1):
+            return None
+        if mask is not None and (mask.shape != (1, text.num_tokens + 1) or not bool(mask.all())):
+            return None
+        return int(ids)
+
+    def _answers_more(self) -> bool:
+        config = self._config.get_text_config(decoder=True)
+        return any(getattr(config, name, False) for name in _MORE)
+
+    def _other(
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Mapping[str, Any],
+    ) -> Any:
+        """Any other pass. A text is followed from its beginning on, as far as it is a cache's."""
+        before: Any = given.get(self._cache_name)
+        num_before = before.get_seq_length() if hasattr(before, "get_seq_length") else 0
+        text = None if before is None else self._texts.pop(before, None)
+        out = run(*args, **kwargs)
+        cache: Any = getattr(out, self._cache_name, None)
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if text is None:
+            text = _Text(self.new_drafter())
+        self._forget(text)
+        is_whole = mask is None or (mask.ndim == 2 and bool(mask.all()))
+        if ids is not None and len(ids) == 1 and is_whole and text.num_tokens == num_before:
+            text.drafter.extend(ids[0].tolist())
+            text.num_tokens += ids.shape[1]
+            is_ours = can_give_back(cache) and not hasattr(cache, DRAFTED_ELSEWHERE)
+            if is_ours and cache.get_seq_length() == text.num_tokens:
+                self._texts[cache] = text
+        return out
+
+    def _draft(self, text: _Text) -> Draft:
+        """What the next pass verifies; the cache has room for so many tokens."""
+        most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
+        draft = text.drafter.draft(most) if most > 0 else Draft([], 0)
+        (chosen,) = self.control.choose([draft])
+        return Draft(draft.tokens[:chosen], draft.grade)
+
+    def _verify(
+        self,
+        run: Callable[..., Any],
+        given: Mapping[str, Any],
+        text: _Text,
+        draft: Draft,
+        token: int,
+    ) -> Any:
+        """A pass of a token and a draft; gives the answer for the token."""
+        cache, num_rows = given[self._cache_name], 1 + len(draft.tokens)
+        text.places, first = given.get("position_ids"), torch.tensor([[text.num_tokens - 1]])
+        later = torch.arange(num_rows)[:, None]
+        rows = BatchCache([cache], adds_mask=self.adds_mask, rows=[num_rows])
+        rows.is_one_text = True
+        inputs = {
+            "input_ids": torch.tensor([[each] for each in (token, *draft.tokens)]),
+            "position_ids": (first if text.places is None else text.places) + later,
+            self._cache_name: rows,
+        }
+        began = self.clock()
+        with RowsAlone(num_rows):
+            out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
+        self.control.measured(1, num_rows, self.clock() - began)
+        for layer in cache.layers:
+            layer.give_back(len(draft.tokens))
+
+        def make(logits: torch.Tensor) -> Any:
+            return type(out)(**{"logits": logits, self._cache_name: cache})
+
+        answer, *text.logits_RV = out.logits.split(1)
+        text.draft, text.expected, text.make = draft, [*draft.tokens], make
+        text.is_inference = torch.is_inference_mode_enabled()
+        return make(answer)
+
+    def _answer_kept(self, text: _Text, cache: Any) -> Any:
+        for layer in cache.layers:
+            assert layer.take_place() is not None, "the pass had room for all of its tokens"
+        del text.expected[0]
+        self.control.judged(text.draft.grade, 1, has_failed=False)
+        assert text.make is not None
+        return text.make(text.logits_RV.pop(0))
+
+    def _forget(self, text: _Text) -> None:
+        """Nothing more of the last draft is used."""
+        text.draft, text.expected, text.logits_RV, text.make = Draft([], 0), [], [], None
+
+
+def _is_kept(text: _Text, places: torch.Tensor | None) -> bool:
+    """Whether the next expected token has the place that its row was computed for."""
+    if text.is_inference != torch.is_inference_mode_enabled():
+        return False
+    if places is None or text.places is None:
+        return places is text.places
+    return torch.equal(places, text.places + 1 + len(text.draft.tokens) - len(text.expected))
+
+
+_OF_UNKNOWN_CODE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def exact_rows(model: Any, most: int) -> int:
+    """Tokens of a text that have, in one pass, the bits of a pass for each; 1 where no two do."""
+    if model.device.type != "cpu" or not can_join(model) or keeps_states(model.config):
+        return 1
+    with model._steps.muted(), torch.inference_mode():
+        try:
+            return _tried_rows(model, min(most, rows_with_own_bits(model)))
+        except _OF_UNKNOWN_CODE:  # a model may take a cache for something else than keys
+            return 1
+
+
+def _tried_rows(model: Any, limit: int) -> int:
+    name, size = cache_name(model.forward), model.config.get_text_config().vocab_size
+    adds_mask = attention_names(model) == {EAGER_ATTENTION}
+    first, second, *prompt = (index % size for index in (9, 4, 5, 7, 3))
+
+    def step(tokens: Sequence[int], places: Sequence[int], cache: Any) -> Any:
+        ids, rows = ([[each] for each in some] for some in (tokens, places))
+        inputs = {"input_ids": torch.tensor(ids), "position_ids": torch.tensor(rows), name: cache}
+        return model(**inputs, use_cache=True, return_dict=True)
+
+    own = new_cache(model.config, grows=True)
+    begun = model(torch.tensor([prompt]), use_cache=True, return_dict=True, **{name: own})
+    if {*begun} != {"logits", name} or not can_give_back(own):
+        return 1
+    caches, alone = [copy.deepcopy(own)], []
+    for place, token in enumerate((first, second), len(prompt)):
+        alone.append(step([token], [place], own).logits)
+        caches.append(copy.deepcopy(own))
+    sizes = sorted({min(each, limit) for each in (*_TRIED, limit)} - {0, 1})
+    found = 1
+    for num_rows in sizes:  # two of each copy, and one of the last where they are odd
+        rows = [min(2, num_rows - done) for done in range(0, num_rows, 2)]
+        joined = [copy.deepcopy(caches[0]) for _ in rows]
+        which = [index for count in rows for index in range(count)]
+        with RowsAlone(num_rows):
+            together = step(
+                [(first, second)[index] for index in which],
+                [len(prompt) + index for index in which],
+                BatchCache(joined, adds_mask=adds_mask, rows=rows),
+            )
+        is_same = torch.equal(together.logits, torch.cat([alone[index] for index in which]))
+        pairs = zip(joined, rows, strict=True)
+        if not is_same or not all(have_same_tokens(each, caches[count]) for each, count in pairs):
+            break
+        found = num_rows
+    layers = [each for each in model.modules() if isinstance(each, OffloadedExperts)][-1:]
+    tried = [each for each in sizes if each <= found]
+    return min((most_exact_rows(each, tried, model.dtype) for each in layers), default=found)

@@ -1,0 +1,203 @@
+"""Drafts of the next tokens, and how many of them are worth a verification. No model, no clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow; ``grade`` groups drafts that are about equally often right."""
+
+    tokens: list[int]
+    grade: int
+
+
+class Drafter(Protocol):
+    """Drafts for one text, which ``extend`` makes longer."""
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def draft(self, most: int) -> Draft: ...
+
+
+PLACES = (4, 2)
+"""Latest tokens that are looked up, the longer ones first."""
+LONGEST = 16
+"""Tokens up to which the agreement of two places is counted."""
+
+
+class Lookup:
+    """Drafts what followed the latest tokens where they stood before (prompt lookup, Saxena 2023;
+    LLMA, Yang et al. 2023), of several places the last one."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        known = self._tokens
+        for token in tokens:
+            for size in PLACES:
+                if len(known) >= size:
+                    self._behind[tuple(known[-size:])] = len(known)
+            known.append(token)
+
+    def draft(self, most: int) -> Draft:
+        """At most so many tokens; none where the latest ones are new."""
+        known = self._tokens
+        for size in PLACES:
+            place = self._behind.get(tuple(known[-size:]))
+            if place is not None:
+                break
+        else:
+            return Draft([], 0)
+        tokens: list[int] = []
+        for index in range(place, place + most):  # a text that repeats itself may go on doing so
+            at = index - len(known)
+            tokens.append(known[index] if at < 0 else tokens[at])
+        agreed = 0
+        while agreed < min(LONGEST, place) and known[place - 1 - agreed] == known[-1 - agreed]:
+            agreed += 1
+        return Draft(tokens, agreed.bit_length() - 1)
+
+
+PRIOR_RIGHT = (0.6, 0.3, 0.5, 0.75, 0.9)
+"""How often a drafted token is right, by grade, before that is known."""
+_PRIOR_WEIGHT = 3.0
+_KEPT_SHARE = 0.98
+"""Of what is known of a grade, with each offer: what failed long ago is tried again."""
+_PRIOR_ROW_SHARE = 0.15
+"""Of a step's time for a sequence, what a row more takes before it is measured."""
+LOSS_SHARE = 0.01
+"""Of all time, what drafts may have cost more than they saved; and the time of a step."""
+_FIRST_STEPS = 4
+"""Steps without drafts that come first."""
+_BASE_AGE, _AGE = 64, 512
+"""Passes after which steps without drafts, and times of others, are measured again."""
+_NEW_SHARE = 0.2
+_MOST_GAINED = 4
+"""Steps whose time, once gained, may be lost again at once."""
+
+
+COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts")
+
+
+class _Time:
+    def __init__(self) -> None:
+        self.seconds, self.count, self.latest = 0.0, 0, 0
+
+
+class DraftControl:
+    """Chooses how many drafted tokens a pass verifies, by measured times and by how often drafts
+    were right.
+
+    A pass is worth the tokens that it is expected to give, per second. What drafts cost in all more
+    than they saved stays within `LOSS_SHARE` of the time. All decisions follow from what is told.
+
+    Attributes:
+        most_rows: of a pass.
+    """
+
+    def __init__(self, most_rows: int) -> None:
+        self.most_rows = most_rows
+        self.reset_counts()
+        self._num_passes = 0
+        self._times: dict[int, _Time] = {}
+        self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
+        self._total_s = self._lost_s = 0.0
+
+    def reset_counts(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def counts(self) -> dict[str, int]:
+        """As `RuntimeStats` has them."""
+        return {name: self._counts[name] for name in COUNTS}
+
+    def choose(self, offers: Sequence[Draft]) -> list[int]:
+        """Drafted tokens to verify of each sequence, which has a row without drafts too."""
+        num_base, none = len(offers), [0] * len(offers)
+        base = self._times.get(num_base)
+        self._forget_old()
+        for grade in {offer.grade for offer in offers if offer.tokens}:
+            self._right[grade] = [value * _KEPT_SHARE for value in self._right[grade]]
+        if base is None or base.count < _FIRST_STEPS or self._num_passes - base.latest > _BASE_AGE:
+            return none
+        if self._lost_s > LOSS_SHARE * self._total_s + base.seconds:
+            return none
+        gains = [
+            (gain, -place, index)
+            for index, offer in enumerate(offers)
+            for place, gain in enumerate(self._gains(offer))
+        ]
+        gains = sorted(gains, reverse=True)[: max(self.most_rows - num_base, 0)]
+        best, num_best = num_base / base.seconds, 0
+        totals = itertools.accumulate((gain for gain, *_ in gains), initial=num_base)
+        for num_drafted, expected in enumerate(totals):
+            rate = expected / self._seconds_of(num_base + num_drafted, num_base)
+            if rate > best:
+                best, num_best = rate, num_drafted
+        chosen = none
+        for *_, index in gains[:num_best]:
+            chosen[index] += 1
+        return chosen
+
+    def measured(self, num_base: int, num_rows: int, seconds: float) -> None:
+        """A pass for so many sequences had so many rows, those of drafted tokens included."""
+        self._num_passes += 1
+        self._counts["draft_steps"] += num_base
+        self._counts["drafted_tokens"] += num_rows - num_base
+        self._total_s += seconds
+        time = self._times.setdefault(num_rows, _Time())
+        time.count += 1
+        time.seconds += max(_NEW_SHARE, 1 / time.count) * (seconds - time.seconds)
+        time.latest = self._num_passes
+        if num_rows > num_base:
+            self._lose(seconds, num_base, num_base)
+
+    def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
+        """So many tokens of a draft were right, and maybe the one after them was not."""
+        self._counts["accepted_drafts"] += num_right
+        right = self._right[grade]
+        right[0] += num_right
+        right[1] += num_right + has_failed
+        self._lose(0.0, num_right, num_base)
+
+    def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
+        """Seconds were spent, and tokens came that steps of so many sequences take time for."""
+        base = self._times.get(num_base)
+        if base is not None:
+            lost_s = self._lost_s + seconds - num_tokens / num_base * base.seconds
+            self._lost_s = max(lost_s, -_MOST_GAINED * base.seconds)
+
+    def _gains(self, offer: Draft) -> list[float]:
+        right, judged = self._right[offer.grade]
+        prior = PRIOR_RIGHT[offer.grade]
+        chance = (right + _PRIOR_WEIGHT * prior) / (judged + _PRIOR_WEIGHT)
+        return [chance**place for place in range(1, len(offer.tokens) + 1)]
+
+    def _seconds_of(self, num_rows: int, num_base: int) -> float:
+        """Seconds of a pass, between measured numbers of rows or beyond them by their slope."""
+        if num_rows in self._times:
+            return self._times[num_rows].seconds
+        known = sorted((rows, time.seconds) for rows, time in self._times.items())
+        below = [each for each in known if each[0] < num_rows]
+        above = [each for each in known if each[0] > num_rows]
+        base = self._times[num_base]
+        if not below:
+            return base.seconds
+        rows, seconds = below[-1]
+        if above:
+            slope = (above[0][1] - seconds) / (above[0][0] - rows)
+        elif len(below) > 1:
+            slope = max(seconds - below[0][1], 0.0) / (rows - below[0][0])
+        else:
+            slope = _PRIOR_ROW_SHARE * base.seconds / num_base
+        return seconds + slope * (num_rows - rows)
+
+    def _forget_old(self) -> None:
+        old = [rows for rows, time in self._times.items() if self._num_passes - time.latest > _AGE]
+        for rows in old:
+            del self._times[rows]

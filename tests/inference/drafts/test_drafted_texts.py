@@ -1,0 +1,246 @@
+"""With drafts, texts and logits have the bits that they have without."""
+
+from pathlib import Path
+from typing import Any
+
+import moe_families
+import pytest
+import torch
+from scripted_drafts import EveryDraft, Told
+from tiny_checkpoints import PROMPT, save, tiny_model
+from transformers import AutoTokenizer
+
+import moe_runtime
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.drafts import Lookup
+from moe_runtime.inference.generation import generate_text
+from moe_runtime.models.pocket import pocket_path
+
+NEW = 24
+QUICK = {
+    ("DeepseekV3ForCausalLM", "float32"),  # latents
+    ("GptOssForCausalLM", "bfloat16"),  # windows and sinks
+    ("Cohere2MoeForCausalLM", "float32"),  # windows
+    ("OlmoeForCausalLM", "bfloat16"),
+    ("Qwen3NextForCausalLM", "float32"),  # states
+    ("DeepseekV32ForCausalLM", "float32"),  # indices
+}
+
+REFUSED = {
+    *("AXK2", "BailingHybrid", "DeepseekV32", "DeepseekV4", "Dots3Note"),
+    *("Gemma4", "Glm5Next", "GlmMoeDsa", "GraniteMoeHybrid", "HYV4"),
+    *("Inkling", "Inkling2", "Jamba", "JetMoe", "KimiLinear"),
+    *("Lfm2Moe", "Llama4", "MiniMax", "MiniMaxM3Sparse", "MiniMaxM3VL"),
+    *("MistralLarge4", "NemotronH", "Qwen3Next", "Qwen3_5Moe", "Qwen4Exp"),
+    *("UnlimitedOcr", "Zaya"),
+}
+"""Families with states, indices, chunks, or an attention of their own, with all that they are part
+of."""
+GENERATES_FROM_IMAGES = {"Qwen3OmniMoeThinkerForConditionalGeneration"}
+
+
+def _cases() -> list[Any]:
+    families = [*moe_families.FAMILIES, *moe_families.ADAPTED]
+    return [
+        pytest.param(
+            family,
+            dtype,
+            id=f"{family}-{dtype}",
+            marks=[] if (str(family), dtype) in QUICK else pytest.mark.long,
+        )
+        for family in families
+        if family.decodes
+        and not (family.part or family.inputs)
+        and str(family) not in GENERATES_FROM_IMAGES
+        for dtype in ("float32", "bfloat16")
+        if dtype == "float32" or family.computes_in_bf16
+    ]
+
+
+def told(model: Any, whole: list[int], **settings: Any) -> None:
+    """Gives a model drafts that are right but for every third token."""
+    model._drafts.new_drafter = lambda: Told(whole, **settings)
+    model._drafts.control = EveryDraft(model._drafts.control.most_rows)
+
+
+def generated(model: Any, **settings: Any) -> Any:
+    return model.generate(
+        PROMPT,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(("family", "dtype"), _cases())
+def test_bits_are_those_of_one_token_at_a_time(
+    family: moe_families.Family, dtype: str, tmp_path: Path
+) -> None:
+    folder = save(tiny_model(family), tmp_path, sharded=False)
+    settings = {"device": "cpu", "dtype": dtype, "host_memory": "64MiB", "max_tokens": 256}
+    plain: Any = moe_runtime.load(folder, **settings)
+    with plain.moe:
+        expected = generated(plain, do_sample=False)
+    if str(family).partition("For")[0] in REFUSED:
+        with pytest.raises(UnsupportedModelError, match="leave draft out"):
+            moe_runtime.load(folder, draft="lookup", **settings)
+        return
+    model: Any = moe_runtime.load(folder, draft="lookup", **settings)
+    with model.moe:
+        told(model, expected.sequences[0].tolist())
+        assert model._drafts.control.most_rows >= 2
+        found = generated(model, do_sample=False)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert all(map(torch.equal, found.logits, expected.logits))
+        counts = model._drafts.control.counts()
+        assert counts["accepted_drafts"] >= NEW // 3
+        assert counts["draft_steps"] <= NEW // 2
+        model.moe.check()
+
+
+SETTINGS = {"device": "cpu", "host_memory": "28MiB", "max_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    with (model := moe_runtime.load(pocket_path(), **SETTINGS)).moe:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def drafted() -> Any:
+    with (model := moe_runtime.load(pocket_path(), draft="lookup", **SETTINGS)).moe:
+        yield model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "min_p": 0.1, "no_repeat_ngram_size": 3},
+    ],
+)
+def test_a_seed_gives_the_text_that_it_gives_without_drafts(
+    plain: Any, drafted: Any, options: dict[str, float]
+) -> None:
+    texts = []
+    for model in (plain, drafted):
+        if texts:
+            told(drafted, texts[0].sequences[0].tolist())
+        torch.manual_seed(7)
+        texts.append(generated(model, do_sample=True, **options))
+    assert texts[0].sequences.tolist() == texts[1].sequences.tolist()
+    assert all(map(torch.equal, texts[0].logits, texts[1].logits))
+    assert drafted._drafts.control.counts()["accepted_drafts"] > NEW // 4
+
+
+@torch.no_grad()
+def test_a_cache_may_be_cut_and_continued_between_calls(plain: Any, drafted: Any) -> None:
+    """Kept rows belong to the cache as it was: another token, or fewer of them, void these."""
+    whole = generated(plain, do_sample=False).sequences[0].tolist()
+    length = PROMPT.shape[1]
+    for cut, follows in ((0, None), (0, 5), (1, None), (4, None)):
+        logits = []
+        for model in (plain, drafted):
+            told(drafted, whole)
+            cache = model(PROMPT, use_cache=True).past_key_values
+            for token in whole[length : length + 5]:
+                out = model(torch.tensor([[token]]), past_key_values=cache)
+            if cut:
+                cache.crop(-cut)
+            rest = whole[length + 5 - cut : length + 10]
+            rest = rest if follows is None else [follows, *rest]
+            for token in rest:
+                out = model(torch.tensor([[token]]), past_key_values=cache)
+            logits.append(out.logits)
+            assert cache.get_seq_length() == length + 5 - cut + len(rest)
+        assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_what_a_draft_cannot_go_with_is_computed_as_always(plain: Any, drafted: Any) -> None:
+    whole = generated(plain, do_sample=False).sequences[0].tolist()
+    told(drafted, whole)
+    for options in (
+        {"num_return_sequences": 2, "do_sample": True},
+        {"num_beams": 2, "do_sample": False},
+        {"output_hidden_states": True, "do_sample": False},
+        {"do_sample": False, "attention_mask": torch.tensor([[0, *[1] * (PROMPT.shape[1] - 1)]])},
+    ):
+        texts = []
+        for model in (plain, drafted):
+            torch.manual_seed(3)
+            texts.append(generated(model, **options).sequences.tolist())
+        assert texts[0] == texts[1]
+    assert drafted._drafts.control.counts()["drafted_tokens"] == 0
+
+
+def test_drafts_keep_within_the_tokens_that_memory_is_set_aside_for(plain: Any) -> None:
+    whole = generated(plain, do_sample=False).sequences[0].tolist()
+    settings = {**SETTINGS, "max_tokens": PROMPT.shape[1] + NEW}
+    with (model := moe_runtime.load(pocket_path(), draft="lookup", **settings)).moe:
+        told(model, [*whole, *whole])
+        assert generated(model, do_sample=False).sequences[0].tolist() == whole
+
+
+def test_a_failed_read_within_a_verification_fails_the_call_alone(
+    plain: Any, drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = generated(plain, do_sample=False).sequences[0].tolist()
+    told(drafted, whole)
+    layer = drafted.get_submodule("model.layers.1.mlp")
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    hook = layer.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generated(drafted, do_sample=False)
+    finally:
+        hook.remove()
+    drafted.moe.check()
+    told(drafted, whole)
+    assert generated(drafted, do_sample=False).sequences[0].tolist() == whole
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
+def test_the_text_of_a_prompt_is_that_without_drafts(
+    plain: Any, drafted: Any, settings: dict[str, Any]
+) -> None:
+    """As `run` generates it, with what is passed on to the model by the way."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket_path())
+    drafted._drafts.new_drafter, drafted._drafts.control = Lookup, EveryDraft(16)
+    prompt = "def first(x):\n    return x\n\ndef second(x):\n"
+    texts = [
+        generate_text(model, tokenizer, prompt, max_new_tokens=60, **settings)
+        for model in (plain, drafted)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    counts = drafted._drafts.control.counts()
+    assert counts["drafted_tokens"] > counts["accepted_drafts"] > 5
+    assert counts["draft_steps"] + counts["accepted_drafts"] == 59  # the first is the prompt's
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "bogus"}, "unknown draft 'bogus'"),
+        ({"draft": "lookup", "trace": "trace.npz"}, "a trace must not have"),
+        ({"draft": "lookup", "placement": "map.json"}, "a single process"),
+    ],
+)
+def test_drafts_that_nothing_could_verify_are_refused(
+    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        moe_runtime.load(pocket_path(), **options)
+    assert not [*tmp_path.iterdir()]

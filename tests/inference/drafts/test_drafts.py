@@ -1,0 +1,126 @@
+"""What is drafted, and how many drafted tokens are verified."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from moe_runtime.inference.drafts import PLACES, Draft, DraftControl, Lookup
+
+MOST = 16
+
+
+def brute_force(text: list[int], most: int) -> list[int]:
+    """What followed the last earlier place of the latest tokens, four or else two of them; where
+    the text ends there, it goes on with what was drafted."""
+    for size in PLACES:
+        ends = range(size, len(text))
+        places = [
+            end for end in ends if len(text) > size and text[end - size : end] == text[-size:]
+        ]
+        if places:
+            whole = list(text)
+            for step in range(most):
+                whole.append(whole[places[-1] + step])
+            return whole[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 7])
+def test_a_lookup_drafts_what_followed_the_last_place_of_the_latest_tokens(vocabulary: int) -> None:
+    draw = random.Random(vocabulary)
+    lookup, text, num_found = Lookup(), [], 0
+    for _ in range(120):
+        new = [draw.randrange(vocabulary) for _ in range(draw.choice((1, 1, 2, 5)))]
+        text += new
+        lookup.extend(new)
+        most = draw.randrange(1, 9)
+        assert lookup.draft(most).tokens == brute_force(text, most)
+        num_found += bool(lookup.draft(most).tokens)
+    assert num_found > 40
+
+
+def test_a_longer_agreement_is_another_grade() -> None:
+    lookup = Lookup()
+    lookup.extend([1, 2, 9, 3, 1, 2])
+    assert lookup.draft(3) == Draft([9, 3, 1], 1)
+    lookup.extend([9, 3])
+    assert lookup.draft(2) == Draft([1, 2], 2)
+    assert Lookup().draft(3).tokens == []
+
+
+def run(
+    seconds_of: Callable[[int], float],
+    is_right: Callable[[int], bool],
+    num_tokens: int,
+    *,
+    num_sequences: int = 1,
+    grade: int = 2,
+) -> tuple[float, DraftControl]:
+    """Seconds of texts of so many tokens; ``is_right`` says of each token whether its draft is."""
+    control, spent = DraftControl(MOST), 0.0
+    places = [0] * num_sequences
+    while min(places) < num_tokens:
+        chosen = control.choose([Draft([0] * 15, grade)] * num_sequences)
+        rows = num_sequences + sum(chosen)
+        assert rows <= max(MOST, num_sequences)
+        spent += seconds_of(rows)
+        control.measured(num_sequences, rows, seconds_of(rows))
+        for index, num_drafted in enumerate(chosen):
+            accepted = 0
+            while accepted < num_drafted and is_right(places[index] + accepted):
+                accepted += 1
+            has_failed = accepted < num_drafted
+            control.judged(grade, accepted, has_failed=has_failed, num_base=num_sequences)
+            places[index] += 1 + accepted
+    return spent, control
+
+
+def test_right_drafts_are_verified_as_many_as_pay() -> None:
+    spent, control = run(lambda rows: 1 + 0.1 * (rows - 1), lambda _: True, 400)
+    # 16 tokens in 2.5 seconds; at first and from time to time a step goes without
+    assert spent < 400 * 2.5 / 16 * 1.35
+    assert control.counts()["accepted_drafts"] > 300
+    # from five rows on a row takes as long as a step: three or four are best
+    spent, control = run(lambda rows: 1 + 0.1 * (rows - 1) + max(rows - 4, 0), lambda _: True, 400)
+    assert spent < 400 * 1.2 / 3 * 1.05
+    counts = control.counts()
+    assert 1.5 <= counts["drafted_tokens"] / counts["draft_steps"] <= 3.2
+
+
+@pytest.mark.parametrize("row_s", [0.02, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("grade", [1, 2, 4])
+def test_wrong_drafts_take_no_more_than_a_fiftieth_of_the_time(
+    row_s: float, share: float, grade: int
+) -> None:
+    draw = random.Random(1)
+    right = [draw.random() < share for _ in range(1200)]
+    spent, control = run(lambda rows: 1 + row_s * (rows - 1), right.__getitem__, 1000, grade=grade)
+    assert spent <= 1000 * 1.02 + 1
+    assert control.counts()["draft_steps"] <= 1000
+
+
+def test_drafts_begin_again_when_a_text_starts_to_repeat_itself() -> None:
+    spent, control = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: place >= 1000, 2000)
+    begun, _ = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: False, 1000)
+    assert control.counts()["accepted_drafts"] > 600
+    assert spent < begun + 1000 * 0.6
+
+
+def test_several_sequences_share_the_rows() -> None:
+    spent, control = run(lambda rows: 1 + 0.05 * rows, lambda _: True, 200, num_sequences=3)
+    assert spent < 200 * 1.15 * 0.45
+    assert control.choose([Draft([0] * 15, 2)] * 20) == [0] * 20
+
+
+def test_times_that_are_not_known_come_from_those_that_are() -> None:
+    control = DraftControl(MOST)
+    offer = [Draft([0] * 15, 4)]
+    assert control.choose(offer) == [0]  # how long a step takes is not known
+    for _ in range(4):
+        control.measured(1, 1, 1.0)
+    assert control.choose(offer) > [4]  # a row is taken to take little
+    control.measured(1, 16, 17.0)
+    control.judged(4, 15, has_failed=False)
+    assert control.choose(offer) == [0]  # it takes as long as a step

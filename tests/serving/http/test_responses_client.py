@@ -1,0 +1,289 @@
+"""What OpenAI's own client gets from ``/v1/responses``: items, events, tools and kept responses."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+import pytest
+from http_server import ScriptedEngine, Served, model_of, served
+
+from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.responses import KeptResponses
+from moe_runtime.serving.http.schema import Message
+from moe_runtime.serving.http.server import Access
+from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
+
+if TYPE_CHECKING:
+    import openai
+
+PATH, CHAT = "/v1/responses", "/v1/chat/completions"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+THINKS = "{% if tools %}<tool_call>{% endif %}{% if enable_thinking %}<think></think>{% endif %}"
+
+
+def client_of(site: Served, **options: Any) -> openai.OpenAI:
+    import openai
+
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=f"{site.address}/v1", **options)
+
+
+@pytest.fixture
+def asked(staged: Any) -> Callable[..., GenerationRequest]:
+    """What the engine is asked for a body."""
+
+    def ask(path: str, body: dict[str, Any]) -> GenerationRequest:
+        found: list[GenerationRequest] = []
+        engine = ScriptedEngine(
+            lambda one: found.append(one) or [PromptRead(0), Finished("length")]
+        )
+        status, answer = staged(engine).ask(path, body)
+        assert status == 200, answer
+        return found[0]
+
+    return ask
+
+
+def test_a_response_is_the_text_of_a_chat(site: Served) -> None:
+    chat = {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]}
+    _, plain = site.ask(CHAT, {**chat, "max_completion_tokens": 12, "temperature": 0})
+    given: Any = {"model": "pocket", "instructions": "S", "input": "Hi", "temperature": 0}
+    with client_of(site) as client:
+        found = client.responses.create(**given, max_output_tokens=12)
+        events = [*client.responses.create(**given, max_output_tokens=12, stream=True)]
+    text = plain["choices"][0]["message"]["content"]
+    assert (found.output_text, found.status) == (text, "incomplete")
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.id.startswith("resp_")
+    assert found.output[0].id.startswith("msg_")
+    assert found.usage is not None
+    assert found.usage.input_tokens == plain["usage"]["prompt_tokens"]
+    assert found.usage.output_tokens == 12
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [kind for kind, _ in itertools.groupby(event.type for event in events)]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == text
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text
+
+
+def test_items_are_those_of_the_schema(speaking: Any) -> None:
+    """Every event holds against the types of OpenAI's client, which it does not check itself."""
+    from openai.types.responses import Response, ResponseStreamEvent
+
+    text = f"<think>The user\nasks</think>Let me see.{CALL}{CALL}"
+    site = speaking(text, THINKS)
+    body = {"input": "Hi", "tools": [TOOL], "store": False}
+    status, whole = site.ask(PATH, body)
+    assert status == 200
+    Response.model_validate(whole)
+    status, stream = site.ask(PATH, {**body, "stream": True})
+    adapter = pydantic.TypeAdapter(ResponseStreamEvent)
+    events = []
+    for event in filter(None, stream.split("\n\n")):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        adapter.validate_python(events[-1])
+    last = events[-1]["response"]
+    for found in (whole, last):
+        thought, said, *calls = found["output"]
+        assert thought["content"][0] == {"type": "reasoning_text", "text": "The user\nasks"}
+        assert said["content"][0]["text"] == "Let me see."
+        assert [(one["name"], one["arguments"]) for one in calls] == [
+            ("weather", '{"city": "Rome"}')
+        ] * 2
+        assert {one["status"] for one in found["output"]} == {"completed"}
+        assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == last["output"]
+    added = [one["item"]["id"] for one in events if one["type"] == "response.output_item.added"]
+    assert added == [one["id"] for one in done]
+
+
+TURNS = [
+    {"role": "developer", "content": "Be brief."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Ask."}]},
+    {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+    },
+    {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Rome"}'},
+    {"type": "function_call_output", "call_id": "1", "output": "Sun"},
+]
+
+
+def test_a_conversation_is_that_of_a_chat(asked: Any) -> None:
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    chat = [
+        {"role": "system", "content": "Help.\n\nBe brief."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "\nAsk.",
+            "tool_calls": [{"id": "1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "Sun", "tool_call_id": "1"},
+    ]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": PARAMETERS, "strict": False},
+        }
+    ]
+    one = asked(PATH, {"instructions": "Help.", "input": TURNS, "tools": [TOOL]})
+    assert one == asked(CHAT, {"messages": chat, "tools": tools})
+
+
+def test_fields_that_change_no_answer_are_taken(asked: Any) -> None:
+    more = {
+        **{"metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "prompt_cache_key": "k"},
+        **{"reasoning": {"effort": "high", "summary": "auto"}, "truncation": "disabled"},
+        **{"include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "background": False},
+        **{"text": {"format": {"type": "text"}, "verbosity": "low"}, "tool_choice": "auto"},
+    }
+    assert asked(PATH, {"input": "Hi", **more}) == asked(PATH, {"input": "Hi"})
+
+
+def test_a_conversation_is_continued_by_its_id(staged: Any, tokenizer: Any) -> None:
+    prompts: list[str] = []
+
+    def script(request: GenerationRequest) -> list[Any]:
+        prompts.append(tokenizer.decode(request.prompt_ids))
+        said = tokenizer(f"Answer {len(prompts)}", add_special_tokens=False)["input_ids"]
+        return [PromptRead(0), *map(NewToken, said), Finished("stop")]
+
+    site = staged(ScriptedEngine(script))
+    with client_of(site) as client:
+        first = client.responses.create(model="pocket", input="One", instructions="Only now.")
+        second = client.responses.create(model="pocket", input="Two", previous_response_id=first.id)
+        kept = client.responses.retrieve(second.id)
+        assert (kept.id, kept.output_text) == (second.id, "Answer 2")
+        assert kept.previous_response_id == first.id
+        client.responses.delete(second.id)
+        for name in (second.id, "resp_x"):
+            status, answer = site.ask(PATH, {"input": "Three", "previous_response_id": name})
+            assert (status, answer["error"]["code"]) == (404, "response_not_found")
+            assert site.ask(f"{PATH}/{name}")[0] == 404
+        unkept = client.responses.create(model="pocket", input="Four", store=False)
+        assert site.ask(f"{PATH}/{unkept.id}")[0] == 404
+    assert prompts[1].split() == [
+        *("user:", "One", "assistant:", "Answer", "1", "user:", "Two", "assistant:")
+    ]
+
+
+def test_responses_of_one_key_are_not_those_of_another(tokenizer: Any) -> None:
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("stop")])
+    models = [model_of("pocket", engine, tokenizer, 4096)]
+    with served(models, access=Access(keys=("a", "b"))) as site:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
+        name = site.ask(PATH, {"input": "Hi"}, headers=mine)[1]["id"]
+        assert site.ask(f"{PATH}/{name}", headers=mine)[0] == 200
+        assert site.ask(f"{PATH}/{name}", headers=other)[0] == 404
+        more = {"input": "Hi", "previous_response_id": name}
+        assert site.ask(PATH, more, headers=other)[0] == 404
+
+
+def test_the_oldest_responses_go_first() -> None:
+    kept = KeptResponses(most_bytes=300)
+    for number in range(6):
+        kept.put("", {"id": str(number), "text": "x" * 60}, [Message(role="user", content="y")])
+    found = []
+    for number in range(6):
+        with contextlib.suppress(ApiError):
+            found.append(kept.response("", str(number))["id"])
+    assert found == ["4", "5"]
+
+
+def test_log_probabilities_are_those_of_a_chat(site: Served) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 5}
+    both = {"temperature": 0, "top_logprobs": 2}
+    _, plain = site.ask(CHAT, {**chat, **both, "logprobs": True})
+    body = {"input": "Hi", "max_output_tokens": 5, **both}
+    _, found = site.ask(PATH, {**body, "include": ["message.output_text.logprobs"]})
+    expected = plain["choices"][0]["logprobs"]["content"]
+    given = found["output"][0]["content"][0]["logprobs"]
+    assert [one["token"] for one in given] == [one["token"] for one in expected]
+    for one, other in zip(given, expected, strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+        assert len(one["top_logprobs"]) == 2
+
+
+def test_an_answer_keeps_to_a_model_of_pydantic(speaking: Any) -> None:
+    class City(pydantic.BaseModel):
+        name: str
+
+    with client_of(speaking('{"name": "Rome"}')) as client:
+        found = client.responses.parse(model="pocket", input="Hi", text_format=City)
+    assert found.output_parsed == City(name="Rome")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_tool_is_called(speaking: Any, choice: Any) -> None:
+    with client_of(speaking(CALL)) as client:
+        found = client.responses.create(
+            model="pocket", input="Hi", tools=[TOOL], tool_choice=choice
+        )
+    (call,) = found.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Rome"}
+
+
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": IMAGE}, "input.0"),
+        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": "Hi", "tools": [TOOL, TOOL]}, "tools"),
+        ({"input": "Hi", "background": True}, "background"),
+        ({"input": "Hi", "include": ["file_search_call.results"]}, "include"),
+        ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "Hi", "conversation": "conv_1"}, "conversation"),
+        ({"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
+    ],
+)
+def test_what_is_refused(stage: Served, body: dict[str, Any], param: str) -> None:
+    error = stage.refused(PATH, body)
+    assert error["param"].startswith(param)
+    assert error["message"].startswith(param)
+
+
+def test_an_error_after_the_stream_has_begun_is_an_event(staged: Any) -> None:
+    script = [PromptRead(0), NewToken(50), Finished("error", message="it broke")]
+    _, text = staged(ScriptedEngine(lambda _: script)).ask(PATH, {"input": "Hi", "stream": True})
+    name, data = text.strip().split("\n\n")[-1].split("\n")
+    assert name == "event: error"
+    assert "it broke" in json.loads(data.removeprefix("data: "))["message"]
