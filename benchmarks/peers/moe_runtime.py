@@ -21,7 +21,7 @@ class Peer:
         names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant", "routes"}
         words = str(settings.get("variant")).split("+")
         named = {kind: word for kind, word in zip(_KINDS, VARIANTS, strict=False) if word in words}
-        self._options = {name: settings[name] for name in names} | named
+        self._options: dict[str, Any] = {name: settings[name] for name in names} | named
         self._path, self._routes, self._cache = settings["model"], settings.get("routes"), {}
 
     def load(self) -> None:
