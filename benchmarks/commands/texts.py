@@ -315,7 +315,7 @@ def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
 
 def _words(program: "PeerProgram") -> list[str]:
     """The parts of a peer's variant."""
-    return (program.settings.get("variant") or "").split("+")
+    return str(program.settings.get("variant") or "").split("+")
 
 
 def refuse_unrouted(
