@@ -144,8 +144,24 @@ SHARES = ("auto", "even", "adaptive")
 ACTIVATIONS = ("exact", "int8")
 """What is multiplied by quantised weights: values as they are, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
-MISSES = ("device", "cpu", "auto")
+STAND_IN = "stand-in"
+MISSES = ("device", "cpu", "auto", STAND_IN)
 DRAFTS = ("none", "lookup")
+
+_CACHE_AWARE = "cache-aware:"
+
+
+def parse_routing(text: str) -> float:
+    """The margin of `cache-aware:MARGIN`, a share in (0, 1]; 0 for `exact`, the router's choice."""
+    if text == "exact":
+        return 0.0
+    with contextlib.suppress(ValueError):
+        if text.startswith(_CACHE_AWARE) and 0 < (share := float(text[len(_CACHE_AWARE) :])) <= 1:
+            return share
+    raise ValueError(
+        "routing must be exact, or cache-aware:LAMBDA with a LAMBDA in (0, 1] such as "
+        f"cache-aware:0.1, got {text!r}"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

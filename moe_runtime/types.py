@@ -37,6 +37,10 @@ class ExpertCounters:
         computed_misses: the misses that the CPU computed where they lay, for a model on a device.
         planned_s: predicted seconds of the misses that were planned (`load(misses="auto")`).
         spent_s: seconds that these took, until the CPU had done its part and the last copy ended.
+        replaced_choices: choices of tokens that went to a resident expert instead of a missing one
+            (`load(routing="cache-aware:LAMBDA")`).
+        stand_in_choices: those that a rounded copy answered (`load(misses="stand-in")`).
+        skipped_choices: those that were left out (`load(skip_below=W)`).
         stall_s: seconds that computation waited for experts.
         readahead_bytes: the part of the bytes read that was read before it was asked for.
         expert_slots: experts that fit into the fastest tier at once, of `slot_bytes` each.
@@ -50,6 +54,9 @@ class ExpertCounters:
     computed_misses: int = 0
     planned_s: float = 0.0
     spent_s: float = 0.0
+    replaced_choices: int = 0
+    skipped_choices: int = 0
+    stand_in_choices: int = 0
     stall_s: float = 0.0
     readahead_bytes: int = 0
     expert_slots: int = 0

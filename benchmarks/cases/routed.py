@@ -5,7 +5,6 @@ the checkpoint's; the choices of experts and their weights are those of real tex
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,7 +67,7 @@ ROUTED_ROWS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class TracedModel:
     """The model that a trace must be of."""
 
     name: str
@@ -76,7 +75,7 @@ class Asked:
     all_layers: int  # of the shape whose first layers the model has
 
 
-def take_routes(path: Path, asked: Asked, num_requests: int, num_tokens: int) -> Routes:
+def take_routes(path: Path, asked: TracedModel, num_requests: int, num_tokens: int) -> Routes:
     """The first requests of a trace that are long enough, cut to that length.
 
     Raises:
@@ -102,7 +101,7 @@ def take_routes(path: Path, asked: Asked, num_requests: int, num_tokens: int) ->
     )
 
 
-def read_layers(path: Path, asked: Asked) -> Trace:
+def read_layers(path: Path, asked: TracedModel) -> Trace:
     """A trace as one of a model, which has the first of its layers. Raises ValueError: it is of
     another model."""
     trace, wanted = read_any_trace(path), asked.signature
@@ -127,7 +126,7 @@ def read_layers(path: Path, asked: Asked) -> Trace:
     )
 
 
-def teach(trace: Path, asked: Asked, checkpoint: Path, cache: Path) -> None:
+def teach(trace: Path, asked: TracedModel, checkpoint: Path, cache: Path) -> None:
     """Has the network of ``reuse`` taught by a trace, for runs whose cache is this folder.
 
     Raises:
@@ -136,9 +135,9 @@ def teach(trace: Path, asked: Asked, checkpoint: Path, cache: Path) -> None:
     cache.mkdir()
     write_trace(cache / "train.npz", read_layers(trace, asked))
     words = ["predictor", "teach", str(checkpoint), str(cache / "train.npz"), "--json"]
+    program = ["env", f"XDG_CACHE_HOME={cache}", sys.executable, "-P", "-m", "moe_runtime.cli.main"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "moe_runtime.cli.main", *words],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        [*program, *words],
         capture_output=True,
         text=True,
         check=False,
@@ -149,7 +148,7 @@ def teach(trace: Path, asked: Asked, checkpoint: Path, cache: Path) -> None:
         raise PeerFailedError(f"--train {trace}: teaches no network that misses less")
 
 
-class Routing:
+class RecordedRouting:
     """The requests of a benchmark, batch by batch, with their routing and its bounds.
 
     Args:
@@ -171,7 +170,7 @@ class Routing:
         opened = open_checkpoint(checkpoint, "auto")
         experts = map_experts(build_on_meta(opened), opened)
         layouts, signature = experts.layouts, signature_of(opened, experts)
-        self.asked = Asked(checkpoint.name, signature, all_layers or signature.num_layers)
+        self.asked = TracedModel(checkpoint.name, signature, all_layers or signature.num_layers)
         self._batches, self._num_prompt = batches, num_prompt
         num_requests = sum(map(len, batches))
         self._routes = take_routes(trace, self.asked, num_requests, num_prompt + num_new)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, Routing
+from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, RecordedRouting
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
@@ -46,7 +46,7 @@ class TextPlan(ABC):
     agreement: float = 0.9
     timeout_s: float = 900.0
     continuations: Sequence[Any] | None = None
-    routing: Routing | None = None
+    routing: RecordedRouting | None = None
 
     @property
     @abstractmethod

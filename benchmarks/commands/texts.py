@@ -27,7 +27,7 @@ from moe_runtime.config import parse_budget
 from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
-    from moe_runtime.benchmarks.cases.routed import Routing
+    from moe_runtime.benchmarks.cases.routed import RecordedRouting
     from moe_runtime.benchmarks.cases.texts import Ids, TextPlan
     from moe_runtime.benchmarks.suite.peers import PeerProgram
     from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
@@ -351,7 +351,7 @@ def refuse_unrouted(
             f"--predictor {hidden[0]} looks at hidden states, which --routing has nothing to do "
             "with in random weights; name one that looks at routing alone, such as running-counts"
         )
-    from moe_runtime.benchmarks.cases.routed import Asked, read_layers, take_routes
+    from moe_runtime.benchmarks.cases.routed import TracedModel, read_layers, take_routes
     from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
     from moe_runtime.types import ModelSignature
 
@@ -364,7 +364,7 @@ def refuse_unrouted(
         model_type=str(shape.config()["model_type"]),
         **{one: getattr(shape, one) for one in sizes},
     )
-    wanted = Asked(asked.shape, signature, _shape_of(asked.shape, None).num_layers)
+    wanted = TracedModel(asked.shape, signature, _shape_of(asked.shape, None).num_layers)
     take_routes(asked.routing, wanted, num_requests, asked.prompt_tokens + num_new)
     if asked.train is not None:
         read_layers(asked.train, wanted)
@@ -372,16 +372,16 @@ def refuse_unrouted(
 
 def routing_of(
     asked: TextOptions, model: "AskedModel", batches: Sequence[Sequence[int]], num_new: int
-) -> "Routing":
+) -> "RecordedRouting":
     """The routing of all texts; teaches a network for the systems that begin with one."""
-    from moe_runtime.benchmarks.cases.routed import Routing, teach
+    from moe_runtime.benchmarks.cases.routed import RecordedRouting, teach
     from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.inference.generation import check_length
 
     assert asked.routing is not None
     check_length(read_config(Path(model.path)), asked.prompt_tokens, num_new)
     layers = model.facts.get("layers_of_shape")
-    routing = Routing(
+    routing = RecordedRouting(
         asked.routing, Path(model.path), layers, batches, asked.prompt_tokens, num_new
     )
     if asked.train is not None:

@@ -99,11 +99,25 @@ def choose_experts_reference(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """The specification in plain torch: in fp32, and rounds the weights once."""
-    logits = ranked = logits_TE.float()
-    if form.scores == "sigmoid":
-        ranked = logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()
+    ranked = rank_experts(logits_TE, form, bias_E)
     ranked = ranked.where(~ranked.isnan(), torch.nan)  # CUDA sorts a negative NaN last
     ids_TK = ranked.argsort(dim=-1, descending=True, stable=True)[:, :num_choices]
+    return ids_TK, weigh_experts(logits_TE, ids_TK, form, dtype)
+
+
+def rank_experts(logits_TE: Tensor, form: ChoiceForm, bias_E: Tensor | None = None) -> Tensor:
+    """The scores `[T, E]` by which experts are chosen, in fp32."""
+    logits = logits_TE.float()
+    if form.scores != "sigmoid":
+        return logits
+    return logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()
+
+
+def weigh_experts(
+    logits_TE: Tensor, ids_TK: Tensor, form: ChoiceForm, dtype: torch.dtype
+) -> Tensor:
+    """The weights `[T, K]` of experts that were chosen in any way."""
+    logits = logits_TE.float()
     if form.scores == "softmax":
         weights = logits.softmax(-1).gather(1, ids_TK)
     elif form.scores == "sigmoid":
@@ -112,4 +126,4 @@ def choose_experts_reference(
         weights = logits.gather(1, ids_TK).softmax(-1)
     if form.normalises:
         weights = weights / (weights.sum(-1, keepdim=True) + form.least_sum)
-    return ids_TK, (weights * form.factor).to(dtype)
+    return (weights * form.factor).to(dtype)

@@ -20,6 +20,7 @@ from moe_runtime.config import (
     PrefetchMode,
     parse_budget,
     parse_bytes,
+    parse_routing,
     require_known,
 )
 from moe_runtime.files import at_home
@@ -71,6 +72,12 @@ def _device(param: typer.CallbackParam, name: str) -> str:
 
         find_device(name, "--device")
     return name
+
+
+def _routing(text: str) -> str:
+    if text.isprintable():
+        parse_routing(text)
+    return text
 
 
 def _predictor(name: str) -> str:
@@ -163,8 +170,27 @@ Misses = Annotated[
     str,
     option(
         "Where to compute experts that are not on the GPU: device (copy first), cpu, or "
-        "auto (the faster). cpu and auto can change the last digits.",
+        "auto (the faster). cpu and auto can change the last digits. On a CPU: stand-in, int4 "
+        "copies in memory answer for missing experts (lossy).",
         callback=named("misses", lambda: MISSES),
+    ),
+]
+Routing = Annotated[
+    str,
+    option(
+        "exact, or cache-aware:LAMBDA: a resident expert replaces a missing one whose weight is "
+        "higher by at most this share of the token's weights. Lossy; CPU only.",
+        metavar="ROUTING",
+        callback=_routing,
+    ),
+]
+SkipBelow = Annotated[
+    float,
+    option(
+        "Leave out missing experts with less than this share of a token's weights. Lossy; CPU "
+        "only.",
+        min=0.0,
+        max=1.0,
     ),
 ]
 Prefetch = Annotated[
@@ -223,6 +249,8 @@ class Loading:
         str, typer.Option(callback=named("activations", lambda: ACTIVATIONS))
     ] = "exact"
     misses: Misses = "device"
+    routing: Routing = "exact"
+    skip_below: SkipBelow = 0.0
     prefetch: Prefetch = "auto"
     predictor: Predictor = "auto"
     draft: Draft = "none"

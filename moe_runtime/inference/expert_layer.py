@@ -33,6 +33,7 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
+    from moe_runtime.inference.lossy import MissRules
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
@@ -59,6 +60,7 @@ class OffloadedExperts(AbsentParameters):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.partition: ExpertPartition | None = None
+        self.miss_rules: MissRules | None = None
         self.listeners = Listeners()
         self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
@@ -143,7 +145,7 @@ class OffloadedExperts(AbsentParameters):
         """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
         store, parameters, listeners = self.store, self._parameters, self.listeners
         assert store is not None
-        if self.partition is not None or listeners.routed or listeners.demanded:
+        if self.partition is not None or any(one.reads_ahead for one in listeners.demanded):
             return None
         if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
             return None
@@ -163,7 +165,22 @@ class OffloadedExperts(AbsentParameters):
         if len(ids_TK) > 1 and len(experts) > store.slots_of(self.layer):
             return None
         keys = [*map(self._keys.__getitem__, experts)]
-        return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
+        if not listeners.routed and not listeners.demanded:
+            return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
+        routing = LayerRouting(self.layer, keys, hidden_TD, ids_TK, weights_TK)
+
+        def use(found: list[ExpertWeights]) -> torch.Tensor | None:
+            out_TD = step(hidden_TD, weights_TK, places_R, found)
+            if out_TD is not None:
+                for listener in listeners.routed:
+                    listener.routed(routing)
+            return out_TD
+
+        out_TD = store.use_resident(keys, use)
+        if out_TD is not None:
+            for listener in listeners.demanded:
+                listener.demanded(routing)
+        return out_TD
 
     def _forward_general(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -203,20 +220,32 @@ class OffloadedExperts(AbsentParameters):
         rows = self.rows_of(top_k_index)
         if self.listeners.routed:
             self._announce(rows, hidden_TD, top_k_index, top_k_weights)
+        own_rows = rows if self.partition is None else self.partition.own_rows(self.layer, rows)
+        rules = self.miss_rules
+        if rules is not None:
+            if rules.takes(num_tokens) and not self._wants_gradient(hidden_TD, top_k_weights):
+                rows = own_rows = rules.without_light(own_rows, top_k_weights)
+            else:
+                rules = None
         num_rows = sum(map(len, rows.values()))
         # rows of skipped choices are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
         out_RD = make(
             num_tokens * top_k, hidden_TD.shape[-1], dtype=hidden_TD.dtype, device=hidden_TD.device
         )
-        own_rows = rows if self.partition is None else self.partition.own_rows(self.layer, rows)
         if num_rows:
-            keys = [self._keys[expert] for expert in own_rows]
+            keys, copies = [self._keys[expert] for expert in own_rows], []
+            if rules is not None:
+                keys, copies = rules.split(keys)
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             activation = self._activation_now()
             self._lease_and_run(
                 routing, partial(self._run_group, routing, own_rows, activation, out_RD)
             )
+            if rules is not None and copies:
+                self._run_rows(routing, own_rows, activation, out_RD, copies)
+                missing = [key for key, _ in copies]
+                rules.answered(missing, sum(len(own_rows[key.expert]) for key in missing))
         if num_rows and self.partition is not None:
             self.partition.exchange(self.layer, rows, out_RD)
         return out_RD
@@ -286,6 +315,19 @@ class OffloadedExperts(AbsentParameters):
         out_RD: torch.Tensor,
         group: Sequence[tuple[ExpertKey, ExpertWeights]],
     ) -> None:
+        """As ``_run_rows``; the first experts of all say which kernel there is."""
+        if self._step is None:
+            self._step = self._make_step(group[0][1])
+        self._run_rows(routing, rows, activation, out_RD, group)
+
+    def _run_rows(
+        self,
+        routing: LayerRouting,
+        rows: Mapping[int, list[int]],
+        activation: ExpertActivation,
+        out_RD: torch.Tensor,
+        group: Sequence[tuple[ExpertKey, ExpertWeights]],
+    ) -> None:
         """Computes the rows of some experts, and writes them to their places in ``out_RD``."""
         found: list[ExpertWeights] = []
         counts: list[int] = []
@@ -294,8 +336,6 @@ class OffloadedExperts(AbsentParameters):
             found.append(weights)
             counts.append(len(rows[key.expert]))
             destinations += rows[key.expert]
-        if self._step is None:
-            self._step = self._make_step(found[0])
         num_choices = routing.ids_TK.shape[1]
         tokens = (
             [0] * len(destinations)

@@ -13,6 +13,7 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
+from moe_runtime.config import MISSES, STAND_IN, require_known
 from moe_runtime.inference.budget import (
     plan_memory,
     reserve_for,
@@ -21,6 +22,7 @@ from moe_runtime.inference.budget import (
     tokens_to_plan_for,
 )
 from moe_runtime.inference.loading import AUTO, check_names, resolve_policy, signature_of
+from moe_runtime.inference.lossy import copied_bytes
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 
@@ -44,7 +46,8 @@ class CheckpointSummary:
         dense_bytes: everything but the routed experts, as it lies in memory on a CPU.
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.
-        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, and buffers.
+        stand_in_bytes: copies that ``misses="stand-in"`` keeps; 0 without.
+        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, buffers, and stand-ins.
         token_bytes: what the reserve is smaller by, at least, for each token less.
         signature: what traces and predictors of this model agree on.
     """
@@ -62,6 +65,7 @@ class CheckpointSummary:
     expert_bytes: int
     bytes_per_expert: int
     slot_bytes: int
+    stand_in_bytes: int
     reserve_bytes: int
     max_tokens: int
     token_bytes: int
@@ -106,6 +110,7 @@ def inspect_checkpoint(
     dtype: str | torch.dtype = "auto",
     max_tokens: int | None = None,
     cache_code: str = "none",
+    misses: str = "device",
     verify: bool = False,
     progress: Progress | None = None,
 ) -> CheckpointSummary:
@@ -124,9 +129,10 @@ def inspect_checkpoint(
         ValueError: an option is not one of those that exist.
     """
     check_names(AUTO, AUTO, AUTO, cache_code)
+    require_known("misses", misses, MISSES)
     with nullcontext(path_or_id) if verify else found_headers(path_or_id, progress) as found:
         checkpoint = open_checkpoint(found, dtype, progress=progress)
-        summary = _summary_of(checkpoint, max_tokens, cache_code, verify, progress)
+        summary = _summary_of(checkpoint, max_tokens, cache_code, misses, verify, progress)
     return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
 
 
@@ -134,6 +140,7 @@ def _summary_of(
     checkpoint: Checkpoint,
     max_tokens: int | None,
     cache_code: str,
+    misses: str,
     verify: bool,
     progress: Progress | None,
 ) -> CheckpointSummary:
@@ -149,6 +156,7 @@ def _summary_of(
         from moe_runtime.checkpoints.expert_tensors import verify_weights
 
         verify_weights(checkpoint, experts, progress)
+    stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     return CheckpointSummary(
@@ -165,7 +173,9 @@ def _summary_of(
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=cached.slot_bytes,
+        stand_in_bytes=stand_in_bytes,
         reserve_bytes=landing_bytes
+        + stand_in_bytes
         + reserve_for(
             checkpoint.config,
             checkpoint.dtype,

@@ -272,6 +272,12 @@ def router_form(module: Any) -> RouterForm | None:
     return RouterForm(row.product, choice, own["top_k"], row.keeps_dtype, row.takes_batches)
 
 
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A router's own tensors: `weight`, perhaps `bias`, and one that is added for the choice."""
+    tensors = {**module._parameters, **module._buffers}
+    return {name: each for name, each in tensors.items() if each is not None}
+
+
 def activation_of(experts: Any) -> ActivationSpec | None:
     """The formula of what an experts module does between its projections; None for its own
     function."""

@@ -27,6 +27,7 @@ from moe_runtime.config import (
     CACHE_CODES,
     DRAFTS,
     SHARES,
+    STAND_IN,
     Budget,
     MemorySize,
     PrefetchMode,
@@ -58,6 +59,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
+from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
@@ -94,6 +96,8 @@ def load(
     cache_code: str = "none",
     activations: str = "exact",
     misses: str = "device",
+    routing: str = "exact",
+    skip_below: float = 0.0,
     draft: str = "none",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
@@ -135,7 +139,13 @@ def load(
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
         misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
             for steps of up to 16 tokens; or ``"auto"``, by measured speeds. Except for ``"device"``
-            the last bits of a result depend on residency.
+            the last bits of a result depend on residency. ``"stand-in"``, on a CPU: in such steps
+            resident int4 copies of all experts answer for missing ones. Lossy.
+        routing: ``"exact"``, or ``"cache-aware:LAMBDA"``: in steps of up to 16 tokens a resident
+            expert wins over a missing one whose score is higher by at most LAMBDA times the sum of
+            the token's chosen scores; its best expert stays. Lossy; only on a CPU.
+        skip_below: missing experts of less than this share of a token's weights are left out, in
+            steps of up to 16 tokens. Lossy; only on a CPU.
         draft: what guesses the next tokens, several of which a pass verifies: ``"none"``, or
             ``"lookup"``: what followed the latest tokens where they stood before. Texts stay the
             same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
@@ -186,6 +196,8 @@ def load(
         from moe_runtime.inference.device.misses import check_misses
 
         check_misses(misses, place, is_alone=group is None and placement is None)
+    rules = LossyRules.of(routing, skip_below, misses)
+    rules.check(place, is_alone=group is None and placement is None, draft=draft)
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -232,6 +244,8 @@ def load(
             module, layer, [key for key in experts.layouts if key.layer == layer + 1]
         ),
     )
+    if rules.stands_in:
+        set_aside_bytes += copied_bytes(experts)
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
@@ -248,6 +262,8 @@ def load(
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes
     plans = _plan(checkpoint, slot_maps, budgets, free, dense_bytes, max_tokens, extra_bytes)
+    lacks_slots = plans["host"].num_slots < len(experts.layouts)
+    rules.require_effect(model, blocks, top_k=experts.top_k, lacks_slots=lacks_slots)
     # a barrier: all processes have measured free memory before one of them allocates
     if partition is not None:
         partition.require_same_model(checkpoint, experts, place)
@@ -282,10 +298,11 @@ def load(
     for module in modules:
         module.store, module.partition, module.listeners = store, partition, listeners
         module.list_parameters(checkpoint.dtype, place)
-    if misses != "device":
+    if misses not in ("device", STAND_IN):
         from moe_runtime.inference.device.misses import open_misses
 
         open_misses(misses, modules, store, host_store, bind_slots(slot_maps["host"]))
+    apply_rules(rules, model, blocks, modules, store)
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
         from moe_runtime.inference.device.decoding_model import record_decoding
@@ -344,6 +361,8 @@ def load(
         learning=learning,
         drafts=None if drafts is None else drafts.control,
     )
+    if rules.stands_in:
+        _copy_experts(model, modules, progress)
     if warm_up:
         warm(model, modules, max_tokens, progress)
     if drafts is not None:
@@ -471,6 +490,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("policy", "prefetch", "shares", "cache_code", "activations", "misses", "draft"), (str,)
     ),
+    "routing": (str,),
+    "skip_below": (float, int),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
@@ -587,6 +608,31 @@ def warm(
             if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
                 _compute(model, max_tokens)
                 _compute_prompts(model, modules, max_tokens)
+        model.moe.reset_stats()
+        is_done = True
+    finally:
+        if not is_done:
+            model.moe.close()
+
+
+def _copy_experts(
+    model: Any, modules: Sequence[OffloadedExperts], progress: Progress | None
+) -> None:
+    """Reads every expert once, and makes its stand-in. Counters begin at zero afterwards."""
+    total, num_done, is_done = model.moe.facts.expert_bytes, 0, False
+    num_experts = sum(module.num_experts for module in modules)
+    try:
+        with _muted(model):
+            for module in modules:
+                assert module.store is not None
+                assert module.miss_rules is not None
+                with module.store.lease(module._keys, streaming=True) as lease:
+                    for group in lease:
+                        for key, weights in group:
+                            module.miss_rules.keep_copy(key, weights)
+                            num_done += 1
+                        if progress is not None:
+                            progress("making stand-ins", total * num_done // num_experts, total)
         model.moe.reset_stats()
         is_done = True
     finally:

@@ -197,6 +197,7 @@ class PrefetchListener(Listener):
             self._prefetcher.finish(request)
         self._prefetcher.step(step.requests, lambda: step.token_ids)
         self.wants_demands = self.follows_requests = self._prefetcher.wants_layers
+        self.reads_ahead = self._prefetcher.predicts
 
     def demanded(self, routing: LayerRouting) -> None:
         prefetcher, look_ahead = self._prefetcher, self._look_ahead

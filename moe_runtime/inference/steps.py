@@ -104,10 +104,11 @@ class Listener:
     Attributes:
         wants_routing: whether ``routed`` is called; read after ``begin``.
         wants_demands: whether ``demanded`` is.
+        reads_ahead: whether ``demanded`` may start reads, which run while the layer computes.
         follows_requests: whether it has to know which requests a step belongs to.
     """
 
-    wants_routing = wants_demands = False
+    wants_routing = wants_demands = reads_ahead = False
     follows_requests = True
 
     def allow(self, step: Step) -> None:
@@ -117,10 +118,11 @@ class Listener:
         """A pass begins, after all listeners have allowed it."""
 
     def routed(self, routing: LayerRouting) -> None:
-        """Called once per layer, before its experts are leased."""
+        """Called once per layer, before its experts are leased or their uses noted."""
 
     def demanded(self, routing: LayerRouting) -> None:
-        """Called once per layer after its reads are queued; predict here."""
+        """Called once per layer after its reads are queued, or its experts were all resident;
+        predict here."""
 
     def end(self) -> None:
         """The pass succeeded."""

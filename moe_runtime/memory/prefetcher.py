@@ -203,6 +203,11 @@ class Prefetcher:
         )
 
     @property
+    def predicts(self) -> bool:
+        """Whether layers of the running step are guessed."""
+        return self._predicts
+
+    @property
     def wants_layers(self) -> bool:
         """Whether ``routed`` has anything to do in the running step."""
         return self._predicts or self._predictor.needs_history

@@ -425,6 +425,35 @@ class ExpertStore(Generic[W]):
                 self._counters.hits += len(keys)
             return result
 
+    def missing(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Those that are not resident now; what is on its way is missing."""
+        with self._monitor:
+            entries = self._entries
+            return [key for key in keys if not is_resident(entries.get(key))]
+
+    def count(self, *, replaced: int = 0, skipped: int = 0, stood_in: int = 0) -> None:
+        """Counts choices that a lossy rule changed."""
+        with self._monitor:
+            self._counters.replaced_choices += replaced
+            self._counters.skipped_choices += skipped
+            self._counters.stand_in_choices += stood_in
+
+    def read_later(self, keys: Sequence[ExpertKey], at_once: int) -> None:
+        """Reads experts of one layer for later leases, after all demands, as the policy keeps them;
+        with so many reads under way none begins."""
+        policy = self._policy
+        with self._monitor:
+            for key in keys:
+                if key in self._entries or self._link.under_way >= at_once:
+                    continue
+                if not self._free and policy.may_decline:
+                    victim = self._victim(key)
+                    if victim is None or policy.declines(key, victim):
+                        continue
+                slot = self._take_slot(key, keep=True)
+                if slot is not None:
+                    self._start(key, slot, keep=True, priority=Priority.READAHEAD)
+
     def end_leases(self) -> None:
         """Ends leases of this thread that an exception has left open."""
         if self._leases and not self.is_forked:

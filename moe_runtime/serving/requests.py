@@ -293,6 +293,9 @@ class ExpertStatistics:
     late_hits: int
     misses: int
     bytes_read: Mapping[str, int]
+    replaced_choices: int
+    skipped_choices: int
+    stand_in_choices: int
     stall_s: float
     useful_guesses: int
     late_guesses: int

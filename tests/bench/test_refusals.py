@@ -54,8 +54,6 @@ REFUSED = {
     "experts MODEL --formats int4 --training": "in bfloat16 on a CPU alone, not --training",
     "experts MODEL --formats int4 --dtype float32": "alone, not --dtype float32",
     "experts MODEL --formats q4_k --peer kt_kernel": "has bf16, fp8, mxfp4, int4-int8; none is",
-    "experts MODEL --formats int4 --memory much": "--memory: ",
-    "experts MODEL --memory 1GiB": "--memory bounds experts of --formats; leave it out",
     "training --shape pocket --dtype float64": "--dtype must be float32 or bfloat16",
     "training --shape pocket --isa sse": "unknown --isa 'sse': known: avx2, avx512",
     "training --shape 300m --layers 1000": "fewer --layers",

@@ -15,7 +15,7 @@ from traces import trace_of
 from warm_python import warm_python
 
 import moe_runtime
-from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, Asked, Routing, teach
+from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, RecordedRouting, TracedModel, teach
 from moe_runtime.benchmarks.cases.routed_model import RoutedModel
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
@@ -69,8 +69,8 @@ class Noted(Listener):
         return found
 
 
-def routing_of(model: Path, trace: Path, batches: list[list[int]]) -> Routing:
-    return Routing(trace, model, None, batches, PROMPT, NEW)
+def routing_of(model: Path, trace: Path, batches: list[list[int]]) -> RecordedRouting:
+    return RecordedRouting(trace, model, None, batches, PROMPT, NEW)
 
 
 @torch.inference_mode()
@@ -158,7 +158,7 @@ def test_a_network_is_taught_for_those_runs_alone_that_ask_for_it(
     routes = make_routes(SHAPE, num_sequences=60, length=60, seed=1)
     trace = trace_of(routes)
     write_trace(tmp_path / "l.npz", replace(trace, signature=replace(trace.signature, **OLMOE)))
-    asked = Asked("olmoe", replace(trace.signature, **OLMOE), NUM_LAYERS)
+    asked = TracedModel("olmoe", replace(trace.signature, **OLMOE), NUM_LAYERS)
     teach(tmp_path / "l.npz", asked, model, tmp_path / "taught")
     assert [*(tmp_path / "taught").rglob("*-reuse.npz")]
     few = trace.steps(0, 40)

@@ -37,6 +37,7 @@ def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     """A value of an option that is not its default: as a word, and as it must arrive."""
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
     words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "cpu"}
+    words |= {"routing": "cache-aware:0.375"}
     words |= {"activations": "int8", "draft": "lookup"}
     words |= {"prefetch": "observe", "predictor": "running-counts"}
     kinds = set(get_args(kind)) or {kind}

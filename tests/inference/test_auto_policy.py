@@ -8,6 +8,7 @@ import torch
 
 import moe_runtime
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.lab.replay.choice import LEAST_STEPS
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.recent import read_recent
@@ -89,6 +90,41 @@ def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
     kept = read_recent(inspect_checkpoint(pocket_path()).signature, pocket_path())
     assert kept is not None
     assert kept.num_steps == 3  # of the last one
+
+
+@pytest.mark.parametrize("policy", ["lru", "mrs", "reuse"])
+def test_listening_to_resident_experts_tells_the_same_and_computes_the_same(policy: str) -> None:
+    """Natively while nobody reads ahead, and expert by expert otherwise."""
+
+    class Notes(Listener):
+        wants_routing = wants_demands = True
+
+        def __init__(self, *, reads_ahead: bool) -> None:
+            self.reads_ahead = reads_ahead
+            self.events: list[tuple[str, int, list[int], list[int]]] = []
+
+        def note(self, kind: str, routing: LayerRouting) -> None:
+            experts = [key.expert for key in routing.keys]
+            self.events.append((kind, routing.layer, experts, routing.ids_TK.flatten().tolist()))
+
+        def routed(self, routing: LayerRouting) -> None:
+            self.note("routed", routing)
+
+        def demanded(self, routing: LayerRouting) -> None:
+            self.note("demanded", routing)
+
+    found = []
+    for reads_ahead in (False, True):
+        model: Any = moe_runtime.load(pocket_path(), device="cpu", policy=policy, max_tokens=64)
+        listener = Notes(reads_ahead=reads_ahead)
+        with model.moe, model._steps.listeners.also(listener):
+            out = model.generate(torch.arange(5, 25)[None], max_new_tokens=20, min_new_tokens=20)
+            model.moe.check()
+        found.append((out.tolist(), listener.events))
+    assert found[0] == found[1]
+    events = found[0][1]
+    assert len(events) == 2 * 6 * 20
+    assert [kind for kind, *_ in events[::2]] == ["routed"] * 120
 
 
 def test_adaptive_shares_change_no_bit(expected: torch.Tensor) -> None:

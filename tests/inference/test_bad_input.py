@@ -106,6 +106,9 @@ def test_no_sound_config(checkpoint):
     change_config(checkpoint, model_type="olmo_e")
     message = refused(checkpoint, UnsupportedModelError)
     assert "knows no model_type 'olmo_e'; install one" in message
+    change_config(checkpoint, model_type="bailing_moe")  # whose name is near that of others
+    message = refused(checkpoint, UnsupportedModelError)
+    assert message.endswith("'bailing_moe'; install one that does, if there is one")
     change_config(checkpoint, model_type="olmoe", hidden_size=48)
     refused(checkpoint)
     (checkpoint / "config.json").write_text("{")

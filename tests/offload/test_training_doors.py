@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from moe_families import FAMILIES
 from offloaded_models import (
     Stack,
     assert_same_parameters,
@@ -16,6 +18,7 @@ from offloaded_models import (
     train_in_memory,
     train_offloaded,
 )
+from tiny_checkpoints import PROMPT, tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.research.zeroth_order import offload_zeroth_order
+from moe_runtime.research.zeroth_order import ZerothOrder, offload_zeroth_order
 
+MIXTRAL = next(family for family in FAMILIES if family.folder == "mixtral")
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 OFFLOADS = [moe_runtime.offload_training, offload_zeroth_order]
 GATES = ("softmax_topk", "sigmoid_topk", "cosine_topk", "moepp", "sam", "group_limited_topk")
@@ -97,3 +101,26 @@ def test_what_averages_gradients_of_a_whole_model_is_refused(offload: Callable[.
     fully_shard(sharded, ignored_params={p for n, p in sharded.named_parameters() if "exp" in n})
     with pytest.raises(UnsupportedModelError, match="divided between processes"):
         offload(sharded, host_memory="64MiB")
+
+
+def test_forward_passes_move_the_adapters_alone() -> None:
+    torch.manual_seed(1)
+    base = tiny_model(MIXTRAL)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(base, settings)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    training = offload_zeroth_order(
+        model, host_memory="64MiB", optimizer=ZerothOrder(lr=1e-2, eps=1e-2)
+    )
+    for _ in range(2):
+        training.backward([lambda: model(PROMPT, labels=PROMPT).loss], rate=1e-2)
+        training.step(1e-2)
+    found = {n: p.detach() for n, p in model.named_parameters() if ".experts." not in n}
+    for layer in range(base.config.num_hidden_layers):
+        place = f"base_model.model.model.layers.{layer}.mlp.experts."
+        found |= {place + name: tensor for name, tensor in training.stacked(layer).items()}
+    training.close()
+    moved = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in found if ".lora_" in name}
+    assert moved
+    assert any(".experts." in name for name in found)

@@ -1,6 +1,7 @@
 """Capacity: who gets a place, against a queue that is served one choice at a time."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -109,8 +110,8 @@ def test_slots_per_expert_is_not_fooled_by_rounding() -> None:
     assert Capacity(0.01).slots_per_expert(1, 1, 64) == 1
 
 
-@pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf])
-def test_bad_factor(factor: float) -> None:
+@pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf, "1", True, False])
+def test_bad_factor(factor: Any) -> None:
     with pytest.raises(ValueError, match="capacity_factor must be positive"):
         Capacity(factor)
 

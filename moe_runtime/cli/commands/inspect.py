@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.config import format_bytes, parse_budget
+from moe_runtime.config import STAND_IN, format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
@@ -23,6 +23,7 @@ def inspect(
     dtype: options.Dtype = "auto",
     max_tokens: options.Count | None = None,
     cache_code: options.CacheCode = "none",
+    misses: options.Misses = "device",
     verify: bool = False,
     as_json: options.Json = False,
 ) -> None:
@@ -36,6 +37,8 @@ def inspect(
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     if budget is not None and budget.num_bytes is None:
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
+    if misses not in ("device", STAND_IN):
+        raise ValueError(f"--misses {misses} changes nothing here: expected {STAND_IN}")
     console.quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
         from moe_runtime.checkpoints.opening import find_checkpoint, read_config
@@ -50,6 +53,7 @@ def inspect(
             dtype=dtype,
             max_tokens=max_tokens,
             cache_code=cache_code,
+            misses=misses,
             verify=verify,
             progress=progress,
         )
@@ -85,6 +89,7 @@ def inspect(
     from moe_runtime.serving.http.dividing import server_bytes
 
     for_server = format_bytes(smallest + server_bytes(max_tokens), up=True)
+    copies = format_bytes(summary.stand_in_bytes)
     rows = [
         ("model", f"{summary.architecture} ({summary.model_type})"),
         (
@@ -100,6 +105,7 @@ def inspect(
         ("all experts", format_bytes(summary.expert_bytes)),
         ("everything else", format_bytes(summary.dense_bytes)),
         ("together", format_bytes(summary.dense_bytes + summary.expert_bytes)),
+        *([("int4 stand-ins", copies)] if summary.stand_in_bytes else []),
         (
             "smallest budget",
             f"{format_bytes(smallest, up=True)}, of which {format_bytes(summary.reserve_bytes)} "

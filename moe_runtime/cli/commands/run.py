@@ -306,6 +306,14 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
         row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
         planned = f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
         rows.append(("misses", row + planned * bool(stats.planned_s)))
+    changed = {
+        "replaced": stats.replaced_choices,
+        "by stand-ins": stats.stand_in_choices,
+        "left out": stats.skipped_choices,
+    }
+    if any(changed.values()):
+        each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
+        rows.append(("choices changed (lossy)", each))
     if stats.draft_steps:
         rate = 1 + stats.accepted_drafts / stats.draft_steps
         row = f"{stats.accepted_drafts} of {stats.drafted_tokens} tokens right"

@@ -23,6 +23,7 @@ from moe_runtime.inference.known_classes import (
     RouterForm,
     class_name,
     router_form,
+    tensors_of,
 )
 from moe_runtime.kernels.decode_step.expert_choice import (
     MOST_CHOICES,
@@ -404,11 +405,6 @@ class FusedRouter:
         own = vars(self._module)
         names = own.keys() - _OF_MODULES | {"training"}
         return {name: own[name] for name in sorted(names) if name != "forward"}
-
-
-def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
-    tensors = {**module._parameters, **module._buffers}
-    return {name: each for name, each in tensors.items() if each is not None}
 
 
 def compute_router(

@@ -85,6 +85,8 @@ class RecentRouting:
         self._num_passes = 0
         self._before: list[Trace] | None = None  # what earlier runs kept, once it was read
         self._steps: deque[Trace] = deque()
+        # of each step what its layers said, until it is written
+        self._routed: deque[list[tuple[int, np.ndarray, np.ndarray]]] = deque()
         self._num_tokens = 0
         self._rows: slice | np.ndarray | None = None  # tokens of the step that are kept
 
@@ -122,19 +124,22 @@ class RecentRouting:
             positions=positions[rows],
         )
         self._steps.append(step)
+        self._routed.append([])
         self._num_tokens += step.num_tokens
         while len(self._steps) > KEPT_STEPS or self._num_tokens > KEPT_TOKENS:
             if len(self._steps) == 1:
                 return
             self._num_tokens -= self._steps.popleft().num_tokens
+            self._routed.popleft()
 
     def routing(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray) -> None:
         """Records where a layer sent the tokens of the step."""
-        if self._rows is not None:
-            self._steps[-1].record(layer, expert_ids[self._rows], weights[self._rows])
+        if self._rows is not None:  # written into the step later: a layer waits for this
+            self._routed[-1].append((layer, expert_ids[self._rows], weights[self._rows].copy()))
 
     def discard(self) -> None:
         self._steps.clear()
+        self._routed.clear()
         self._num_tokens, self._rows = 0, None
 
     def close(self) -> None:
@@ -149,6 +154,10 @@ class RecentRouting:
         self._written_s = self._clock()
         if not self._steps:
             return None
+        for step, routed in zip(self._steps, self._routed, strict=True):
+            for one in routed:
+                step.record(*one)
+            routed.clear()
         if self._before is None:
             before = _read(self._path, self._signature)
             self._before = [] if before is None else [join_traces([_latest(before)])]  # a copy

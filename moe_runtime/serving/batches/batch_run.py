@@ -44,6 +44,7 @@ from moe_runtime.inference.generation import (
 )
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.batches.answer_file import AnswerFile
 from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
@@ -504,6 +505,8 @@ def run_batch(
         MoERuntimeError: the model cannot be loaded, the output holds something else, or the engine
             failed.
     """
+    if settings.engine.exact:
+        LossyRules.refuse_exact(settings.loading)
     batch, jobs, sampling = _read(text, settings, progress)
     asked = {job.id: number for number, job in enumerate(jobs)}
     with AnswerFile(settings.output, asked) as answers:
@@ -614,9 +617,8 @@ def room_for(
     wanted, longest = sum(longest_first[:most_running]), longest_first[0]
     if wanted == longest:
         return wanted
-    summary = inspect_checkpoint(
-        model, dtype=loading["dtype"], max_tokens=wanted, cache_code=loading["cache_code"]
-    )
+    same = {name: loading[name] for name in ("dtype", "cache_code", "misses")}
+    summary = inspect_checkpoint(model, max_tokens=wanted, **same)
     device = loading["device"]
     if device != "cpu" and (device != "auto" or torch.cuda.is_available()):
         place = torch.device("cuda" if device == "auto" else device)

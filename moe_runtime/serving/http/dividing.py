@@ -100,7 +100,9 @@ def divide_host_memory(
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
     budget = _host_budget(loading)
-    options = {option: loading[option] for option in ("dtype", "max_tokens", "cache_code")}
+    options = {
+        option: loading[option] for option in ("dtype", "max_tokens", "cache_code", "misses")
+    }
     needs, taken = {}, []
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)

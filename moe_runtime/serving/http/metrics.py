@@ -57,6 +57,12 @@ _EXPERT_COUNTERS = {
     "moe:expert_hits": ("hits", "Experts that were in memory when they were asked for."),
     "moe:expert_late_hits": ("late_hits", "Experts that were on their way when asked for."),
     "moe:expert_misses": ("misses", "Experts that had to be fetched when they were asked for."),
+    "moe:replaced_choices": (
+        "replaced_choices",
+        "Choices that went to an expert in memory instead (--routing cache-aware).",
+    ),
+    "moe:skipped_choices": ("skipped_choices", "Choices that were left out (--skip-below)."),
+    "moe:stand_in_choices": ("stand_in_choices", "Choices that int4 copies answered."),
     "moe:expert_stall_seconds": ("stall_s", "Seconds that computation waited for experts."),
     "moe:prefetch_useful": ("useful_guesses", "Prefetched experts that were ready when needed."),
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),

@@ -26,6 +26,7 @@ from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
+from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
@@ -364,6 +365,8 @@ def run_server(
             "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
             "--no-prefix-cache out"
         )
+    if settings.engine.exact:
+        LossyRules.refuse_exact(settings.loading)
     names = names_of(settings.models, settings.names)
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
@@ -441,6 +444,7 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
         str(settings.loading.get("activations", "exact")),
         "torch" if library is None else library.isa,
         "exact" if settings.engine.exact else "",
+        *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
     )
     folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
     return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))

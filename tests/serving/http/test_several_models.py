@@ -19,7 +19,7 @@ from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.dividing import Need, divide, server_bytes
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
-OTHERS = {"dtype": "auto", "cache_code": "none"}
+OTHERS = {"dtype": "auto", "cache_code": "none", "misses": "device"}
 PROMPT = [5, 7, 11]
 ASKED = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
 
