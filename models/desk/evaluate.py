@@ -60,13 +60,13 @@ Nats per token (bits per byte). The unigram model has the token frequencies of t
 
 {losses}
 
-Perplexity {perplexity:.0f}, of the unigram model {unigram_perplexity:.0f}. It is a short training:
-the model exercises a runtime, and is no evidence for what experts gain.
+Perplexity {perplexity:.0f}; {unigram_perplexity:.0f} of the unigram model. The model exercises a
+runtime, and is no evidence for what experts gain.
 
 ## Expert usage
 
 Share of the routed rows on the held-out text; even would be {even:.2f} %. Entropy is relative to
-that of even use.
+that of even use. [Policies](../../docs/policies.md#teach-it) were compared on this routing.
 
 {usage}
 
