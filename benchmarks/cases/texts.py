@@ -88,6 +88,8 @@ class LatencyPlan(TextPlan):
     speeds: ClassVar[Mapping[str, Metric]] = {
         "first_token_s": Metric("s"),
         "between_tokens_s": Metric("s"),
+        # of all tokens after the first: with drafts some of them take no time
+        "decode_tokens_per_s": Metric("tokens/s", better="more", is_judged=False),
     }
     prompts: Sequence[list[int]]
 
@@ -106,9 +108,11 @@ class LatencyPlan(TextPlan):
         return [*ids]
 
     def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
+        between = [s for answer in answers for s in answer["between_tokens_s"]]
         return {
             "first_token_s": [answer["first_token_s"] for answer in answers],
-            "between_tokens_s": [s for answer in answers for s in answer["between_tokens_s"]],
+            "between_tokens_s": between,
+            "decode_tokens_per_s": len(between) / max(sum(between), 1e-9),
         }
 
 

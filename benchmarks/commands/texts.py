@@ -40,6 +40,7 @@ _CAUTION = (
     "ones do; --routing TRACE brings real routing"
 )
 _LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
+_DECODING = {"tokens after the first": "decode_tokens_per_s", **MEMORY_ROWS}
 _THROUGHPUT = {
     "new tokens in all": "new_tokens_per_s",
     "prompts": "prompt_tokens_per_s",
@@ -295,7 +296,7 @@ def show_texts(results: dict[str, Any]) -> None:
     if "batch" in settings:
         words.append(f"{counted('{} sequences', settings['batch'])} side by side")
     title = ", ".join([*words, device_words(results), *cap_words(settings)])
-    spreads, singles = _LATENCY, MEMORY_ROWS
+    spreads, singles = _LATENCY, _DECODING
     if results["case"] == "throughput":
         spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
     if "routing" in settings:

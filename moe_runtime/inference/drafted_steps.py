@@ -26,7 +26,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.kv_cache import can_give_back
+from moe_runtime.inference.kv_cache import can_give_back, give_room
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     attention_names,
@@ -130,9 +130,10 @@ class DraftedSteps:
             text = self._texts[cache]
             text.drafter.extend([token])
             text.num_tokens += 1
-            if text.expected[:1] == [token] and _is_kept(text, given.get("position_ids")):
+            is_right = text.expected[:1] == [token]
+            if is_right and _is_kept(text, cache, given.get("position_ids")):
                 return self._answer_kept(text, cache)
-            if text.expected:
+            if text.expected and not is_right:
                 self.control.judged(text.draft.grade, 0, has_failed=True)
             self._forget(text)
             draft = self._draft(text)
@@ -186,6 +187,7 @@ class DraftedSteps:
         out = run(*args, **kwargs)
         cache: Any = getattr(out, self._cache_name, None)
         ids, mask = given.get("input_ids"), given.get("attention_mask")
+        give_room(cache)  # which the model may just have made
         if text is None:
             text = _Text(self.new_drafter())
         self._forget(text)
@@ -252,9 +254,11 @@ class DraftedSteps:
         text.draft, text.expected, text.logits_RV, text.make = Draft([], 0), [], [], None
 
 
-def _is_kept(text: _Text, places: torch.Tensor | None) -> bool:
-    """Whether the next expected token has the place that its row was computed for."""
+def _is_kept(text: _Text, cache: Any, places: torch.Tensor | None) -> bool:
+    """Whether the next expected token has the cache and place that its row was computed for."""
     if text.is_inference != torch.is_inference_mode_enabled():
+        return False
+    if not all(layer.is_as_left for layer in cache.layers):
         return False
     if places is None or text.places is None:
         return places is text.places

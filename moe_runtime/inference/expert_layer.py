@@ -130,7 +130,8 @@ class OffloadedExperts(AbsentParameters):
             and top_k_index.numel() <= step.most_rows
             and not torch.is_grad_enabled()
         ):
-            out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
+            with torch._C.DisableTorchFunction():  # the kernel keeps rows apart, see `RowsAlone`
+                out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
             if out is not None:
                 return out
         return self._forward_general(hidden_states, top_k_index, top_k_weights)

@@ -55,14 +55,10 @@ def take_place(
 
 
 def can_give_back(cache: Any) -> bool:
-    """Whether the last tokens of a cache can be taken out and brought back."""
+    """Whether tokens that are added to a cache can be taken out and brought back."""
     layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
     return bool(layers) and all(
-        isinstance(layer, kinds)
-        and layer.is_initialized
-        and not layer.record_past
-        and layer.keys is layer.growing_keys.view
-        and layer.values is layer.growing_values.view
+        isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
         for layer in layers
     )
 
@@ -122,6 +118,12 @@ def _growing_layers() -> dict[type, type]:
 
         def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
             self.keys, self.values = keys, values
+
+        @property
+        def is_as_left(self) -> bool:
+            """Whether keys and values are still those that this layer left."""
+            views = self.growing_keys.view, self.growing_values.view
+            return self.keys is views[0] and self.values is views[1]
 
         def give_back(self, num_tokens: int) -> None:
             """Takes the last tokens out; `take_place` brings them back until others come."""

@@ -346,7 +346,19 @@ class BatchCache(Cache):
         ``cos`` and ``sin`` are of each row's position, ``[B, 1, R]``. Gives None, with nothing
         appended, for a layer without ``weights`` or of another form.
         """
-        layer: Any = self.layers[layer_idx]
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # kernels keep rows apart: `RowsAlone` costs time alone
+            return self._step_each(self.layers[layer_idx], hidden, weights, cos, sin)
+
+    def _step_each(
+        self,
+        layer: Any,
+        hidden: torch.Tensor,
+        weights: AttentionWeights | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor | None:
         if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
             return None
         if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:

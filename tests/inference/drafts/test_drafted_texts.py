@@ -160,6 +160,21 @@ def test_a_cache_may_be_cut_and_continued_between_calls(plain: Any, drafted: Any
         assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_that_the_model_makes_has_drafts_too(plain: Any, drafted: Any, mode: Any) -> None:
+    whole = generated(plain, do_sample=False).sequences[0].tolist()
+    told(drafted, whole)
+    logits: list[list[torch.Tensor]] = [[], []]
+    with mode():
+        for model, found in zip((plain, drafted), logits, strict=True):
+            cache = model(PROMPT, logits_to_keep=1).past_key_values
+            for token in whole[PROMPT.shape[1] :]:
+                step = model(torch.tensor([[token]]), past_key_values=cache, logits_to_keep=1)
+                found.append(step.logits)
+    assert all(map(torch.equal, *logits))
+    assert drafted._drafts.control.counts()["accepted_drafts"] > NEW // 3
+
+
 @torch.no_grad()
 def test_what_a_draft_cannot_go_with_is_computed_as_always(plain: Any, drafted: Any) -> None:
     whole = generated(plain, do_sample=False).sequences[0].tolist()
