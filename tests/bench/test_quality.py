@@ -197,6 +197,7 @@ def test_a_lossy_option_is_compared_with_the_model_without_it(
     # each option of the list alone, for every model, against one reference
     words = (packed, POCKET, "--reference", POCKET, "--chunks", "1")
     assert [*measured(capsys, *words)] == ["pocket", "int4"]
+    assert read_results(output)["ended"] == "most"
     show_quality(read_results(output))
     shown = capsys.readouterr().out
     assert "int4, activations=int8" in " ".join(shown.split())

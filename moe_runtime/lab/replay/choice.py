@@ -26,8 +26,9 @@ policy that takes long: all candidates together within a second."""
 LEAST_GAIN = 0.02
 """Share of LRU's misses that another policy must save, or the difference is an accident."""
 LEAST_GAIN_ONLINE = 0.1
-ONLINE_POLICY_S = 2.5e-5
-"""Seconds that it takes of each layer of a step on a processor of two cores."""
+ESTIMATE_S, LISTENING_S = 2e-5, 1.2e-4
+"""Seconds that it takes of each layer of a step on a processor of two cores: to estimate, and for
+listening and experts that pass through, as `benchmarks/mixes.py` finds on the pocket model."""
 LINK_BYTES_PER_S = 1e9
 """What a disk gives, to tell whether the misses that an online policy saves are worth its time."""
 
@@ -64,7 +65,7 @@ def choose_policy(
     workload = workload_of(trace.steps(trace.num_steps - num_steps, trace.num_steps))
     options = [_Option(name) for name in CANDIDATES]
     misses = {option: _misses(workload, option, num_slots) for option in options}
-    gain, policy_s = LEAST_GAIN_ONLINE, ONLINE_POLICY_S
+    gain, policy_s = LEAST_GAIN_ONLINE, ESTIMATE_S
     if lesson is None:
         misses[_ONLINE] = _misses(workload, _ONLINE, num_slots)
     else:
@@ -74,7 +75,8 @@ def choose_policy(
     # misses whose time the online policy takes
     own_time = 0.0
     if expert_bytes is not None:
-        own_time = num_steps * signature.num_layers * policy_s * LINK_BYTES_PER_S / expert_bytes
+        own_s = num_steps * signature.num_layers * (policy_s + LISTENING_S)
+        own_time = own_s * LINK_BYTES_PER_S / expert_bytes
     least = max(gain * misses[_BASE], own_time)
     best = min(misses, key=lambda option: _price(misses, option, least))
     if lesson is None or best != _ONLINE:
