@@ -267,7 +267,8 @@ def _measure(
         }
         if routing is not None:
             ours["routes"] = str(routing.saved(model.cache))
-            ours["predictor"] = "running-counts" if asked.predictor == "auto" else asked.predictor
+            if shape is not None and asked.predictor == "auto":
+                ours["predictor"] = "running-counts"  # what gates see there says nothing
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
         measured, *others = model.with_files(place.seen_by(programs))
@@ -313,6 +314,11 @@ def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
+def _words(program: "PeerProgram") -> list[str]:
+    """The parts of a peer's variant."""
+    return str(program.settings.get("variant") or "").split("+")
+
+
 def refuse_unrouted(
     run: CaseRun,
     asked: TextOptions,
@@ -324,7 +330,7 @@ def refuse_unrouted(
     """Refuses what a trace cannot route, and options that belong to one, before files are made."""
     from moe_runtime.benchmarks.suite.peers import OURS
 
-    taught = [one.name for one in peers if "taught" in (one.settings["variant"] or "").split("+")]
+    taught = [one.name for one in peers if "taught" in _words(one)]
     if asked.routing is None:
         if asked.train is not None or taught:
             raise ValueError(f"{taught[0] if taught else '--train'} belongs to --routing TRACE")
@@ -339,10 +345,12 @@ def refuse_unrouted(
         raise ValueError("--train TRACE and --peer moe_runtime:reuse+taught belong together")
     from moe_runtime.policies.prediction import PREDICTORS
 
-    if asked.predictor in PREDICTORS and PREDICTORS[asked.predictor].needs_hidden:
+    named = {asked.predictor, *(word for one in peers for word in _words(one))}
+    hidden = [name for name in named & PREDICTORS.keys() if PREDICTORS[name].needs_hidden]
+    if hidden and asked.shape is not None:
         raise ValueError(
-            f"--predictor {asked.predictor} looks at hidden states, which --routing has nothing to "
-            "do with; name one that looks at routing alone, such as running-counts"
+            f"--predictor {hidden[0]} looks at hidden states, which --routing has nothing to do "
+            "with in random weights; name one that looks at routing alone, such as running-counts"
         )
     from moe_runtime.benchmarks.cases.routed import TracedModel, read_layers, take_routes
     from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
@@ -393,8 +401,7 @@ class AskedModel(NamedTuple):
 
     def _cache_of(self, program: "PeerProgram") -> Path:
         """What is kept between runs: a network that was taught is for those that ask for it."""
-        words = (program.settings.get("variant") or "").split("+")
-        return self.cache / "taught" if "taught" in words else self.cache
+        return self.cache / "taught" if "taught" in _words(program) else self.cache
 
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
         """Peers that read GGUF files alone, and were given none, are given that of the shape."""

@@ -5,10 +5,11 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto", "taught")
+VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto",
+            "next-gate", "running-counts", "eam", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
 _KINDS = ("activations", "cache_code", "draft", "policy", "policy", *["prefetch"] * 3)
-_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
+_KINDS += ("predictor",) * 3
 
 
 class Peer:
@@ -20,7 +21,7 @@ class Peer:
         names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant", "routes"}
         words = str(settings.get("variant")).split("+")
         named = {kind: word for kind, word in zip(_KINDS, VARIANTS, strict=False) if word in words}
-        self._options = {name: settings[name] for name in names} | named
+        self._options: dict[str, Any] = {name: settings[name] for name in names} | named
         self._path, self._routes, self._cache = settings["model"], settings.get("routes"), {}
 
     def load(self) -> None:
@@ -56,5 +57,5 @@ class Peer:
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
             output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
-        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
+        self._cache = {k: output[k] for k in output.keys() & {"cache", "past_key_values"}}
         return output.logits[:, -1].argmax(-1).tolist()

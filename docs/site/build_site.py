@@ -76,7 +76,10 @@ WRITTEN = {
             "reference/transformers-features.md",
         ),
     ],
-    "Models": [("The pocket model", "models/pocket/README.md", "models/pocket.md")],
+    "Models": [
+        ("The pocket model", "models/pocket/README.md", "models/pocket.md"),
+        ("The desk model", "models/desk/README.md", "models/desk.md"),
+    ],
     "Systems": [
         ("What is united here", "docs/systems.md", "systems/index.md"),
         ("Reproductions", "moe_runtime/research/README.md", "systems/reproductions.md"),

@@ -15,7 +15,7 @@ import math
 import platform
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,9 +223,6 @@ def _sample(sample: dict[str, str]) -> str:
 
 _log = logging.getLogger(__name__)
 
-NUM_EXPERTS = 16
-TOP_K = 2
-
 
 def active_parameters(model: "PreTrainedModel") -> int:
     """Parameters that one token passes through, embeddings counted once."""
@@ -233,7 +230,8 @@ def active_parameters(model: "PreTrainedModel") -> int:
     routed = sum(
         parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
     )
-    return total - routed + routed * TOP_K // NUM_EXPERTS
+    config: Any = model.config
+    return total - routed + routed * config.num_experts_per_tok // config.num_experts
 
 
 # Share of the training windows by kind, as train.toml has it.
@@ -338,8 +336,8 @@ def model_nats(
         nats += float(F.cross_entropy(outputs.logits[0].double(), targets, reduction="sum"))
         if usage is not None:
             for layer, logits in enumerate(outputs.router_logits):
-                chosen = logits.topk(TOP_K, dim=-1).indices.reshape(-1)
-                usage[layer] += torch.bincount(chosen, minlength=NUM_EXPERTS)
+                chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.reshape(-1)
+                usage[layer] += torch.bincount(chosen, minlength=usage.shape[1])
     return nats
 
 
@@ -348,7 +346,7 @@ def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
     layers: list[dict[str, Any]] = []
     for counts in usage:
         shares = counts / counts.sum()
-        entropy = float(-(shares * shares.clamp_min(1e-12).log()).sum()) / math.log(NUM_EXPERTS)
+        entropy = float(-(shares * shares.clamp_min(1e-12).log()).sum()) / math.log(len(counts))
         layers.append(
             {
                 "shares": [round(float(share), 4) for share in shares],
@@ -361,11 +359,13 @@ def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def generate_samples(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str] = PROMPTS,
 ) -> list[dict[str, str]]:
     generate: Any = model.generate
     samples: list[dict[str, str]] = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt")
         sample = {"prompt": prompt}
         for name, options in (
@@ -417,15 +417,18 @@ def kept_baseline(earlier: dict[str, Any]) -> Baseline:
     )
 
 
-def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
-    """All numbers of the card of the exported checkpoint, the baseline and the corpus."""
+def measure(
+    moe_folder: Path, baseline: Baseline | None = None, prompts: Sequence[str] = PROMPTS
+) -> dict[str, Any]:
+    """All numbers of a card: of the exported checkpoint, its baseline if any, and the corpus."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
     moe: Any = AutoModelForCausalLM.from_pretrained(moe_folder, dtype=torch.float32).eval()
     documents = gather()
     training = tokenize([document for document in documents if not document.held_out], tokenizer)
-    usage = torch.zeros(moe.config.num_hidden_layers, NUM_EXPERTS, dtype=torch.float64)
+    shape = (moe.config.num_hidden_layers, moe.config.num_experts)
+    usage = torch.zeros(shape, dtype=torch.float64)
     held_out: dict[str, Any] = {}
     for kind, text in held_out_texts(documents, tokenizer).items():
         _log.info("measuring %d held-out tokens of kind %s", len(text.ids), kind)
@@ -434,20 +437,19 @@ def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
             "tokens": len(text.ids),
             "bytes": text.num_bytes,
             "unigram": text.scores(unigram),
-            "dense": baseline.scores(kind, text),
+            **({} if baseline is None else {"dense": baseline.scores(kind, text)}),
             "moe": text.scores(model_nats(moe, text.ids, usage=usage)),
         }
+    parameters = {"total": moe.num_parameters(), "active": active_parameters(moe)}
+    if baseline is not None:
+        parameters["dense"] = baseline.parameters
     return {
-        "parameters": {
-            "total": moe.num_parameters(),
-            "active": active_parameters(moe),
-            "dense": baseline.parameters,
-        },
+        "parameters": parameters,
         "training_tokens_available": {kind: len(stream) for kind, stream in training.items()},
         "held_out": held_out,
         "held_out_mixture": _mixture(held_out),
         "expert_usage": summarise_usage(usage),
-        "samples": generate_samples(moe, tokenizer),
+        "samples": generate_samples(moe, tokenizer, prompts),
     }
 
 
@@ -472,16 +474,18 @@ def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
             for unit in ("nats_per_token", "bits_per_byte")
         }
         for model in ("unigram", "dense", "moe")
+        if model in held_out[KINDS[0]]
     }
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Numbers of an evaluation, with four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_rounded(inner) for inner in value]
+        return [rounded(inner) for inner in value]
     return value
 
 
@@ -528,7 +532,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if options.continues and not options.dense:
         evaluation["at_equal_tokens"] = at_equal_tokens(before)
-    evaluation = _rounded(evaluation)
+    evaluation = rounded(evaluation)
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
     write_text(options.output / EVALUATION_FILE, text)
     write_text(options.output / "README.md", card_of(options.output))

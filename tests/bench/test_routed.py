@@ -206,7 +206,8 @@ def test_the_command_routes_by_a_trace_and_teaches(
     path = tmp_path / "r.json"
     words = ["--routing", str(trace), "--prompt-tokens", str(PROMPT), "-n", str(NEW), "--quick"]
     words += ["--time", "1", "--threads", "1", "--policy", "lru", "--prefetch", "off"]
-    words += ["--device", "cpu", "--peer", "moe_runtime:reuse+off", "-o", str(path), "--json"]
+    words += ["--device", "cpu", "--peer", "moe_runtime:reuse+off+next-gate"]
+    words += ["-o", str(path), "--json"]
     if case == "throughput":
         words += ["--batch", "3"]
     else:
@@ -215,7 +216,7 @@ def test_the_command_routes_by_a_trace_and_teaches(
     results = read_results(path)
     assert json.loads(capsys.readouterr().out) == results
     assert results["settings"]["routing"] == "t.npz"
-    assert results["settings"]["predictor"] == "running-counts"
+    assert results["settings"]["predictor"] == "auto"
     assert "caution" not in results["settings"]
     assert len(taught) == (case == "latency")
     for one in results["measurements"]:

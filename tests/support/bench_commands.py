@@ -46,6 +46,7 @@ OF_TEXTS = {
     **dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py"),
     "keep_shape": "tests/bench/test_shape_checkpoint.py",
     "cap": "tests/bench/test_memory_cap.py",
+    **dict.fromkeys(("routing", "train", "predictor"), "tests/bench/test_routed.py"),
 }
 LAYERS = {
     "tokens": ("--tokens 7", ("tokens", [7])),
