@@ -20,6 +20,7 @@ from offloaded_models import (
 )
 from tiny_checkpoints import PROMPT, tiny_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -98,7 +99,9 @@ def test_what_averages_gradients_of_a_whole_model_is_refused(offload: Callable[.
         with pytest.raises(UnsupportedModelError, match="give the model itself"):
             offload(model, host_memory="64MiB")
     sharded: Any = stack()
-    fully_shard(sharded, ignored_params={p for n, p in sharded.named_parameters() if "exp" in n})
+    experts = {p for n, p in sharded.named_parameters() if ".experts." in n}
+    # of its own accord it takes the accelerator, which other tests may have emulated
+    fully_shard(sharded, ignored_params=experts, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(UnsupportedModelError, match="divided between processes"):
         offload(sharded, host_memory="64MiB")
 
