@@ -9,13 +9,15 @@ that sum in another order sometimes disagree on two almost equal logits.)
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, RecordedRouting
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+
+if TYPE_CHECKING:
+    from moe_runtime.benchmarks.cases.routed import RecordedRouting
 
 MEMORY_METRICS = {
     "load_s": Metric("s", is_judged=False),
@@ -46,7 +48,7 @@ class TextPlan(ABC):
     agreement: float = 0.9
     timeout_s: float = 900.0
     continuations: Sequence[Any] | None = None
-    routing: RecordedRouting | None = None
+    routing: "RecordedRouting | None" = None
 
     @property
     @abstractmethod
@@ -246,5 +248,9 @@ def measure_texts(
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]
-    metrics = {**plan.speeds, **({} if plan.routing is None else ROUTED_METRICS), **MEMORY_METRICS}
+    metrics = {**plan.speeds, **MEMORY_METRICS}
+    if plan.routing is not None:
+        from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS
+
+        metrics = {**plan.speeds, **ROUTED_METRICS, **MEMORY_METRICS}
     return measure_systems(plan.case, systems, metrics, rules, settings)

@@ -27,9 +27,7 @@ from moe_runtime.files import (
     require_not_read,
 )
 
-OUTPUTS = frozenset(
-    {"--csv", "--markdown", "--output", "--plot", "--png", "--table", "--timeline", "--trace"}
-)
+OUTPUTS = frozenset({"--csv", "--markdown", "--output", "--plot", "--png", "--timeline", "--trace"})
 """Options that name a file or folder to write; other options with paths name what is read."""
 _WITH_OTHERS = frozenset({"run", "train", "dispatch"})
 """Commands that the processes of `torchrun` run together."""

