@@ -5,10 +5,10 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-_WORDS = {"activations": "int8", "cache_code": "planes", "draft": "lookup", "policy": "lru reuse",
-          "prefetch": "off enforce auto", "predictor": "next-gate running-counts eam"}  # fmt: skip
-VARIANTS = (*" ".join(_WORDS.values()).split(), "taught")
+VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto",
+            "next-gate", "running-counts", "eam", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
+_OF = ("activations", "cache_code", "draft", *2 * ["policy"], *3 * ["prefetch"], *3 * ["predictor"])
 
 
 class Peer:
@@ -19,7 +19,7 @@ class Peer:
         self._torch.set_num_threads(settings["num_threads"])
         names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant", "routes"}
         words = str(settings.get("variant")).split("+")
-        named = {kind: word for kind in _WORDS for word in words if word in _WORDS[kind].split()}
+        named = {option: word for option, word in zip(_OF, VARIANTS, strict=False) if word in words}
         self._options: dict[str, Any] = {name: settings[name] for name in names} | named
         self._path, self._routes, self._cache = settings["model"], settings.get("routes"), {}
 
