@@ -90,3 +90,19 @@ def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
         return staged(ScriptedEngine(script), own, len(own))
 
     return say
+
+
+@pytest.fixture
+def asked(staged: Any) -> Callable[..., GenerationRequest]:
+    """What the engine is asked for a body."""
+
+    def ask(path: str, body: dict[str, Any]) -> GenerationRequest:
+        found: list[GenerationRequest] = []
+        engine = ScriptedEngine(
+            lambda one: found.append(one) or [PromptRead(0), Finished("length")]
+        )
+        status, answer = staged(engine).ask(path, body)
+        assert status == 200, answer
+        return found[0]
+
+    return ask

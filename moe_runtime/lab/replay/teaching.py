@@ -191,9 +191,15 @@ def start_teaching(trace: Trace, checkpoint: Path) -> bool:
     signature, checkpoint = trace.signature, checkpoint.resolve()
     if not sys.executable or not is_due(trace, read_lesson(signature, checkpoint)):
         return False
-    command = [sys.executable, "-P", "-m", __name__]
-    command += [str(recent_path(signature, checkpoint)), str(checkpoint)]
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = ["env", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1"]
+    command += [
+        sys.executable,
+        "-P",
+        "-m",
+        __name__,
+        str(recent_path(signature, checkpoint)),
+        str(checkpoint),
+    ]
     # it outlives the object that started it
     with contextlib.suppress(OSError, RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -204,7 +210,6 @@ def start_teaching(trace: Trace, checkpoint: Path) -> bool:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            env={**os.environ, **one_thread},
         )
         return True
     return False

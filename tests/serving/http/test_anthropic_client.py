@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
 from moe_runtime.serving.http.server import Access
-from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
+from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 if TYPE_CHECKING:
     import anthropic
@@ -32,22 +32,6 @@ def client_of(site: Served, **options: Any) -> anthropic.Anthropic:
 
     options = {"api_key": "none", "max_retries": 0, **options}
     return anthropic.Anthropic(base_url=site.address, **options)
-
-
-@pytest.fixture
-def asked(staged: Any) -> Callable[..., GenerationRequest]:
-    """What the engine is asked for a body."""
-
-    def ask(path: str, body: dict[str, Any]) -> GenerationRequest:
-        found: list[GenerationRequest] = []
-        engine = ScriptedEngine(
-            lambda one: found.append(one) or [PromptRead(0), Finished("length")]
-        )
-        status, answer = staged(engine).ask(path, body)
-        assert status == 200, answer
-        return found[0]
-
-    return ask
 
 
 def test_a_message_is_the_text_of_a_chat(site: Served) -> None:

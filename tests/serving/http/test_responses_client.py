@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pydantic
@@ -33,22 +32,6 @@ def client_of(site: Served, **options: Any) -> openai.OpenAI:
 
     options = {"api_key": "none", "max_retries": 0, **options}
     return openai.OpenAI(base_url=f"{site.address}/v1", **options)
-
-
-@pytest.fixture
-def asked(staged: Any) -> Callable[..., GenerationRequest]:
-    """What the engine is asked for a body."""
-
-    def ask(path: str, body: dict[str, Any]) -> GenerationRequest:
-        found: list[GenerationRequest] = []
-        engine = ScriptedEngine(
-            lambda one: found.append(one) or [PromptRead(0), Finished("length")]
-        )
-        status, answer = staged(engine).ask(path, body)
-        assert status == 200, answer
-        return found[0]
-
-    return ask
 
 
 def test_a_response_is_the_text_of_a_chat(site: Served) -> None:
