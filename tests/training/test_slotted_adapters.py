@@ -24,6 +24,7 @@ from triton_interpreter import repair_interpreter
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.training.finetune import finetuning as frozen_stores
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
 from moe_runtime.training.offload.frozen import SlottedExecutor
@@ -167,6 +168,16 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
     assert isinstance(preparation.memory, FrozenMemory)
     assert preparation.memory.device is not None
     most, each, found = preparation.memory.device.stream_slots(), SlottedExecutor._each, []
+    read_ahead = DeviceStore.read_ahead
+
+    def read_ahead_into_freed(store: DeviceStore[Any], keys: Any) -> None:
+        """A thread frees the slots of a lease that has ended: the test waits for it."""
+        with store._monitor:
+            released = [e for e in store._entries.values() if e.pins == 0 and not e.expected]
+            store.fetcher.wake_ends()
+            while not all(e.arrived for e in released):
+                store._monitor.wait()
+        read_ahead(store, keys)
 
     def noted(passes: Any, layer: int, *rest: Any) -> None:
         each(passes, layer, *rest)
@@ -177,7 +188,11 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
         found.append((layer, {key.layer for key in ahead}))
         assert len(ahead) == most or not absent
 
-    with on_device(EagerDevice()), patch.object(SlottedExecutor, "_each", noted):
+    with (
+        on_device(EagerDevice()),
+        patch.object(SlottedExecutor, "_each", noted),
+        patch.object(DeviceStore, "read_ahead", read_ahead_into_freed),
+    ):
         trainer = start(preparation, resume=False)
         for _ in range(2):  # the first one does not know who will be wanted
             found.clear()
