@@ -27,7 +27,7 @@ from synthetic_routes import make_routes
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory import slab as slab_module
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import (
     LIVE_POLICIES,
@@ -37,7 +37,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.eviction.shares import AdaptiveShares
+from moe_runtime.policies.eviction.classic import AdaptiveShares
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_runtime.kernels.combine import combine_assignments
-from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_mlp.decode_step import STEP_ROWS
+from moe_runtime.kernels.decode_step.prepared import STEP_ROWS, ExpertStep
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import NativeLibrary
 
 DIM, HIDDEN, EXPERTS = 48, 40, 6
