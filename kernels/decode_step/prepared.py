@@ -290,10 +290,8 @@ def call_kernel(
         *function, decodes, torch.get_num_threads() == library.num_threads,
     )  # fmt: skip
     if status:
-        rows = (
-            f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
-        )
-        _refuse(status, rows, sum(counts))
+        rule = f"token_ids must be in [0, {len(x_TD)}) and destinations in [0, {len(out_RO)})"
+        _refuse(status, rule, sum(counts))
 
 
 def _int64(rows: RowIds) -> Tensor | bytes:
