@@ -383,12 +383,12 @@ class ExpertStep:
             or forward_ad._current_level >= 0
         ):
             return None
-        records = self._records(experts)
-        if records is None:
+        records = [one.record for one in experts if one.record and one.shape == self.shape]
+        if len(records) < len(experts):
             return None
         out_TO = x_TD.new_empty((num_tokens, self._dims[2]))
         status = library.expert_step(
-            records, len(experts), array("q", expert_of_row_R).tobytes(),
+            b"".join(records), len(experts), array("q", expert_of_row_R).tobytes(),
             x_TD.data_ptr(), self._dims[0] * x_TD.element_size(), num_tokens, num_choices,
             weights_TK.data_ptr(), out_TO.data_ptr(), *self._dims,
             DTYPE_CODES[x_TD.dtype], DTYPE_CODES[self.shape.dtype], self._bias_code,
@@ -426,17 +426,10 @@ class ExpertStep:
             or forward_ad._current_level >= 0
         ):
             return False
-        records = self._records(experts)
-        if records is not None:
-            rows = (x_TD, records, counts, token_ids_R, destinations_R, out_RO)
-            call_kernel(library, *rows, shape=self.shape, activation=self._activation)
-        return records is not None
-
-    def _records(self, experts: Sequence[ExpertWeights]) -> bytes | None:
-        """The C structs of experts that lie on a CPU and have this shape, one after another."""
-        records: list[bytes] = []
-        for weights in experts:
-            if weights.record is None or weights.shape != self.shape:
-                return None
-            records.append(weights.record)
-        return b"".join(records)
+        records = [one.record for one in experts if one.record and one.shape == self.shape]
+        if len(records) < len(experts):
+            return False
+        rows = counts, token_ids_R, destinations_R, out_RO
+        kind = {"shape": self.shape, "activation": self._activation}
+        call_kernel(library, x_TD, b"".join(records), *rows, **kind)
+        return True

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels.native.pages import populate
-from moe_runtime.memory import slab as prefault
+from moe_runtime.memory import source as prefault
 from moe_runtime.memory.source import PART_BYTES, Slab, aligned_bytes, touched_meanwhile
 
 
