@@ -75,9 +75,8 @@ def heading_words(results: Mapping[str, Any]) -> str:
         shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
         if name == "layers" and settings.get("layers_of_shape", value) != value:
             shown += f" of {settings['layers_of_shape']}"
-        is_size = isinstance(value, int) and 0 <= value < 1 << 63  # edited files have anything
-        if name in ("cap", "memory") and is_size:
-            shown = format_bytes(value)
+        if name in ("cap", "memory") and isinstance(value, int) and 0 <= value < 1 << 63:
+            shown = format_bytes(value)  # edited files have anything
         plain = "on" if name == "device" else name.replace("_", " ")
         words.append(
             plain if value is True else shown if name in _VALUES_ALONE else f"{plain} {shown}"
