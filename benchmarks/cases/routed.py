@@ -51,19 +51,6 @@ ROUTED_METRICS = {
 slots. ``computing_s`` is a step whose experts are all resident. ``bound_s`` is the longer of reads
 and computation, which no run that reads as much can beat; ``of_bound`` says how near the run is.
 """
-ROUTED_ROWS = {
-    "a step, mean": "step_s",
-    "bound of a step": "bound_s",
-    "bound of the optimum": "optimum_bound_s",
-    "reads of a step alone": "read_s",
-    "with LRU": "lru_read_s",
-    "with the optimum": "optimum_read_s",
-    "computation of a step alone": "computing_s",
-    "waits of a step": "stall_s",
-    "the disk": "disk_bytes_per_s",
-    "of that from storage": "disk_from_storage",
-    "of the bound": "of_bound",
-}
 
 
 @dataclass(frozen=True)

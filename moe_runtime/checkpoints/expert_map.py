@@ -267,6 +267,7 @@ class ExpertMap:
     # for each layer, how those of its matrices are written that are quantised or coded
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
     dense_entries: dict[str, Weight] = field(default_factory=dict)  # no experts'
+    dense_names: set[str] = field(default_factory=set)  # of these, by the model's names
     buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
     packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
     weight_mapping: list[private.WeightTransform] = field(default_factory=list)
@@ -305,6 +306,12 @@ class ExpertMap:
             parts = {n.removeprefix(lead): v for n, v in named.items() if n.startswith(lead)}
             matrices[matrix] = packing.matrix(parts)
         return matrices
+
+    def tie(self, model: PreTrainedModel) -> None:
+        """Ties the parameters of a model on the meta device as loading the checkpoint will."""
+        found = {f"{m.name}.{name}" for m in self.modules for name in m.parameters}
+        missing = model.state_dict().keys() - self.dense_names - found
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights in memory where they are computed with in ``dtype``."""
@@ -497,6 +504,7 @@ def _convert(
                 if state[name].is_floating_point():
                     _value_dtype(entry, dtype)
                 experts.dense_entries[entry.name] = entry
+                experts.dense_names.add(name)
                 if name in buffers:
                     experts.buffers.add(entry.name)
                 if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
