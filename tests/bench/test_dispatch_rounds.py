@@ -80,17 +80,9 @@ def test_the_command_measures_two_ranks(
     assert skewed[0] < skewed[1]
 
 
-@pytest.fixture
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
     with pytest.raises(RankFailureError, match=r"^ranks 1, 2 of 3 did not join within 0.05 s$"):
         join(0, 3, str(tmp_path / "store"), 0.05, lambda: [])
@@ -108,7 +100,6 @@ def stand_in(folder: Path, script: str) -> str:
     return str(program)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_cannot_start_is_named_with_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +112,6 @@ def test_a_rank_that_cannot_start_is_named_with_its_last_line(
         pytest.fail("the group was made")
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_dies_within_the_block_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
