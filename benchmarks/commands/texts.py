@@ -344,11 +344,9 @@ def asked_model(
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if asked.shape is None:
-            path, facts = (
-                str(fetch_model(asked.model or "")),
-                {"model": Path(asked.model or "").name},
-            )
-            yield AskedModel(path, read_ids(path), cache, facts, {one.name: None for one in peers})
+            name, able = asked.model or "", {one.name: None for one in peers}
+            path = str(fetch_model(name))
+            yield AskedModel(path, read_ids(path), cache, {"model": Path(name).name}, able)
             return
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
         from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings

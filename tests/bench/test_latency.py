@@ -107,7 +107,7 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
     assert "generates by itself" in generates["failure"]
     assert odd["quality"] == {"compared": 6, "equal": 2}
     # sums of what was read, the given tokens among them: 8, 18, 38 and 131, 171, 221
-    assert likeliest(program(tmp_path), plan) == [[8, 18, 38], [34, 74, 27]]
+    assert likeliest(program(tmp_path), plan) == [[[8, 18, 38]], [[34, 74, 27]]]
 
 
 def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
