@@ -43,6 +43,7 @@ class TextPlan(ABC):
 
     case: ClassVar[str]
     judged: ClassVar[tuple[str, ...]]
+    spread: ClassVar[tuple[str, ...]]
     speeds: ClassVar[Mapping[str, Metric]]
     num_new: int
     agreement: float = 0.9
@@ -87,6 +88,7 @@ class LatencyPlan(TextPlan):
 
     case: ClassVar[str] = "latency"
     judged: ClassVar[tuple[str, ...]] = ("first_token_s", "between_tokens_s")
+    spread: ClassVar[tuple[str, ...]] = judged
     speeds: ClassVar[Mapping[str, Metric]] = {
         "first_token_s": Metric("s"),
         "between_tokens_s": Metric("s"),
@@ -124,6 +126,7 @@ class ThroughputPlan(TextPlan):
 
     case: ClassVar[str] = "throughput"
     judged: ClassVar[tuple[str, ...]] = ("new_tokens_per_s",)
+    spread: ClassVar[tuple[str, ...]] = ("step_tokens_per_s",)
     speeds: ClassVar[Mapping[str, Metric]] = {
         "new_tokens_per_s": Metric("tokens/s", better="more"),
         "prompt_tokens_per_s": Metric("tokens/s", better="more"),

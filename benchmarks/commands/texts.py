@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    MEMORY_ROWS,
-    Cap,
-    CaseRun,
-    Threads,
-    cap_bytes,
-    case,
-    show_systems,
-)
+from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, cap_bytes, case
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -39,13 +31,6 @@ _CAUTION = (
     "random weights flatter predictors of gates: layers change what gates see less than trained "
     "ones do; --routing TRACE brings real routing"
 )
-_LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
-_DECODING = {"tokens after the first": "decode_tokens_per_s", **MEMORY_ROWS}
-_THROUGHPUT = {
-    "new tokens in all": "new_tokens_per_s",
-    "prompts": "prompt_tokens_per_s",
-    **MEMORY_ROWS,
-}
 
 
 def _known_shape(name: str | None) -> str | None:
@@ -59,91 +44,44 @@ def _known_shape(name: str | None) -> str | None:
     return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
-    ),
-]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        callback=_known_shape,
-        help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
-        "gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration, "
-        "CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp as "
-        "a GGUF file, too.",
-    ),
-]
-Layers = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="As many layers of --shape; all when omitted.")
-]
-Keep = Annotated[
-    bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
-]
-Peers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--peer",
-        metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
-        help="Another system beside this one, several times if wanted: transformers (variants "
-        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, "
-        "moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is its "
-        "environment's, MODEL the same model as a file it reads.",
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with a prompt in each line, as for `run`; with --shape its last tokens are the "
-        "text that follows. Built-in text when omitted."
-    ),
-]
-PromptTokens = Annotated[int, typer.Option(min=1, help="Length of the built-in prompts.")]
-NewTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", "-n", min=2, help="Tokens after each prompt. [32; quick: 16]"),
-]
-RoutingTrace = Annotated[
-    Path | None,
-    typer.Option(
-        "--routing",
-        metavar="TRACE",
-        help="Route by a recorded trace of the same model, not by its gates: each text takes one "
-        "request. Bounds of reads and computation stand beside the speeds. CPU only.",
-    ),
-]
-TaughtBy = Annotated[
-    Path | None,
-    typer.Option(
-        "--train",
-        metavar="TRACE",
-        help="With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.",
-    ),
-]
-Agreement = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=1.0, help="Share of likeliest tokens that a peer must have in common with us."
-    ),
-]
-Batch = Annotated[int, typer.Option(min=1, max=4096, help="Sequences side by side.")]
-Batches = Annotated[
-    int | None, typer.Option(min=1, help="Batches of built-in prompts. [2; quick: 1]")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    model: Model = None
-    shape: Shape = None
-    layers: Layers = None
-    keep_shape: Keep = False
-    peer: Peers = None
-    prompts: Prompts = None
-    prompt_tokens: PromptTokens = 64
-    max_new_tokens: NewTokens = None
+    """What is asked of which systems.
+
+    Args:
+        model: Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.
+        shape: Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b,
+            gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration,
+            CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp
+            as a GGUF file, too.
+        layers: As many layers of --shape; all when omitted.
+        keep_shape: Keep what --shape wrote; later runs find it.
+        peer: Another system beside this one, several times if wanted: transformers (variants
+            eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang,
+            moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is
+            its environment's, MODEL the same model as a file it reads.
+        prompts: File with a prompt in each line, as for `run`; with --shape its last tokens are
+            the text that follows. Built-in text when omitted.
+        prompt_tokens: Length of the built-in prompts.
+        max_new_tokens: Tokens after each prompt. [32; quick: 16]
+        routing: Route by a recorded trace of the same model, not by its gates: each text takes one
+            request. Bounds of reads and computation stand beside the speeds. CPU only.
+        train: With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.
+        cap: Cap each system's memory, page cache included, as in 7GiB: by a control group or
+            systemd. Each repetition then begins with the model out of the page cache.
+        agreement: Share of likeliest tokens that a peer must have in common with us.
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None
+    shape: Annotated[str | None, typer.Option(callback=_known_shape)] = None
+    layers: Annotated[int, typer.Option(min=1, max=1000)] | None = None
+    keep_shape: bool = False
+    peer: Annotated[list[str] | None, typer.Option(metavar="NAME[:VARIANT][@PYTHON][=MODEL]")] = (
+        None
+    )
+    prompts: Path | None = None
+    prompt_tokens: options.Count = 64
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", min=2)] = None
     device: options.Device = "auto"
     host_memory: options.HostMemory = "auto"
     device_memory: options.DeviceMemory = "auto"
@@ -151,11 +89,11 @@ class TextOptions:
     policy: options.Policy = "auto"
     prefetch: options.Prefetch = "auto"
     predictor: options.Predictor = "auto"
-    routing: RoutingTrace = None
-    train: TaughtBy = None
+    routing: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
+    train: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
     threads: Threads = None
-    cap: Cap = None
-    agreement: Agreement = 0.9
+    cap: options.Size | None = None
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.9
     config: options.Config = None
 
 
@@ -180,13 +118,20 @@ def bench_latency(run: CaseRun, asked: TextOptions) -> None:
 
 @case(quick="One batch and fewer tokens, about a minute.")
 def bench_throughput(
-    run: CaseRun, asked: TextOptions, batch: Batch = 8, batches: Batches = None
+    run: CaseRun,
+    asked: TextOptions,
+    batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
+    batches: options.Count | None = None,
 ) -> None:
     """Time batches of sequences side by side: new tokens a second in all, prompts and steps.
 
     As `bench latency`: a process for every repetition, systems in turn, all of them given the same
     tokens. Prompts of different lengths are filled up to the longest of their batch, which counts
     as no work done. Ctrl-C shows what was measured so far.
+
+    Args:
+        batch: Sequences side by side.
+        batches: Batches of built-in prompts. [2; quick: 1]
     """
     from moe_runtime.benchmarks.cases.texts import ThroughputPlan
 
@@ -285,28 +230,9 @@ def _measure(
         plan = replace(plan_of(given, after, num_new), routing=routing)
         with run.rules(*plan.judged) as rules:
             results = measure_texts(measured, others, plan, rules, settings)
-    run.end(results, show_texts)
-
-
-def show_texts(results: dict[str, Any]) -> None:
-    from moe_runtime.benchmarks.suite.comparing import cap_words, counted, device_words, model_words
-
-    settings = results["settings"]
-    words = [f"{results['case']} of {model_words(settings)}"]
-    words += [f"the {settings['followed_by']}"] if "followed_by" in settings else []
-    if "batch" in settings:
-        words.append(f"{counted('{} sequences', settings['batch'])} side by side")
-    title = ", ".join([*words, device_words(results), *cap_words(settings)])
-    spreads, singles = _LATENCY, _DECODING
-    if results["case"] == "throughput":
-        spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
-    if "routing" in settings:
-        from moe_runtime.benchmarks.cases.routed import ROUTED_ROWS
-
-        singles = {**ROUTED_ROWS, **singles}
-    show_systems(results, title, spreads, singles, "likeliest tokens equal")
-    if "caution" in settings:
-        say_line(settings["caution"])
+    if "caution" in facts:
+        say_line(facts["caution"])
+    run.end(results, percentiles=plan.spread)
 
 
 def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
