@@ -27,7 +27,7 @@ from moe_runtime.lab.traces.format import PHASES, Trace, write_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, routes_of, shown_model, trace_of_routes
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.policies.prediction import Routes
 from moe_runtime.types import ModelSignature
 

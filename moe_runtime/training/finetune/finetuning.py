@@ -39,8 +39,7 @@ from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
