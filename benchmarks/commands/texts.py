@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
     from moe_runtime.benchmarks.cases.texts import Ids
     from moe_runtime.benchmarks.suite.peers import PeerProgram
-    from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
-    from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+    from moe_runtime.benchmarks.synthetic.shape_checkpoint import Shape
 
 _START_S = 300.0
 """A peer may compile what it needs when it is first imported."""
@@ -351,6 +350,7 @@ def asked_model(
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
         from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
         from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
+        from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
         from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
             shape_checkpoint,
             shapes_folder,
@@ -360,7 +360,10 @@ def asked_model(
         require_takes_shapes(peers)
         require_not_read(output, "results", files_under(shapes_folder() / shape.name))
         (cache / "settings").mkdir()
-        write_settings(shape, cache / "settings")
+        if isinstance(shape, ModelShape):
+            write_settings(shape, cache / "settings")
+        else:
+            shape.write_settings(cache / "settings")
         ids = read_ids(str(cache / "settings"))
         failures = {one.name: _why_unable(one) for one in peers}
         is_gguf = isinstance(shape, GgufShape)
@@ -382,7 +385,7 @@ def asked_model(
             yield AskedModel(str(path), ids, cache, facts, failures, gguf)
 
 
-def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
+def _shape_of(name: str, layers: int | None) -> "Shape":
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
