@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, cap_bytes, case
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun, cap_bytes
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -96,8 +96,7 @@ class TextOptions:
     config: options.Config = None
 
 
-@case(quick="Fewer and shorter prompts, about a minute.")
-def bench_latency(run: CaseRun, asked: TextOptions) -> None:
+def bench_latency(run: TimedRun, asked: TextOptions) -> None:
     """Time one sequence at a time: the first token, each further one, memory and bytes read.
 
     Every repetition is a process of its own, systems in turn, until the means are certain to
@@ -108,9 +107,8 @@ def bench_latency(run: CaseRun, asked: TextOptions) -> None:
     _measure(run, asked, "latency", 1, 2 if run.quick else 4)
 
 
-@case(quick="One batch and fewer tokens, about a minute.")
 def bench_throughput(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
     batches: options.Count | None = None,
@@ -129,7 +127,7 @@ def bench_throughput(
 
 
 def _measure(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     case_name: str,
     batch: int,
@@ -231,7 +229,7 @@ def _words(program: "PeerProgram") -> list[str]:
 
 
 def refuse_unrouted(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     peers: "Sequence[PeerProgram]",
     place: "ChosenDevice",
