@@ -87,7 +87,7 @@ class _Part(NamedTuple):
 
     layer: int
     name: str
-    index: int
+    number: int
     first: int
     shape: torch.Size
     dtype: torch.dtype
@@ -118,21 +118,22 @@ class StateCopies:
         grow = True
         for number, found in enumerate(cache.layers):
             layer: Any = found
-            if isinstance(layer, DynamicLayer) and layer.is_sliding and layer.is_initialized:
+            is_window = isinstance(found, DynamicLayer) and found.is_sliding
+            if is_window and layer.is_initialized:
                 grow = grow and hasattr(layer, "growing_keys")
                 most = layer.sliding_window - 1
                 for name in ("keys", "values"):
                     like = getattr(layer, name)
                     shape = torch.Size((*like.shape[:-2], most, like.shape[-1]))
                     self._add(number, name, 0, shape, like, most)
-            if isinstance(layer, LinearAttentionLayer):
+            if isinstance(found, LinearAttentionLayer):
                 names = (*OF_EACH_STATE, "dtype", "device")
                 self._facts[number] = {name: copy.copy(getattr(layer, name)) for name in names}
                 for name in ("conv_states", "recurrent_states"):
                     for index, like in getattr(layer, name).items():
                         if like is not None:
                             self._add(number, name, index, like.shape, like)
-        updating = [module for module in model.modules() if _updates_states(module)]
+        updating: list[Any] = [module for module in model.modules() if _updates_states(module)]
         self._layers = {module.layer_idx: module for module in updating}
         states: list[Any] = [cache.layers[number] for number in self._facts]
         self.can_cut = (
@@ -152,7 +153,7 @@ class StateCopies:
         """
         for part, place in self._places(state, end) if not behind else ():
             if part.num_tokens is None:
-                place.copy_(getattr(cache.layers[part.layer], part.name)[part.index])
+                place.copy_(getattr(cache.layers[part.layer], part.name)[part.number])
         return not (behind and self._facts) and self.take_windows(state, cache, end, behind)
 
     def take_windows(
@@ -188,7 +189,7 @@ class StateCopies:
         def copy_states(number: int, end: int) -> None:
             for part, place in self._places(states[first + end], first + end):
                 if part.layer == number and part.num_tokens is None:
-                    place.copy_(getattr(cache.layers[number], part.name)[part.index])
+                    place.copy_(getattr(cache.layers[number], part.name)[part.number])
 
         ends = [end - first for end in states]
         try:
@@ -212,7 +213,7 @@ class StateCopies:
         for part, place in self._places(state, num_tokens):
             layer: Any = cache.layers[part.layer]
             if part.num_tokens is None:
-                getattr(layer, part.name)[part.index] = place.clone()
+                getattr(layer, part.name)[part.number] = place.clone()
             else:
                 windows.setdefault(part.layer, []).append(place)
         for number, (keys, values) in windows.items():

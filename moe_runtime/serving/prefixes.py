@@ -472,13 +472,10 @@ class Prefixes:
 
     def keep_answer(self, sequence: Sequence) -> None:
         """Copies the state of an answer in place of the one before it, now and then."""
-        end, last = sequence.num_computed, sequence.state_end
         is_here = sequence.cache is not None and sequence.cache.layers  # and in no row
-        if self._states is None or self._exact or end % ANSWER_TOKENS or not is_here:
-            return
-        if self._keep_state(sequence, end) and self._take(sequence) and last > sequence.read_end:
-            self._account.drop_state(sequence.tokens[:last], sequence.root)
-        sequence.cuts.clear()
+        if is_here and not sequence.num_computed % ANSWER_TOKENS:
+            self._take_last(sequence)
+            sequence.cuts.clear()
 
     def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
         """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
@@ -488,12 +485,7 @@ class Prefixes:
         cache, size = sequence.cache, self._account.block_tokens
         if cache is None or not size:
             return
-        end, last = sequence.num_computed // size * size, sequence.state_end
-        if self._states is not None and not self._exact and end > last:
-            if not self._keep_state(sequence, end) or not self._take(sequence):
-                sequence.state_end = last
-            elif last > sequence.read_end:
-                self._account.drop_state(sequence.tokens[:last], sequence.root)
+        self._take_last(sequence)
         tokens, root = self._computed(sequence), sequence.root
         count, known = len(tokens) // size, self._account.num_known(tokens, root)
         needed = count * self._account.block_room + self._account.state_room
@@ -528,16 +520,22 @@ class Prefixes:
             sequence.state_end = end
         return is_kept
 
-    def _take(self, sequence: Sequence) -> bool:
-        """Copies what is to be copied of a sequence now; gives whether that is there."""
-        assert self._states is not None
-        assert sequence.cache is not None
-        for end in [*sequence.cuts]:
-            behind = sequence.num_computed - end
-            if not self._states.take(sequence.cuts[end], sequence.cache, end, behind):
-                self.forget_cuts(sequence)
-                return False
-        return True
+    def _take_last(self, sequence: Sequence) -> None:
+        """Keeps the state after a sequence's last block in place of the one before in its answer,
+        if it is still there."""
+        size, last, cache = self._account.block_tokens, sequence.state_end, sequence.cache
+        end = sequence.num_computed // size * size if size else 0
+        if self._states is None or self._exact or end <= last or cache is None:
+            return
+        if not self._keep_state(sequence, end):
+            return
+        state, behind = sequence.cuts.get(end), sequence.num_computed - end
+        if state is not None and not self._states.take(state, cache, end, behind):
+            self._account.drop_state(sequence.tokens[:end], sequence.root)
+            del sequence.cuts[end]
+            sequence.state_end = last
+        elif last > sequence.read_end:
+            self._account.drop_state(sequence.tokens[:last], sequence.root)
 
     def _drop_states(self, sequence: Sequence, num_kept: int) -> None:
         """Gives up what was copied after blocks for which there was no place."""
