@@ -28,10 +28,14 @@ VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference researc
 PYTHONS ?= python3.12 python3.13
 PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models policies routing)
 
-# Clients that the server is tried with, unchanged, and the tests that run them.
+# Clients that the server is tried with, unchanged, and the tests that run these and TRAINERS.
 CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0 instructor==1.17.0 litellm==1.110.2 \
   llama-index-llms-openai-like==0.8.1
-CLIENTS_TESTS ?= $(addprefix tests/serving/http/,test_foreign_clients.py test_tool_clients.py)
+CLIENTS_TESTS ?= $(addprefix tests/,serving/http/test_foreign_clients.py \
+  serving/http/test_tool_clients.py offload/test_saving.py)
+
+# A trainer of others, which is tried with the torch and transformers of the other tests.
+TRAINERS ?= trl==1.16.0
 
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
@@ -76,7 +80,7 @@ help:
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-versions  install, then test engine and server with the oldest and newest transformers, oldest torch"
 	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
-	@echo "make test-clients  install, then ask the server with clients such as lm-eval, which it installs"
+	@echo "make test-clients  install, then try programs of others, such as lm-eval and TRL, which it installs"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
 	@echo "make gpu     install, then test on a GPU, measure and choose tiles: nine minutes, kept in build/gpu"
@@ -158,6 +162,8 @@ test-pythons: wheel
 test-clients: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/pip install --quiet --no-compile $(CLIENTS)
+	PYTHONPATH="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(VENV)/clients/bin/pip install --quiet --no-compile $(TRAINERS)
 	PATH="$(CURDIR)/$(VENV)/clients/bin:$$PATH" \
 	  PYTHONPATH="$$($(VENV)/clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(BIN)/pytest -rs $(CLIENTS_TESTS)

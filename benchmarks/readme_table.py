@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, machine_name, parser_of
-from moe_runtime.benchmarks.suite.comparing import counted
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.lab.this_machine import describe_machine
@@ -106,7 +105,7 @@ def _counts(found: list[Results]) -> str:
     """How many repetitions the systems have that have numbers."""
     counts = {len(one["repetitions"]) for each in found for one in each["measurements"]} - {0}
     shown = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    return counted("{} repetitions", shown)
+    return f"{shown} repetitions"
 
 
 def _memory(results: Results) -> str:

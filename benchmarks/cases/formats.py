@@ -46,13 +46,14 @@ from moe_runtime.benchmarks.suite.runner import (
     run_in_turn,
 )
 from moe_runtime.kernels.combine import combine_assignments
-from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.decode_step.prepared import ExpertStep
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import require_native
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.kernels.quantized.formats import INT8_GROUP
 from moe_runtime.kernels.quantized.reference import scale_values
 from moe_runtime.kernels.quantized.rounding import quantize
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 
 _READ = "read"
 # Why the measuring ended, the worst first.

@@ -23,8 +23,14 @@ from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedE
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.quantized.storage_order import put_in_order
 from moe_runtime.memory.reads import Priority, Read
-from moe_runtime.memory.slab import Slab, host_view
-from moe_runtime.memory.source import CheckpointFile, ExpertLayout, ExpertSource, TensorRange
+from moe_runtime.memory.source import (
+    CheckpointFile,
+    ExpertLayout,
+    ExpertSource,
+    Slab,
+    TensorRange,
+    host_view,
+)
 from moe_runtime.types import ExpertKey
 
 METRICS = {

@@ -27,7 +27,7 @@ from moe_runtime.lab.traces.format import PHASES, Trace, write_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, routes_of, shown_model, trace_of_routes
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.policies.prediction import Routes
 from moe_runtime.types import ModelSignature
 
@@ -51,19 +51,6 @@ ROUTED_METRICS = {
 slots. ``computing_s`` is a step whose experts are all resident. ``bound_s`` is the longer of reads
 and computation, which no run that reads as much can beat; ``of_bound`` says how near the run is.
 """
-ROUTED_ROWS = {
-    "a step, mean": "step_s",
-    "bound of a step": "bound_s",
-    "bound of the optimum": "optimum_bound_s",
-    "reads of a step alone": "read_s",
-    "with LRU": "lru_read_s",
-    "with the optimum": "optimum_read_s",
-    "computation of a step alone": "computing_s",
-    "waits of a step": "stall_s",
-    "the disk": "disk_bytes_per_s",
-    "of that from storage": "disk_from_storage",
-    "of the bound": "of_bound",
-}
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,11 @@ METRICS = {
     "sent_s": Metric("s", is_judged=False),
     "prompt_tokens": Metric("count", is_judged=False),
     "output_tokens": Metric("count", is_judged=False),
-    "output_tokens_per_s": Metric("tokens/s", better="more", is_judged=False),
+    "answered": Metric("count", better="more", is_judged=False),
+    **dict.fromkeys(
+        ("input_tokens_per_s", "output_tokens_per_s"),
+        Metric("tokens/s", better="more", is_judged=False),
+    ),
     "requests_per_s": Metric("requests/s", better="more", is_judged=False),
     "within_bounds": Metric("share", better="more", is_judged=False),
     "seconds": Metric("s", is_judged=False),
@@ -221,7 +225,8 @@ def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> MeasuredSystem:
     if not good:
         said = [f"{what['count']} failed: {what['first']}" for what in row["errors"].values()]
         return MeasuredSystem(failure="; ".join(said) or "no request was answered")
-    names = ("output_tokens_per_s", "requests_per_s", "seconds", "failed", "unfinished")
+    names = ("answered", "input_tokens_per_s", "output_tokens_per_s", "requests_per_s")
+    names += ("seconds", "failed", "unfinished")
     whole: dict[str, Number] = {name: row[name] for name in names if row[name] is not None}
     if "goodput" in row:
         whole["within_bounds"] = row["goodput"]["share"]

@@ -11,23 +11,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    CaseRun,
-    case,
-    equal_cell,
-    mean_cell,
-    median_cell,
-    num_repetitions,
-    say_repetition,
-    show_rows,
-    show_systems,
-    with_numbers,
-)
+from moe_runtime.benchmarks.commands.shared import CaseRun, case, say_repetition
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import ConfigFile
 from moe_runtime.cli.console import fetch_model, quiet_transformers, say_line
 from moe_runtime.cli.processes import joined_processes
-from moe_runtime.config import format_bytes, require_known
+from moe_runtime.config import require_known
 from moe_runtime.files import require_not_read
 
 # One layer of Qwen3-30B-A3B at three batches, OLMoE and Mixtral.
@@ -41,69 +30,24 @@ _SHAPES = [
 _IO_THREADS = 4
 _REPEATED_S = 120.0
 """Seconds after which no repetition begins that a results file is to have."""
-_READS = {"an expert": "expert_read_s"}
-_READS_IN_ALL = {"all of them": "bytes_per_s", "from storage": "from_storage"}
-_TRAININGS = {
-    "loss": "loss",
-    "held out": "held_out_loss",
-    "max load": "max_load",
-    "dropped": "dropped_share",
-    "bytes a parameter": "state_bytes_per_parameter",
-    "tokens/s": "tokens_per_s",
-}
-Experts = Annotated[
-    int | None, typer.Option(min=1, help="Experts of a repetition. [128; quick: 32; at most all]")
-]
-InFlight = Annotated[int, typer.Option(min=1, max=256, help="Experts on their way at any time.")]
-Ranks = Annotated[int, typer.Option(min=2, max=64, help="Processes here; torchrun has its own.")]
-Tokens = Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each process.")]
-Dim = Annotated[int, typer.Option(min=1, max=1 << 16, help="Width of a token.")]
-AllExperts = Annotated[int, typer.Option(min=2, max=1 << 14, help="Experts of all processes.")]
-TopK = Annotated[int, typer.Option("--top-k", min=1, max=1 << 10, help="Choices of a token.")]
-Load = Annotated[
-    str, typer.Option(help="How often experts are chosen: balanced, uniform, zipf; with commas.")
-]
-Dtype = Annotated[str, typer.Option(help="Types of rows: float32, bfloat16; with commas.")]
-Tune = Annotated[
-    bool, typer.Option("--tune", help="Try other tiles and keep the fastest for later runs.")
-]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="T,H,I,E,K",
-        help="Tokens, hidden size, intermediate size, experts and top-k; several times if wanted.",
-    ),
-]
-Vary = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE[,VALUE...]",
-        help="A variant for each value of a key, such as model.moe.top_k=1,4. Repeatable; each "
-        "changes this key alone. Variants of several keys are tables [variants.NAME] in CONFIG.",
-    ),
-]
-Seeds = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=1000, help="Trainings of each variant, from run.seed upwards. [3; quick: 1]"
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Steps instead of run.steps. [run.steps; quick: a tenth of them]"),
-]
 
 
 @case(quick="Fewer experts, half a minute at most.", seconds=(120, 30))
 def bench_io(
-    run: CaseRun, model: options.Model, experts: Experts = None, in_flight: InFlight = 4
+    run: CaseRun,
+    model: options.Model,
+    experts: options.Count | None = None,
+    in_flight: Annotated[int, typer.Option(min=1, max=256)] = 4,
 ) -> None:
     """Time reads of MODEL's experts from disk: bytes a second, and how long an expert takes.
 
     Through this project's queue of direct reads, and by threads that call preadv, past the page
     cache and through it. What the kernel keeps of the files is dropped before every repetition;
     the table says what share came from storage. Bytes are compared with those of the file.
+
+    Args:
+        experts: Experts of a repetition. [128; quick: 32; at most all]
+        in_flight: Experts on their way at any time.
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.io import ReadPlan, measure_reads
@@ -118,32 +62,34 @@ def bench_io(
     sizes = sorted({layout.tensor_bytes for layout in layouts.values()})
     settings = {"model": Path(model).name, "expert_bytes": sizes, "experts": num_experts, **asked}
     peers = ("preadv", "preadv:direct")
-    run.measure(measure_reads, plan, settings, ["bytes_per_s"], show_reads, unasked=peers)
-
-
-def show_reads(results: dict[str, Any]) -> None:
-    settings = results["settings"]
-    sizes = settings["expert_bytes"]
-    size = format_bytes(sizes[0]) + (f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else "")
-    title = f"experts of {settings['model']}, {size} each, {settings['in_flight']} at once"
-    show_systems(results, title, _READS, _READS_IN_ALL, "tensors equal the file's")
+    shown = {"unasked": peers, "percentiles": ["expert_read_s"]}
+    run.measure(measure_reads, plan, settings, ["bytes_per_s"], **shown)
 
 
 @case(quick="Fewer rounds, about a minute.")
 def bench_dispatch(
     run: CaseRun,
-    ranks: Ranks = 2,
-    tokens: Tokens = 2048,
-    dim: Dim = 1024,
-    experts: AllExperts = 32,
-    top_k: TopK = 2,
-    load: Load = "balanced,uniform,zipf",
-    dtype: Dtype = "float32,bfloat16",
+    ranks: Annotated[int, typer.Option(min=2, max=64)] = 2,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 20)] = 2048,
+    dim: Annotated[int, typer.Option(min=1, max=1 << 16)] = 1024,
+    experts: Annotated[int, typer.Option(min=2, max=1 << 14)] = 32,
+    top_k: Annotated[int, typer.Option(min=1, max=1 << 10)] = 2,
+    load: str = "balanced,uniform,zipf",
+    dtype: str = "float32,bfloat16",
 ) -> None:
     """Time dispatch and combine between processes (gloo), beside a padded all-to-all.
 
     The peer sends equal parts, as many slots for each expert as the busiest one needs. Results must
     be equal to the bit. Processes are started here, one thread each, or by torchrun.
+
+    Args:
+        ranks: Processes here; torchrun has its own.
+        tokens: Tokens of each process.
+        dim: Width of a token.
+        experts: Experts of all processes.
+        top_k: Choices of a token.
+        load: How often experts are chosen: balanced, uniform, zipf; with commas.
+        dtype: Types of rows: float32, bfloat16; with commas.
     """
     loads = _names("load", load, ("balanced", "uniform", "zipf"))
     dtypes = _names("dtype", dtype, ("float32", "bfloat16"))
@@ -169,12 +115,13 @@ def bench_dispatch(
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
-        rules = stack.enter_context(run.rules(*(f"{plan.name(one)}_s" for one in plan.shapes)))
+        times = [f"{plan.name(one)}_s" for one in plan.shapes]
+        rules = stack.enter_context(run.rules(*times))
         settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
         settings |= {"dtypes": dtypes, "rounds": plan.rounds}
         results = measure_dispatch(plan, rules, settings)
     if results is not None:
-        run.end(results, show_dispatch)
+        run.end(results, percentiles=times)
 
 
 def _names(what: str, text: str, known: tuple[str, ...]) -> list[str]:
@@ -184,27 +131,21 @@ def _names(what: str, text: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def show_dispatch(results: dict[str, Any]) -> None:
-    from moe_runtime.benchmarks.suite.comparing import counted
-
-    settings = results["settings"]
-    names = [f"{load}_{kind}" for kind in settings["dtypes"] for load in settings["loads"]]
-    show_systems(
-        results,
-        f"dispatch and combine, {counted('{} ranks', settings['ranks'])}",
-        {name.replace("_", ", "): f"{name}_s" for name in names},
-        {f"{name.replace('_', ', ')}, sent": f"{name}_bytes" for name in names},
-        "tokens equal",
-    )
-
-
 @case(seconds=None)
-def bench_kernels(run: CaseRun, tune: Tune = False, shape: Shapes = None) -> None:
+def bench_kernels(
+    run: CaseRun,
+    tune: bool = False,
+    shape: Annotated[list[str] | None, typer.Option(metavar="T,H,I,E,K")] = None,
+) -> None:
     """Time every product of a layer of experts on the GPU, forward and backward, in bf16.
 
     With --tune, other tiles are tried first (some minutes a shape), and the fastest are written to
     a table that every later run on this model of GPU reads. Tiles change the order of sums, and so
     the last bits of a result. Products are then timed in turn. Ctrl-C keeps what was found so far.
+
+    Args:
+        tune: Try other tiles and keep the fastest for later runs.
+        shape: Tokens, hidden size, intermediate size, experts and top-k; several times if wanted.
     """
     import torch
 
@@ -237,10 +178,13 @@ def bench_kernels(run: CaseRun, tune: Tune = False, shape: Shapes = None) -> Non
                 num_threads=os.cpu_count() or 1,
             ):
                 products.append(TimedProduct(layer, measured, median_seconds))
+                found = measured.tile
+                said = f"tile {found.block_m} x {found.block_n} x {found.block_k}"
                 if tune:
-                    write_table(path, gpu, {measured.problem.key: measured.tile})
+                    write_table(path, gpu, {measured.problem.key: found})
                     ratio = f"{measured.rule_seconds / measured.seconds:.2f} times the rule's speed"
-                    say_line(f"{products[-1].name}: {ratio}, the best of {measured.num_tried}")
+                    said += f", {ratio}, the best of {measured.num_tried}"
+                say_line(f"{products[-1].name}: {said}")
                 if stop.is_set:
                     break
         limits: Any = {"max_s": _REPEATED_S, "is_stopping": lambda: stop.is_set}
@@ -250,7 +194,7 @@ def bench_kernels(run: CaseRun, tune: Tune = False, shape: Shapes = None) -> Non
         results = measure_systems("kernels", products, METRICS, rules, settings)
     if tune:
         say_line(f"tiles are written to {path}")
-    run.end(results, show_products)
+    run.end(results)
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
@@ -260,30 +204,25 @@ def median_seconds(call: Callable[[], Any]) -> float:
     return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
-def show_products(results: dict[str, Any]) -> None:
-    rows = []
-    for one in with_numbers(results):
-        tile = results["settings"]["tiles"][one["system"]]
-        sizes = " x ".join(f"{tile[f'block_{axis}']:>3}" for axis in "mnk")
-        speed = median_cell(one, "tflops", 1.0)
-        rows.append([one["system"], sizes, mean_cell(one, "product_s", 1e3), speed])
-    heads = ["product", "tile", "ms", "TFLOP/s"]
-    show_rows(f"products on {results['settings']['gpu']}", heads, rows, num_left=2)
-
-
 @case(quick="One seed, a tenth of the steps.", seconds=None)
 def bench_ablation(
     run: CaseRun,
     config_file: ConfigFile,
-    vary: Vary = None,
-    seeds: Seeds = None,
-    steps: Steps = None,
+    vary: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE[,VALUE...]")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000)] | None = None,
+    steps: options.Count | None = None,
 ) -> None:
     """Train variants of a configuration with the same seeds, and compare what came out.
 
     All take turns with the first seed, the configuration as it is among them, then with the next.
     What cannot be trained is refused before anything is. Nothing is kept but the numbers. Ctrl-C
     ends the training that runs, and shows what was measured so far.
+
+    Args:
+        vary: A variant for each value of a key, such as model.moe.top_k=1,4. Repeatable; each
+            changes this key alone. Variants of several keys are tables `variants.NAME` in CONFIG.
+        seeds: Trainings of each variant, from run.seed upwards. [3; quick: 1]
+        steps: Steps instead of run.steps; with --quick a tenth of them when omitted.
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
@@ -307,19 +246,4 @@ def bench_ablation(
             is_stopping=lambda: stop.is_set,
         )
         results = measure_ablation(variants, folder, rules, {"model": config_file.name})
-    run.end(results, show_ablation)
-
-
-def show_ablation(results: dict[str, Any]) -> None:
-    of, shown = results["settings"], with_numbers(results)
-    found = {
-        what: metric
-        for what, metric in _TRAININGS.items()
-        if any(metric in one["summary"] and one["summary"][metric]["p99"] for one in shown)
-    }
-    rows = []
-    for one in shown:
-        cells = (mean_cell(one, metric, 1.0) for metric in found.values())
-        rows.append([one["system"], num_repetitions(one), *cells, equal_cell(one)])
-    title = f"{of['model']}: {of['steps']} steps of {of['sequences']} x {of['context']} tokens"
-    show_rows(title, ["", "seeds", *found, "losses equal"], rows)
+    run.end(results)

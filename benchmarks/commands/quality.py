@@ -10,16 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    CaseRun,
-    case,
-    mean_cell,
-    median_cell,
-    say_repetition,
-    show_rows,
-    with_numbers,
-)
-from moe_runtime.benchmarks.suite.comparing import device_words
+from moe_runtime.benchmarks.commands.shared import CaseRun, case, say_repetition
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers
 from moe_runtime.cli.prompts import read_text
@@ -33,18 +24,6 @@ _SHARED = frozenset(
 """Options that the reference has in common with all others; they lose nothing."""
 _EVERYWHERE = _SHARED | {"activations"}
 """Options that act on prompts as on decode steps."""
-_COLUMNS = (
-    ("perplexity", mean_cell, "perplexity", 1.0),
-    ("ratio", mean_cell, "perplexity_ratio", 1.0),
-    ("KL, nats", mean_cell, "kl_nats", 1.0),
-    ("99 %", mean_cell, "kl_p99_nats", 1.0),
-    ("largest", mean_cell, "kl_max_nats", 1.0),
-    ("same top, %", mean_cell, "same_top", 100.0),
-    ("prompt tokens/s", median_cell, "prompt_tokens_per_s", 1.0),
-    ("decode tokens/s", median_cell, "decode_tokens_per_s", 1.0),
-    ("hits, %", median_cell, "hit_share", 100.0),
-    ("changed, %", median_cell, "changed_share", 100.0),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +96,7 @@ def bench_quality(
         )
         rules = Rules(judged=(), on_repetition=say_repetition, is_stopping=plan.is_stopping)
         results = measure_quality(plan, asked, rules, settings)
-    run.end(results, show_quality)
+    run.end(results)
 
 
 def systems_of(
@@ -161,19 +140,3 @@ def _changed(ctx: typer.Context, words: str, loading: options.Loading) -> Iterat
         if changed == loading:
             raise ValueError(f"--vary {key}={value}: is the value anyway; leave it out")
         yield changed
-
-
-def show_quality(results: dict[str, Any]) -> None:
-    settings, shown = results["settings"], with_numbers(results)
-    known = {name for one in shown for name, found in one["summary"].items() if found["p99"]}
-    columns = [column for column in _COLUMNS if column[2] in known]
-    rows = [
-        [one["system"], *(cell(one, metric, factor) for _, cell, metric, factor in columns)]
-        for one in shown
-    ]
-    how = "token by token" if settings["steps"] else "in long passes"
-    title = (
-        f"{settings['text']}: {settings['chunks']} x {settings['context']} tokens, the second half "
-        f"of each judged, {how}, {device_words(results)}"
-    )
-    show_rows(title, ["", *(head for head, *_ in columns)], rows)

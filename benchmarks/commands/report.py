@@ -98,8 +98,8 @@ def bench_compare(
     from moe_runtime.benchmarks.suite.comparing import (
         compare,
         differing_settings,
+        heading_words,
         lost_systems,
-        work_words,
     )
     from moe_runtime.benchmarks.suite.results import read_results
 
@@ -120,7 +120,7 @@ def bench_compare(
     else:
         columns = ["before", "after", "change", "", "chance"]
         print_table(
-            f"{one['case']}: {before.name} and {after.name}; {work_words(one)}".rstrip("; "),
+            f"{one['case']}: {before.name} and {after.name}; {heading_words(one)}".rstrip("; "),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
             [
                 [

@@ -5,20 +5,18 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_runtime.benchmarks.commands.shared import (
-    JOULE_ROWS,
-    MEMORY_ROWS,
     CaseRun,
     cap_bytes,
     case,
     keep_results,
-    show_rows,
+    show_results,
 )
-from moe_runtime.benchmarks.suite.figures import figure, unit_for
+from moe_runtime.cli import options
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import print_json, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -29,118 +27,68 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.load.client import TimedAnswer
     from moe_runtime.benchmarks.load.generator import Level, Meter
 
-Cap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="With --start: cap the server's memory, page cache included, as in 7GiB: by a control "
-        "group or systemd. The page cache is emptied before, where that is allowed.",
-    ),
-]
 _LINES = 10
 """Lines of progress of a level."""
 _MOST_CLIENTS = 4096
 _START_S = 900.0
 _ASKED = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
-_SPREADS = {
-    "first token": "time_to_first_token_s",
-    "between tokens": "inter_token_s",
-    "per token of a request": "time_per_output_token_s",
-    "whole answer": "end_to_end_s",
-}
-
-Url = Annotated[
-    str, typer.Option(help="Address of any server of OpenAI's API, such as http://127.0.0.1:8000.")
-]
-Start = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COMMAND",
-        help="Start the server by this command, press it once it lists its models, and end it. Its "
-        "peak memory and the bytes it reads are measured too.",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Which of its models; with commas between, one request after the other asks each. The "
-        "first one when omitted."
-    ),
-]
-WarmUp = Annotated[
-    int, typer.Option(min=0, help="Requests before all others, which are not measured.")
-]
-ApiKeys = Annotated[
-    Path | None, typer.Option(help="File with a key in each line; the first one is sent.")
-]
-Concurrency = Annotated[
-    str | None,
-    typer.Option(
-        help="Clients that ask again as soon as they have their answer; with commas between, one "
-        "number after the other. 1 when omitted."
-    ),
-]
-Rate = Annotated[
-    str | None,
-    typer.Option(
-        help="Requests that arrive in a second, at random times, however many are being answered; "
-        "instead of --concurrency, several with commas between."
-    ),
-]
-Requests = Annotated[int, typer.Option(min=1, help="Requests for each number of clients or rate.")]
-PromptTokens = Annotated[
-    str,
-    typer.Option(metavar="N|LOW:HIGH", help="Tokens of a prompt, which is made of common words."),
-]
-OutputTokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Most tokens of an answer.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help="File with a prompt in each line, to send in turn; - is standard input."),
-]
-Chat = Annotated[
-    bool, typer.Option("--chat/--completions", help="Ask for conversations, or for texts.")
-]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option(help="Ask for answers of the full length; some servers do not know the field."),
-]
-Goodput = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BOUNDS",
-        help="Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token, mean "
-        "between its tokens, whole answer.",
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Of words, lengths and arrivals.")]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")]
+_SPREADS = (
+    *("time_to_first_token_s", "inter_token_s", "time_per_output_token_s"),
+    "end_to_end_s",
+)
+Tokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH")]
 
 
 @case(seconds=None, output="Write everything measured, single requests too, to this file.")
 def bench_serve(
     run: CaseRun,
-    url: Url = "http://127.0.0.1:8000",
-    start: Start = None,
-    cap: Cap = None,
-    model: Model = None,
-    api_keys: ApiKeys = None,
-    concurrency: Concurrency = None,
-    rate: Rate = None,
-    requests: Requests = 32,
-    warm_up: WarmUp = 0,
-    prompt_tokens: PromptTokens = "128",
-    output_tokens: OutputTokens = "64",
-    prompts: Prompts = None,
-    chat: Chat = False,
-    ignore_eos: IgnoreEos = True,
-    goodput: Goodput = None,
-    seed: Seed = 0,
-    timeout: Timeout = 600.0,
+    url: str = "http://127.0.0.1:8000",
+    start: Annotated[str | None, typer.Option(metavar="COMMAND")] = None,
+    cap: options.Size | None = None,
+    model: str | None = None,
+    api_keys: Path | None = None,
+    concurrency: str | None = None,
+    rate: str | None = None,
+    requests: options.Count = 32,
+    warm_up: options.Natural = 0,
+    prompt_tokens: Tokens = "128",
+    output_tokens: Tokens = "64",
+    prompts: Path | None = None,
+    chat: Annotated[bool, typer.Option("--chat/--completions")] = False,
+    ignore_eos: bool = True,
+    goodput: Annotated[str | None, typer.Option(metavar="BOUNDS")] = None,
+    seed: options.Natural = 0,
+    timeout: Annotated[float, typer.Option(min=0.001)] = 600.0,
 ) -> None:
     """Press a server of OpenAI's API with requests, and measure what its clients wait for.
 
     Two small requests come first: they show that it answers, and how many tokens it makes of words.
     Answers are streamed and greedy. Ctrl-C shows what was measured so far.
+
+    Args:
+        url: Address of any server of OpenAI's API, such as http://127.0.0.1:8000.
+        start: Start the server by this command, press it once it lists its models, and end it. Its
+            peak memory and the bytes it reads are measured too.
+        cap: With --start: cap the server's memory, page cache included, as in 7GiB: by a control
+            group or systemd. The page cache is emptied before, where that is allowed.
+        model: Which of its models; with commas between, one request after the other asks each. The
+            first one when omitted.
+        api_keys: File with a key in each line; the first one is sent.
+        concurrency: Clients that ask again as soon as they have their answer; with commas between,
+            one number after the other. 1 when omitted.
+        rate: Requests that arrive in a second, at random times, however many are being answered;
+            instead of --concurrency, several with commas between.
+        requests: Requests for each number of clients or rate.
+        warm_up: Requests before all others, which are not measured.
+        prompt_tokens: Tokens of a prompt, which is made of common words.
+        output_tokens: Most tokens of an answer.
+        prompts: File with a prompt in each line, to send in turn; - is standard input.
+        chat: Ask for conversations, or for texts.
+        ignore_eos: Ask for answers of the full length; some servers do not know the field.
+        goodput: Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token,
+            mean between its tokens, whole answer.
+        seed: Of words, lengths and arrivals.
+        timeout: Seconds that a request may take.
     """
     if importlib.util.find_spec("httpx2") is None:
         raise UnsupportedModelError(
@@ -221,8 +169,15 @@ def bench_serve(
     unwritten = keep_results(results, run.output)
     if run.as_json:
         print_json({**facts, "levels": rows})
-    elif rows:
-        _show(f"{name} at {url}", [name_of(one.level) for one in found], rows)
+    else:
+        show_results(results, _SPREADS)
+    for one, row in zip(found, rows, strict=True):
+        for kind, errors in row["errors"].items():
+            said = f"{errors['count']} failed: {kind}: {errors['first']}"
+            say_line(f"{name_of(one.level)}: {said}")
+        if not row["are_tokens_counted"]:
+            said = "the server does not count tokens: pieces of its stream are counted instead"
+            say_line(f"{name_of(one.level)}: {said}")
     if unwritten is not None:
         say_line(unwritten)
     run.exit_if_stopped()
@@ -252,47 +207,3 @@ def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
             f"{name} must be {kind} above 0, at most {most:g}, with commas, got {text!r}"
         )
     return numbers
-
-
-def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """A column for each level; lengths of time in milliseconds. No table without an answer."""
-    lines = [
-        ["answered", *(f"{row['answered']} of {row['requests']}" for row in rows)],
-        *(
-            [what, *(_number(row[key]) for row in rows)]
-            for what, key in (
-                ("requests/s", "requests_per_s"),
-                ("input tokens/s", "input_tokens_per_s"),
-                ("output tokens/s", "output_tokens_per_s"),
-            )
-        ),
-    ]
-    for what, key in _SPREADS.items():
-        for part in ("mean", "p50", "p90", "p99"):
-            values = (row[key] and row[key][part] * 1e3 for row in rows)
-            lines.append([f"{what}, ms: {part}", *map(_number, values)])
-    for what, key in MEMORY_ROWS.items():
-        if found := [row[key] for row in rows if key in row]:
-            factor, unit = unit_for("J" if key in JOULE_ROWS.values() else "bytes", found)
-            cells = (_number(row[key] * factor if key in row else None) for row in rows)
-            lines.append([f"{what}, {unit}", *cells])
-    if "goodput" in rows[0]:
-        lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
-        good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
-        lines.append(["within bounds, requests/s", *good])
-    if any(row["answered"] for row in rows):
-        show_rows(title, ["", *names], lines)
-    for name, row in zip(names, rows, strict=True):
-        for kind, errors in row["errors"].items():
-            say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")
-        if not row["are_tokens_counted"]:
-            said = "the server does not count tokens: pieces of its stream are counted instead"
-            say_line(f"{name}: {said}")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else figure(value)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

@@ -4,19 +4,17 @@ A command is a function with ``@case``, which gives it the options of all cases 
 """
 
 import inspect
-import itertools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
+from moe_runtime.benchmarks.suite.figures import figure, metric_words, unit_for, with_half
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
@@ -27,18 +25,6 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.runner import Rules
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
-JOULE_ROWS = {"processors": "cpu_joules", "GPUs": "gpu_joules"}
-MEMORY_ROWS = {
-    "load without imports": "load_s",
-    "imports": "import_s",
-    "peak memory": "peak_rss_bytes",
-    "peak memory of the GPU": "peak_device_bytes",
-    "after imports": "rss_after_imports_bytes",
-    "read by calls": "read_call_bytes",
-    "of these from the page cache": "page_cache_bytes",
-    "read from storage": "storage_bytes",
-    **JOULE_ROWS,
-}
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _OUTPUT_HELP = "Write everything measured to this file."
 Output = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT_HELP)]
@@ -52,14 +38,6 @@ Precision = Annotated[
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=4096, help="Threads of every system; all when omitted.")
-]
-Cap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Cap each system's memory, page cache included, as in 7GiB: by a control group or "
-        "systemd. Each repetition then begins with the model out of the page cache.",
-    ),
 ]
 
 
@@ -129,9 +107,9 @@ class CaseRun:
     def end(
         self,
         results: dict[str, Any],
-        show: Callable[[dict[str, Any]], None],
         *,
         unasked: Collection[str] = (),
+        percentiles: Collection[str] = (),
     ) -> None:
         """Writes and prints what was measured; says which systems failed."""
         results["settings"] |= self._facts
@@ -139,7 +117,7 @@ class CaseRun:
         if self.as_json:
             print_json(results)
         else:
-            show(results)
+            show_results(results, percentiles)
         failed = [one for one in results["measurements"] if one["failure"] is not None]
         for one in failed:
             say_line(f"{one['system']}: {one['failure']}")
@@ -158,14 +136,13 @@ class CaseRun:
         plan: Any,
         settings: dict[str, Any],
         judged: Iterable[str],
-        show: Callable[[dict[str, Any]], None],
         *more: Any,
-        unasked: Collection[str] = (),
+        **shown: Collection[str],
     ) -> None:
-        """Measures ``case(plan, rules, settings, *more)``, and ends the command."""
+        """Measures ``case(plan, rules, settings, *more)``, and ends the command as `end` does."""
         with self.rules(*judged) as rules:
             results = case(plan, rules, settings, *more)
-        self.end(results, show, unasked=unasked)
+        self.end(results, **shown)
 
     def exit_if_stopped(self) -> None:
         """Ends the command with the exit code of a signal, if one came."""
@@ -233,79 +210,49 @@ def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
     return None
 
 
-def with_numbers(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The systems of a results file that have numbers."""
-    return [one for one in results["measurements"] if one["summary"]]
+def show_results(results: dict[str, Any], percentiles: Collection[str] = ()) -> None:
+    """Prints a table of all systems that have numbers: beside each other, or one below the other
+    where they are more than the metrics. Of some metrics percentiles are shown, too."""
+    from moe_runtime.benchmarks.suite.comparing import heading_words
 
-
-def show_rows(
-    title: str, heads: Iterable[str], rows: Sequence[Sequence[str]], *, num_left: int = 1
-) -> None:
-    """Prints a table, unless it has no rows: first columns at the left, numbers at the right."""
-    if rows:
-        sides = (("left", "right")[place >= num_left] for place in itertools.count())
-        print_table(title, list(zip(heads, sides, strict=False)), rows)
-
-
-def show_systems(
-    results: dict[str, Any],
-    title: str,
-    spreads: Mapping[str, str],
-    singles: Mapping[str, str],
-    equal: str,
-) -> None:
-    """Prints a column for each system that has numbers.
-
-    ``spreads`` are metrics shown with percentiles, ``singles`` those with the median alone, by the
-    names of their rows; ``equal`` is what was compared.
-    """
-    shown = with_numbers(results)
+    shown = [one for one in results["measurements"] if one["summary"]]
     if not shown:
         return
-    rows = [["repetitions", *map(num_repetitions, shown)]]
-    for what, metric in spreads.items():
-        for part in ("p50", "p90", "p99"):
-            cells, unit = cells_of(shown, metric, partial(_part_cell, part))
-            rows.append([f"{what}, {unit}: {part}", *cells])
-        means, unit = cells_of(shown, metric, mean_cell)
-        rows.append([f"{what}, {unit}: mean of medians", *means])
-    for what, metric in singles.items():
-        if any(metric in one["summary"] for one in shown):
-            cells, unit = cells_of(shown, metric, median_cell)
-            rows.append([f"{what}, {unit}", *cells])
-    rows.append([equal, *map(equal_cell, shown)])
-    show_rows(title, ["", *(one["system"] for one in shown)], rows)
+    table = [("repetitions", [str(len(one["repetitions"])) for one in shown])]
+    for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
+        found = [one["summary"].get(metric) for one in shown]
+        table += _lines(metric, found, ("p50", "p90", "p99") if metric in percentiles else ())
+    if any(one["quality"] for one in shown):
+        table.append(("equal", [_equal(one["quality"]) for one in shown]))
+    title = ", ".join(filter(None, [heading_words(results), results["machine"].get("gpu")]))
+    names = [one["system"] for one in shown]
+    if len(names) <= len(table):
+        heads, rows = names, [[label, *cells] for label, cells in table]
+    else:
+        heads = [label for label, _ in table]
+        rows = [list(row) for row in zip(names, *(cells for _, cells in table), strict=True)]
+    columns = [("", "left"), *((head, "right") for head in heads)]
+    print_table(": ".join(filter(None, [results["case"], title])), columns, rows)
 
 
-def cells_of(
-    shown: list[dict[str, Any]], metric: str, cell: Callable[[dict[str, Any], str, float], str]
-) -> tuple[list[str], str]:
-    """A metric of several systems, and the unit in which it is shown."""
-    found = [one["summary"][metric] for one in shown if metric in one["summary"]]
-    factor, unit = unit_for(found[0]["unit"], (one["median"] for one in found))
-    return [cell(one, metric, factor) for one in shown], unit
+def _lines(
+    metric: str, found: Sequence[dict[str, Any] | None], parts: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """A metric's lines: percentiles if wanted; then means, or medians of what is not judged."""
+    known = [one for one in found if one is not None]
+    factor, unit = unit_for(known[0]["unit"], (one["median"] for one in known))
+    label = metric_words(metric) + (f", {unit}" if unit not in ("count", "share") else "")
+    for part in parts:
+        yield (
+            f"{label}: {part}",
+            ["–" if one is None else figure(one[part] * factor) for one in found],
+        )
+
+    def cell(one: dict[str, Any]) -> str:
+        return with_half(one, factor) if one["judged"] else figure(one["median"] * factor)
+
+    yield label, ["–" if one is None else cell(one) for one in found]
 
 
-def num_repetitions(one: dict[str, Any]) -> str:
-    return str(len(one["repetitions"]))
-
-
-def equal_cell(one: dict[str, Any]) -> str:
-    found = one["quality"]
-    return "–" if found is None else f"{found['equal']} of {found['compared']}"
-
-
-def _part_cell(part: str, one: dict[str, Any], metric: str, factor: float) -> str:
-    """A percentile or the like of a system's metric; a dash where it has none."""
-    summary = one["summary"].get(metric)
-    return figure(summary[part] * factor) if summary else "–"
-
-
-def median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
-    return _part_cell("median", one, metric, factor)
-
-
-def mean_cell(one: dict[str, Any], metric: str, factor: float) -> str:
-    """The mean of a system's metric with half of its interval; a dash where it has none."""
-    summary = one["summary"].get(metric)
-    return with_half(summary, factor) if summary else "–"
+def _equal(quality: dict[str, int] | None) -> str:
+    return f"{quality['equal']} of {quality['compared']}" if quality else "–"

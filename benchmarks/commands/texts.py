@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    MEMORY_ROWS,
-    Cap,
-    CaseRun,
-    Threads,
-    cap_bytes,
-    case,
-    show_systems,
-)
+from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, cap_bytes, case
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -28,7 +20,7 @@ from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
-    from moe_runtime.benchmarks.cases.texts import Ids, TextPlan
+    from moe_runtime.benchmarks.cases.texts import Ids
     from moe_runtime.benchmarks.suite.peers import PeerProgram
     from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
     from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
@@ -39,13 +31,6 @@ _CAUTION = (
     "random weights flatter predictors of gates: layers change what gates see less than trained "
     "ones do; --routing TRACE brings real routing"
 )
-_LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
-_DECODING = {"tokens after the first": "decode_tokens_per_s", **MEMORY_ROWS}
-_THROUGHPUT = {
-    "new tokens in all": "new_tokens_per_s",
-    "prompts": "prompt_tokens_per_s",
-    **MEMORY_ROWS,
-}
 
 
 def _known_shape(name: str | None) -> str | None:
@@ -59,91 +44,44 @@ def _known_shape(name: str | None) -> str | None:
     return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
-    ),
-]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        callback=_known_shape,
-        help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
-        "gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration, "
-        "CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp as "
-        "a GGUF file, too.",
-    ),
-]
-Layers = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="As many layers of --shape; all when omitted.")
-]
-Keep = Annotated[
-    bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
-]
-Peers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--peer",
-        metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
-        help="Another system beside this one, several times if wanted: transformers (variants "
-        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, "
-        "moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is its "
-        "environment's, MODEL the same model as a file it reads.",
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with a prompt in each line, as for `run`; with --shape its last tokens are the "
-        "text that follows. Built-in text when omitted."
-    ),
-]
-PromptTokens = Annotated[int, typer.Option(min=1, help="Length of the built-in prompts.")]
-NewTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", "-n", min=2, help="Tokens after each prompt. [32; quick: 16]"),
-]
-RoutingTrace = Annotated[
-    Path | None,
-    typer.Option(
-        "--routing",
-        metavar="TRACE",
-        help="Route by a recorded trace of the same model, not by its gates: each text takes one "
-        "request. Bounds of reads and computation stand beside the speeds. CPU only.",
-    ),
-]
-TaughtBy = Annotated[
-    Path | None,
-    typer.Option(
-        "--train",
-        metavar="TRACE",
-        help="With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.",
-    ),
-]
-Agreement = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=1.0, help="Share of likeliest tokens that a peer must have in common with us."
-    ),
-]
-Batch = Annotated[int, typer.Option(min=1, max=4096, help="Sequences side by side.")]
-Batches = Annotated[
-    int | None, typer.Option(min=1, help="Batches of built-in prompts. [2; quick: 1]")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    model: Model = None
-    shape: Shape = None
-    layers: Layers = None
-    keep_shape: Keep = False
-    peer: Peers = None
-    prompts: Prompts = None
-    prompt_tokens: PromptTokens = 64
-    max_new_tokens: NewTokens = None
+    """What is asked of which systems.
+
+    Args:
+        model: Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.
+        shape: Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b,
+            gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration,
+            CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp
+            as a GGUF file, too.
+        layers: As many layers of --shape; all when omitted.
+        keep_shape: Keep what --shape wrote; later runs find it.
+        peer: Another system beside this one, several times if wanted: transformers (variants
+            eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang,
+            moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is
+            its environment's, MODEL the same model as a file it reads.
+        prompts: File with a prompt in each line, as for `run`; with --shape its last tokens are
+            the text that follows. Built-in text when omitted.
+        prompt_tokens: Length of the built-in prompts.
+        max_new_tokens: Tokens after each prompt. [32; quick: 16]
+        routing: Route by a recorded trace of the same model, not by its gates: each text takes one
+            request. Bounds of reads and computation stand beside the speeds. CPU only.
+        train: With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.
+        cap: Cap each system's memory, page cache included, as in 7GiB: by a control group or
+            systemd. Each repetition then begins with the model out of the page cache.
+        agreement: Share of likeliest tokens that a peer must have in common with us.
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None
+    shape: Annotated[str | None, typer.Option(callback=_known_shape)] = None
+    layers: Annotated[int, typer.Option(min=1, max=1000)] | None = None
+    keep_shape: bool = False
+    peer: Annotated[list[str] | None, typer.Option(metavar="NAME[:VARIANT][@PYTHON][=MODEL]")] = (
+        None
+    )
+    prompts: Path | None = None
+    prompt_tokens: options.Count = 64
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", min=2)] = None
     device: options.Device = "auto"
     host_memory: options.HostMemory = "auto"
     device_memory: options.DeviceMemory = "auto"
@@ -151,11 +89,11 @@ class TextOptions:
     policy: options.Policy = "auto"
     prefetch: options.Prefetch = "auto"
     predictor: options.Predictor = "auto"
-    routing: RoutingTrace = None
-    train: TaughtBy = None
+    routing: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
+    train: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
     threads: Threads = None
-    cap: Cap = None
-    agreement: Agreement = 0.9
+    cap: options.Size | None = None
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.9
     config: options.Config = None
 
 
@@ -168,47 +106,35 @@ def bench_latency(run: CaseRun, asked: TextOptions) -> None:
     others gets no numbers. With --shape they are text, and what each finds likeliest after them is
     compared, unless a peer writes its own text. Ctrl-C shows what was measured so far.
     """
-    from moe_runtime.benchmarks.cases.texts import LatencyPlan
-
-    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> LatencyPlan:
-        return LatencyPlan(
-            prompts=prompts, num_new=num_new, agreement=asked.agreement, continuations=after
-        )
-
-    _measure(run, asked, "latency", 2 if run.quick else 4, plan_of)
+    _measure(run, asked, "latency", 1, 2 if run.quick else 4)
 
 
 @case(quick="One batch and fewer tokens, about a minute.")
 def bench_throughput(
-    run: CaseRun, asked: TextOptions, batch: Batch = 8, batches: Batches = None
+    run: CaseRun,
+    asked: TextOptions,
+    batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
+    batches: options.Count | None = None,
 ) -> None:
     """Time batches of sequences side by side: new tokens a second in all, prompts and steps.
 
     As `bench latency`: a process for every repetition, systems in turn, all of them given the same
     tokens. Prompts of different lengths are filled up to the longest of their batch, which counts
     as no work done. Ctrl-C shows what was measured so far.
+
+    Args:
+        batch: Sequences side by side.
+        batches: Batches of built-in prompts. [2; quick: 1]
     """
-    from moe_runtime.benchmarks.cases.texts import ThroughputPlan
-
-    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> ThroughputPlan:
-        return ThroughputPlan(
-            batches=in_batches(prompts, batch),
-            num_new=num_new,
-            agreement=asked.agreement,
-            continuations=None if after is None else in_batches(after, batch),
-        )
-
-    num_built_in = batch * (batches or (1 if run.quick else 2))
-    _measure(run, asked, "throughput", num_built_in, plan_of, batch)
+    _measure(run, asked, "throughput", batch, batch * (batches or (1 if run.quick else 2)))
 
 
 def _measure(
     run: CaseRun,
     asked: TextOptions,
     case_name: str,
+    batch: int,
     num_built_in: int,
-    plan_of: "Callable[[Ids, Ids | None, int], TextPlan]",
-    batch: int | None = None,
 ) -> None:
     require_one_model(asked)
     parse_budget(asked.host_memory, name="--host-memory")
@@ -227,10 +153,10 @@ def _measure(
     peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
     run.refuse_peer_files(peers)
     num_new = asked.max_new_tokens or (16 if run.quick else 32)
-    batches = in_batches(range(num_built_in), batch or 1)
+    batches = in_batches(range(num_built_in), batch)
     refuse_unrouted(run, asked, peers, place, num_built_in, num_new)
     quiet_transformers(run.session)
-    from moe_runtime.benchmarks.cases.texts import measure_texts
+    from moe_runtime.benchmarks.cases.texts import CERTAIN, TextPlan, measure_texts
     from moe_runtime.lab.this_machine import num_usable_cores
 
     def read_ids(path: str) -> "Ids":
@@ -244,22 +170,20 @@ def _measure(
         if asked.routing is not None:
             routing = routing_of(asked, model, batches, num_new)
             given = routing.token_ids
-        if (
-            shape is not None or routing is not None
-        ):  # the last ids of each are the text that follows it
+        if shape is not None or routing is not None:  # the last ids are the text that follows
             given, after = ([one[:-num_new] for one in given], [one[-num_new:] for one in given])
         facts = dict(model.facts)
         if asked.routing is not None:
             names_of = {"routing": asked.routing, "train": asked.train}
             facts |= {name: path.name for name, path in names_of.items() if path is not None}
         own = [one.name for one in peers if writes_own_text(one) and not model.failures[one.name]]
-        if shape is not None and own and batch is None:
+        if shape is not None and own:
             say_line(f"{own[0]} writes its own text: prompts go on as this project finds likeliest")
             facts["followed_by"], after = "likeliest tokens", None
         ours = {
             "model": model.path,
             "num_threads": asked.threads or num_usable_cores(),
-            "max_tokens": (max(map(len, given)) + num_new) * min(batch or 1, len(given)),
+            "max_tokens": (max(map(len, given)) + num_new) * min(batch, len(given)),
             "device": place.setting,
             "host_memory": asked.host_memory,
             "device_memory": place.memory,
@@ -277,36 +201,24 @@ def _measure(
             **facts,
             "device": place.name,
             "cap_bytes": limit,
-            **({} if batch is None else {"batch": batch}),
+            **({"batch": batch} if case_name == "throughput" else {}),
             "prompt_tokens": [len(ids) for ids in given],
             "new_tokens": num_new,
             "agreement": asked.agreement,
         }
-        plan = replace(plan_of(given, after, num_new), routing=routing)
-        with run.rules(*plan.judged) as rules:
+        plan = TextPlan(
+            case=case_name,
+            batches=in_batches(given, batch),
+            num_new=num_new,
+            agreement=asked.agreement,
+            continuations=None if after is None else in_batches(after, batch),
+            routing=routing,
+        )
+        with run.rules(*CERTAIN[case_name]) as rules:
             results = measure_texts(measured, others, plan, rules, settings)
-    run.end(results, show_texts)
-
-
-def show_texts(results: dict[str, Any]) -> None:
-    from moe_runtime.benchmarks.suite.comparing import cap_words, counted, device_words, model_words
-
-    settings = results["settings"]
-    words = [f"{results['case']} of {model_words(settings)}"]
-    words += [f"the {settings['followed_by']}"] if "followed_by" in settings else []
-    if "batch" in settings:
-        words.append(f"{counted('{} sequences', settings['batch'])} side by side")
-    title = ", ".join([*words, device_words(results), *cap_words(settings)])
-    spreads, singles = _LATENCY, _DECODING
-    if results["case"] == "throughput":
-        spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
-    if "routing" in settings:
-        from moe_runtime.benchmarks.cases.routed import ROUTED_ROWS
-
-        singles = {**ROUTED_ROWS, **singles}
-    show_systems(results, title, spreads, singles, "likeliest tokens equal")
-    if "caution" in settings:
-        say_line(settings["caution"])
+    if "caution" in facts:
+        say_line(facts["caution"])
+    run.end(results, percentiles=(*CERTAIN["latency"], "step_tokens_per_s"))
 
 
 def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
@@ -432,53 +344,42 @@ def asked_model(
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if asked.shape is None:
-            assert asked.model is not None
-            path, facts = str(fetch_model(asked.model)), {"model": Path(asked.model).name}
-            yield AskedModel(path, read_ids(path), cache, facts, {one.name: None for one in peers})
-        else:
-            with _written(asked, asked.shape, peers, read_ids, cache, output) as model:
-                yield model
+            name, able = asked.model or "", {one.name: None for one in peers}
+            path = str(fetch_model(name))
+            yield AskedModel(path, read_ids(path), cache, {"model": Path(name).name}, able)
+            return
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
+        from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
+        from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
+        from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
+            shape_checkpoint,
+            shapes_folder,
+        )
 
-
-@contextmanager
-def _written(
-    options_: TextOptions,
-    shape: str,
-    peers: "Sequence[PeerProgram]",
-    read_ids: "Callable[[str], Ids]",
-    cache: Path,
-    output: Path | None,
-) -> Iterator[AskedModel]:
-    from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
-    from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
-    from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
-    from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
-
-    asked = _shape_of(shape, options_.layers)
-    require_takes_shapes(peers)
-    require_not_read(output, "results", files_under(shapes_folder() / asked.name))
-    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
-        write_settings(asked, Path(folder))
-        ids = read_ids(folder)
-    failures = {one.name: _why_unable(one) for one in peers}
-    is_gguf = isinstance(asked, GgufShape)
-    needs_gguf = not is_gguf and any(
-        one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
-        for one in peers
-    )
-    facts = {
-        "model": asked.name if shape.endswith(".json") else shape,
-        "layers": asked.num_layers,
-        "layers_of_shape": _shape_of(shape, None).num_layers,
-        "weights": "random",
-        **({} if options_.routing else {"caution": _CAUTION}),
-    }
-    with shape_checkpoint(
-        asked, shapes_folder(), keep=options_.keep_shape, needs_gguf=needs_gguf, say=say_line
-    ) as files:
-        gguf = files.gguf if needs_gguf else None
-        path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
-        yield AskedModel(str(path), ids, cache, facts, failures, gguf)
+        shape, whole = (_shape_of(asked.shape, layers) for layers in (asked.layers, None))
+        require_takes_shapes(peers)
+        require_not_read(output, "results", files_under(shapes_folder() / shape.name))
+        (cache / "settings").mkdir()
+        write_settings(shape, cache / "settings")
+        ids = read_ids(str(cache / "settings"))
+        failures = {one.name: _why_unable(one) for one in peers}
+        is_gguf = isinstance(shape, GgufShape)
+        needs_gguf = not is_gguf and any(
+            one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
+            for one in peers
+        )
+        facts = {
+            "model": shape.name if asked.shape.endswith(".json") else asked.shape,
+            "layers": shape.num_layers,
+            "layers_of_shape": whole.num_layers,
+            "weights": "random",
+            **({} if asked.routing else {"caution": _CAUTION}),
+        }
+        keeping = {"keep": asked.keep_shape, "needs_gguf": needs_gguf, "say": say_line}
+        with shape_checkpoint(shape, shapes_folder(), **keeping) as files:
+            gguf = files.gguf if needs_gguf else None
+            path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
+            yield AskedModel(str(path), ids, cache, facts, failures, gguf)
 
 
 def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":

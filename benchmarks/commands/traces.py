@@ -1,11 +1,9 @@
 """``bench policies``, ``predictors`` and ``placements``: what recorded routing says of them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from moe_runtime.benchmarks.commands.shared import CaseRun, case, mean_cell, show_rows, with_numbers
+from moe_runtime.benchmarks.commands.shared import CaseRun, case
 from moe_runtime.cli.commands.place import (
     Align,
     Fit,
@@ -52,7 +50,6 @@ from moe_runtime.cli.commands.replay import (
 )
 from moe_runtime.cli.console import say_line
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import format_bytes
 from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
@@ -62,77 +59,40 @@ if TYPE_CHECKING:
 _QUICK_POLICIES = ("lru", "lfu", "belady-bypass")
 _QUICK_PREDICTORS = ("popularity", "token-identity", "layer-affinity")
 _TIMED = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time", "capacity")
-_SCORES = {
-    "balancedness": "balance",
-    "mean_max_load": "peak load",
-    "hops": "hops",
-    "primary_hops": "first-choice hops",
-    "node_hops": "node hops",
-    "devices_per_token": "devices/token",
-}
-
-Policies = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        help="Eviction policies, separated by commas, or all. [those with a compiled replay; "
-        "quick: lru,lfu,belady-bypass]",
-    ),
-]
-Capacities = Annotated[
-    str | None,
-    typer.Option(
-        help="Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have room "
-        "for a token's experts."
-    ),
-]
-Golden = Annotated[
-    Path | None,
-    typer.Option(help="First hold the replay to a file of exact hit counts on TRACE (JSON rows)."),
-]
-PoliciesTrain = Annotated[
-    Path | None,
-    typer.Option(help="Trace that static, activation-aware and --predictor learn from first."),
-]
-Predictor = Annotated[
-    str | None,
-    typer.Option(
-        help="What the policy predicted asks: a name (needs --train), or the .npz file of a "
-        "trained one."
-    ),
-]
-ExpertSizes = Annotated[
-    str | None,
-    typer.Option(
-        help="One size, or sizes separated by commas for each layer or each expert of each layer: "
-        "what is read is weighed by them, and lec and gdsf go by them."
-    ),
-]
-Train = Annotated[
-    Path | None, typer.Option(help="Trace to learn from, in the place of a part of TRACE.")
-]
 
 
 @case(quick="Three of them, half a minute.", seconds=(120, 30))
 def bench_policies(
     run: CaseRun,
     trace: TraceFile,
-    policy: Policies = None,
-    capacity: Capacities = None,
+    policy: str | None = None,
+    capacity: str | None = None,
     scope: Scope = "per-layer",
-    train: PoliciesTrain = None,
-    predictor: Predictor = None,
-    expert_size: ExpertSizes = None,
+    train: Path | None = None,
+    predictor: str | None = None,
+    expert_size: str | None = None,
     reset: Reset = False,
     side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
-    golden: Golden = None,
+    golden: Path | None = None,
 ) -> None:
     """Replay eviction policies on TRACE: hits at each capacity, and accesses a second.
 
     As `replay`, again and again until the speeds are certain, with a results file that `bench
     compare` and `bench report` read: a policy that hits less often than before is a regression.
     The beginning of the trace is served by the policies' objects as well; hits must be equal.
+
+    Args:
+        policy: Eviction policies, separated by commas, or all. [those with a compiled replay;
+            quick: lru,lfu,belady-bypass]
+        capacity: Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have
+            room for a token's experts.
+        train: Trace that static, activation-aware and --predictor learn from first.
+        predictor: What the policy predicted asks: a name (needs --train), or the .npz file of a
+            trained one.
+        expert_size: One size, or sizes separated by commas for each layer or each expert of each
+            layer: what is read is weighed by them, and lec and gdsf go by them.
+        golden: First hold the replay to a file of exact hit counts on TRACE (JSON rows).
     """
     from moe_runtime.benchmarks.cases.policies import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.lab.replay.experiment import usual_capacities
@@ -186,7 +146,7 @@ def bench_policies(
         "reset": reset,
         "side_by_side": side_by_side,
     }
-    run.measure(measure_policies, plan, settings, speeds, show_policies)
+    run.measure(measure_policies, plan, settings, speeds)
 
 
 def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
@@ -200,31 +160,12 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in policy.split(",")))
 
 
-def show_policies(results: dict[str, Any]) -> None:
-    rows, sized = [], results["settings"].get("expert_size") is not None
-    for capacity in results["settings"]["capacities"]:
-        at = f"at_{capacity:g}"
-        for one in with_numbers(results):
-            shares = (_share(one, f"{name}_{at}") for name in ("hit_rate", "all_resident"))
-            read = [one["summary"][f"read_bytes_{at}"]["median"]] if sized else []
-            bytes_read = (format_bytes(round(number)) for number in read)
-            speed = mean_cell(one, f"accesses_per_s_{at}", 1e-6)
-            rows.append([one["system"], f"{capacity:.1%}", *shares, *bytes_read, speed])
-    heads = ("capacity", "hits", "layers without a load", *["read"] * sized, "M accesses/s")
-    show_rows(f"policies on {results['settings']['model']}", ["policy", *heads], rows)
-
-
-def _share(one: dict[str, Any], metric: str) -> str:
-    summary = one["summary"].get(metric)
-    return f"{summary['median']:.2%}" if summary else "–"
-
-
 @case(quick="Three of them, half a minute.", seconds=(120, 30))
 def bench_predictors(
     run: CaseRun,
     traces: Traces = None,
     predictor: Names = None,
-    train: Train = None,
+    train: Path | None = None,
     test_share: TestShare = 0.5,
     seed: Seed = 0,
     distances: Distances = "1,2,4",
@@ -243,6 +184,9 @@ def bench_predictors(
     Recall is that of `predictor evaluate`. With --bandwidth the held-out sequences are also
     replayed with LRU on a modelled machine: which share of the prefetches was used, and reads and
     waits as shares of those without prefetching. --time begins when all recalls are counted.
+
+    Args:
+        train: Trace to learn from, in the place of a part of TRACE.
     """
     if not traces:
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
@@ -318,8 +262,7 @@ def bench_predictors(
     def say_count(name: str) -> None:
         say_line(f"{name}: fitting it, and counting its recall")
 
-    judged = ["prediction_s"]
-    run.measure(measure_predictors, plan, settings, judged, show_predictors, say_count)
+    run.measure(measure_predictors, plan, settings, ["prediction_s"], say_count)
 
 
 def _in_words(machine: "Machine") -> str:
@@ -327,24 +270,6 @@ def _in_words(machine: "Machine") -> str:
         f"{machine.transfer_s:g} s a transfer, {machine.layer_s:g} s a layer, of which "
         f"{machine.known_ahead_s:g} s need no expert, {machine.expert_s:g} s an expert"
     )
-
-
-def show_predictors(results: dict[str, Any]) -> None:
-    """Prints recall and cost of each predictor, and what it does as a prefetcher."""
-    of, recalls, others = results["settings"], list[list[str]](), list[list[str]]()
-    for one in with_numbers(results):
-        for distance in of["distances"]:
-            shares = (_share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k"))
-            cost = mean_cell(one, "prediction_s", 1e6)
-            recalls.append([one["system"], str(distance), *shares, cost])
-        for capacity in of["capacities"]:
-            metrics = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
-            shares = (_share(one, f"{metric}_at_{capacity:g}") for metric in metrics)
-            others.append([one["system"], f"{capacity:.1%}", *shares])
-    title = f"recall on {of['test_sequences']} held-out sequences of {of['model']}"
-    show_rows(title, ["predictor", "layers ahead", "@K", "@2K", "µs a step"], recalls)
-    names = ("capacity", "used prefetches", "reads, of LRU's", "waits, of LRU's")
-    show_rows("prefetching in modelled time", ["predictor", *names], others)
 
 
 @case(quick="Without the algorithms that search, half a minute.")
@@ -390,16 +315,7 @@ def bench_placements(
     settings |= {"fit": fit, "devices": gpus, "nodes": nodes, "replicas": replicas}
     settings |= {"groups": groups, **options}
     names = [one.name for one in plan.systems()]
-    run.measure(measure_placements, plan, settings, ["place_s"], show_placements, unasked=names)
-
-
-def show_placements(results: dict[str, Any]) -> None:
-    rows = []
-    for one in with_numbers(results):
-        scores = (f"{one['summary'][metric]['median']:.3f}" for metric in _SCORES)
-        rows.append([one["system"], *scores, mean_cell(one, "place_s", 1e3)])
-    title = f"{results['settings']['model']} on {results['settings']['devices']} devices"
-    show_rows(title, ["placement", *_SCORES.values(), "ms to place"], rows)
+    run.measure(measure_placements, plan, settings, ["place_s"], unasked=names)
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:

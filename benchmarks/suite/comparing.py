@@ -5,7 +5,6 @@ exact and one-sided, gives at most 5 %. It takes one number of each repetition; 
 either side are noise. The settings in ``_SETTINGS`` are the work; all others may differ.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -46,51 +45,11 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 """By case, the settings that say what was measured; other numbers of tokens are in metrics."""
 _UNSAID = ("configuration", "seeds", "variants", "aligned", "load_slack", "time_limit_s")
 """Compared, but not part of a heading."""
+_VALUES_ALONE = ("model", "text", "dtype", "scope")
+"""Settings whose values need no name in a heading."""
 _CPU = "the CPU"
-_WORDS = {
-    "weights": "{} weights",
-    "prompt_tokens": "prompts of {} tokens",
-    **dict.fromkeys(("new_tokens", "output_tokens"), "{} new tokens"),
-    "followed_by": "the {}",
-    "routing": "routed by {}",
-    **dict.fromkeys(("batch", "side_by_side"), "{} side by side"),
-    "expert_bytes": "experts of {} bytes",
-    **dict.fromkeys(("experts", "num_experts"), "E={}"),
-    "memory": "{} bytes of experts",
-    "top_k": "K={}",
-    **dict.fromkeys(("dim_model", "dim"), "D={}"),
-    "dim_hidden": "F={}",
-    "device": "on {}",
-    **{
-        name: f"{{}} {name}"
-        for name in (
-            *("layers", "steps", "sequences", "tokens", "ranks", "devices", "nodes"),
-            *("replicas", "groups"),
-        )
-    },
-    "context": "of {} tokens",
-    "expert_size": "experts of {}",
-    "fit": "placed by {} of it",
-    "train": "taught by {}",
-    "predictor": "predicted by {}",
-    "test_share": "{} of it held out",
-    "seed": "seed {}",
-    "max_tokens": "{} tokens of that",
-    "chat": "chat",
-    "ignore_eos": "to the last token",
-}
 _MOST_EXACT = 100  # exact chances of hundreds of requests take minutes; theirs are nearly normal
 _CHANCE, _FEWEST, _MOST = 0.05, 3, 1e9
-
-
-def model_words(settings: Mapping[str, Any]) -> str:
-    """The model that was measured: of a shape also how many of its layers."""
-    words = [str(settings["model"])]
-    if "layers" in settings:
-        words.append(_layers(settings))
-    if "weights" in settings:
-        words.append(_WORDS["weights"].format(settings["weights"]))
-    return ", ".join(words)
 
 
 def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,39 +65,23 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def work_words(results: Mapping[str, Any]) -> str:
-    """`work_of` as one line for people."""
-    # There an expert is what is read, not one of a layer.
-    known = _WORDS | ({"experts": "{} of them"} if results["case"] == "io" else {})
-    words = []
-    for name, value in work_of(results).items():
-        if name == "layers" and value is not None:
-            words.append(_layers(results["settings"]))
-        elif name not in _UNSAID and value not in (None, False, [], _CPU):
-            shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(counted(known.get(name, "{}"), shown))
-    return ", ".join(words)
-
-
 def heading_words(results: Mapping[str, Any]) -> str:
-    """The work and the memory cap: numbers under one heading have both in common."""
-    return ", ".join(filter(None, [work_words(results), *cap_words(results["settings"])]))
-
-
-def cap_words(settings: Mapping[str, Any]) -> list[str]:
-    """The memory cap of all systems; nothing without one."""
-    cap = settings.get("cap_bytes")
-    if cap is None:
-        return []
-    is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # a file that was edited has anything
-    return [f"memory capped at {format_bytes(cap) if is_size else cap}"]
-
-
-def device_words(results: Mapping[str, Any]) -> str:
-    settings, gpu = results["settings"], results["machine"].get("gpu")
-    if not _is_on_gpu(settings):
-        return f"on {_CPU}"
-    return f"on {settings['device']}" + (f", {gpu}" if gpu else "")
+    """The work and the memory cap in a line: numbers under one heading have both in common."""
+    settings, words = results["settings"], list[str]()
+    named = work_of(results) | {"cap": settings.get("cap_bytes")}
+    for name, value in named.items():
+        if name in _UNSAID or value in (None, False, [], _CPU):
+            continue
+        shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if name == "layers" and settings.get("layers_of_shape", value) != value:
+            shown += f" of {settings['layers_of_shape']}"
+        if name in ("cap", "memory") and isinstance(value, int) and 0 <= value < 1 << 63:
+            shown = format_bytes(value)  # edited files have anything
+        plain = "on" if name == "device" else name.replace("_", " ")
+        words.append(
+            plain if value is True else shown if name in _VALUES_ALONE else f"{plain} {shown}"
+        )
+    return ", ".join(words)
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -154,12 +97,6 @@ def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
         )
 
 
-def counted(words: str, shown: object) -> str:
-    """Words with a number in the place of ``{}``; of one thing without the plural's s."""
-    one = re.sub(r"(\{\} [a-z ]+?)s\b", r"\1", words) if str(shown) == "1" else words
-    return one.format(shown)
-
-
 def _difference(name: str, one: Any, other: Any) -> str:
     """What differs; of tables the first key that does."""
     while isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -170,13 +107,6 @@ def _difference(name: str, one: Any, other: Any) -> str:
 
 def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
     return str(settings.get("device") or "cpu").partition(":")[0] != "cpu"
-
-
-def _layers(settings: Mapping[str, Any]) -> str:
-    """``4 of 16 layers``, where the shape has more than were measured."""
-    count, whole = settings["layers"], settings.get("layers_of_shape")
-    shown = str(count) if whole in (None, count) else f"{count} of {whole}"
-    return counted(_WORDS["layers"], shown)
 
 
 @dataclass(frozen=True, kw_only=True)

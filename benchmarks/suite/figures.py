@@ -1,6 +1,7 @@
 """Numbers as people read them: in a unit of their size, with the digits that are certain."""
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,11 @@ def unit_for(unit: str, values: Iterable[float]) -> tuple[float, str]:
     largest = max(map(abs, values), default=0.0) or 1.0
     size, name = next((one for one in units if largest >= one[0]), units[-1])
     return 1 / size, name
+
+
+def metric_words(metric: str) -> str:
+    """A metric as a heading, without the unit at its end."""
+    return re.sub(r"(_per)?_(s|bytes|joules)$", "", metric).replace("_", " ")
 
 
 def figure(value: float) -> str:

@@ -10,7 +10,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.comparing import heading_words
-from moe_runtime.benchmarks.suite.figures import figure, unit_for
+from moe_runtime.benchmarks.suite.figures import figure, metric_words, unit_for
 from moe_runtime.lab.report.page import INK, SERIES, SURFACE, Page, Section, Table, chart
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> S
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
     best = (min if is_less_better else max)(rows, key=lambda row: row.summary["mean"])
-    name = first.metric.replace("_per_s", "_a_second").removesuffix("_s").replace("_", " ")
-    name = name.replace("rss bytes", "memory")
+    name = metric_words(first.metric)
     return Section(
         name=anchor,
         title=f"{name[:1].upper()}{name[1:]} ({': '.join(filter(None, (first.case, first.work)))})",

@@ -10,8 +10,7 @@ from typing import Any
 from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
 from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.families import give_experts_interface
-from moe_runtime.checkpoints.settings_check import check_config
-from moe_runtime.checkpoints.strict_json import parse_object
+from moe_runtime.checkpoints.strict_json import check_config, parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, blamed_on
 from moe_runtime.files import read_bounded

@@ -1,1 +1,1 @@
-"""What layers do for one token of each sequence, or a few: a file an operation."""
+"""What layers do for one token of each sequence, or a few: a file an operation, or `prepared`."""

@@ -209,7 +209,9 @@ def attention_step(
     problem = _problem(*arguments, mask_BS)
     if problem:
         raise ValueError(problem)
-    library = chosen_library(impl, _native_problem(*arguments))
+    unable = _native_problem(*arguments)
+    is_usual = impl == "auto" and not unable  # in every step
+    library = native_library() if is_usual else chosen_library(impl, unable)
     if library is None:
         return attention_step_reference(*arguments, mask_BS)
     return _run_native(library, *arguments[:4], [arguments[4:]], mask_BS)

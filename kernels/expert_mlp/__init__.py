@@ -5,11 +5,10 @@ Each name is imported when it is asked for: what loads a model needs `expert_ffn
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES, ActivationName, ActivationSpec
+from moe_runtime.kernels.operands import ACTIVATION_NAMES, ActivationName, ActivationSpec
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.decode_step import ExpertStep
     from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
     from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
     from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
@@ -20,7 +19,6 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".decode_step": "ExpertStep",
             ".expert_weights": "ExpertWeights",
             ".experts": "PackedExperts StackedExperts",
             ".op": "expert_mlp grouped_expert_mlp",
@@ -34,7 +32,6 @@ __all__ = [
     "ACTIVATION_NAMES",
     "ActivationName",
     "ActivationSpec",
-    "ExpertStep",
     "ExpertWeights",
     "PackedExperts",
     "ParameterGradients",

@@ -34,7 +34,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     packed_arguments,
 )
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile, describe_device
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, is_interpreted, power_of_2
 

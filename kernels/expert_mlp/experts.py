@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
-from moe_runtime.kernels.operands import check_like, check_shape
-from moe_runtime.kernels.operands.activation import GateLayout
+from moe_runtime.kernels.operands import GateLayout, check_like, check_shape
 
 
 class OneExpert(NamedTuple):

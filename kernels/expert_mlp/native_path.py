@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.decode_step.prepared import call_kernel
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.kernels.expert_mlp.rows import RoutedBatch, groups
-from moe_runtime.kernels.expert_mlp.separate_experts import call_kernel
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
 from moe_runtime.kernels.native import ACTIVATION_CODES, DTYPE_CODES, NativeLibrary, require_native
 from moe_runtime.kernels.native.pages import with_huge_pages
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 
 
 class NativeSteps(TorchSteps):

@@ -37,12 +37,15 @@ from moe_runtime.kernels.expert_mlp.rows import (
     sort_rows,
 )
 from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
-from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype, without_autocast
-from moe_runtime.kernels.operands.activation import (
+from moe_runtime.kernels.operands import (
     Activation,
     ActivationName,
     ActivationSpec,
     PreactivationFunction,
+    check_choice,
+    check_like,
+    precise_dtype,
+    without_autocast,
 )
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 

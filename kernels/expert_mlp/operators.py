@@ -32,8 +32,12 @@ from moe_runtime.kernels.expert_mlp.rows import (
 )
 from moe_runtime.kernels.expert_mlp.torch_path import TorchPath
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
-from moe_runtime.kernels.operands import precise_dtype, without_autocast
-from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
+from moe_runtime.kernels.operands import (
+    ActivationSpec,
+    PreactivationFunction,
+    precise_dtype,
+    without_autocast,
+)
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only, refuse
 
 

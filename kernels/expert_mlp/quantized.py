@@ -12,8 +12,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts, check_slots, ids_in_slots
-from moe_runtime.kernels.operands import check_shape
-from moe_runtime.kernels.operands.activation import GateLayout
+from moe_runtime.kernels.operands import GateLayout, check_shape
 from moe_runtime.kernels.quantized import QuantizedStack
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, ids_in_slots
-from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import (
+from moe_runtime.kernels.operands import (
     ActivationSpec,
     GateLayout,
     PreactivationFunction,
+    precise_dtype,
 )
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, StackedExperts, ids_in_slots
-from moe_runtime.kernels.operands import check_like, check_shape
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec, check_like, check_shape
 from moe_runtime.kernels.token_sort import token_sort
 
 

@@ -5,41 +5,39 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels import linear as products
-from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
+from moe_runtime.kernels.decode_step.prepared import (
+    RowIds,
+    call_kernel,
+    is_coded,
+    kernel_activation,
+    row_limit,
+)
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights, Matrix
 from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
     NEEDS_TORCH,
-    STATUS_BAD_ROW,
-    STATUS_DAMAGED,
-    STATUS_NO_MEMORY,
     NativeLibrary,
     native_library,
     needs_torch,
     require_native,
 )
-from moe_runtime.kernels.operands import check_choice, precise_dtype
-from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
+from moe_runtime.kernels.operands import ActivationName, ActivationSpec, check_choice, precise_dtype
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.quantized import QuantizedMatrix
 
 ExpertImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
-RowIds = Tensor | Sequence[int]
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
 ExpertActivation = ActivationName | ActivationSpec | ActivationFn
 LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
@@ -61,29 +59,6 @@ class ExpertRuns(NamedTuple):
             rows = slice(first, last)
             yield ExpertRuns(experts, counts, self.token_ids_R[rows], self.destinations_R[rows])
             first = last
-
-
-class KernelActivation(NamedTuple):
-    code: int
-    formula: ctypes.Array[ctypes.c_float] | None
-
-
-@lru_cache(maxsize=64)
-def kernel_activation(activation: str | ActivationSpec) -> KernelActivation | None:
-    """Code and numbers that the C kernels are given; no numbers for the function alone, None for
-    what they do not know.
-    """
-    if isinstance(activation, str):
-        code = ACTIVATION_CODES.get(activation)
-        return None if code is None else KernelActivation(code, None)
-    code = ACTIVATION_CODES[activation.function]
-    if activation.is_plain:
-        return KernelActivation(code, None)
-    numbers = activation.numbers()
-    return KernelActivation(code, (ctypes.c_float * len(numbers))(*numbers))
-
-
-DAMAGED = "escapes of an expert in the lossless code do not fit its rows; pack the checkpoint again"
 
 
 def expert_ffn(
@@ -151,7 +126,7 @@ def expert_ffn(
             if max(counts) <= limit:
                 _run_native(library, x_TD, runs, out_RO, activation)
                 return
-            if _is_coded(experts[0].shape):
+            if is_coded(experts[0].shape):
                 decoded_limit = native_row_limit(library, x_TD.dtype)
     # Each expert's own number of rows decides for it: its result must not depend on the others.
     pairs = zip(experts, counts, strict=True)
@@ -164,18 +139,6 @@ def expert_ffn(
             _run_native(library, x_TD, some, out_RO, name, decodes=most > limit)
         else:
             run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
-
-
-def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
-    """Rows of an expert up to which `impl="auto"` takes the native kernel."""
-    if _is_coded(shape):
-        is_rounded = any(getattr(kind, "int8_activations", False) for kind in shape.formats)
-        return UNLIMITED if is_rounded else products.quantized_row_limit(library)
-    return native_row_limit(library, shape.dtype)
-
-
-def _is_coded(shape: ExpertShape) -> bool:
-    return bool(shape.formats) and "planes" not in shape.formats
 
 
 def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> str | None:
@@ -230,69 +193,6 @@ def _run_native(
         records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
         options = {"shape": some.experts[0].shape, "activation": activation, "decodes": decodes}
         call_kernel(library, x_TD, records, *some[1:], out_RO, **options)
-
-
-def call_kernel(
-    library: NativeLibrary,
-    x_TD: Tensor,
-    records: bytes,
-    counts: Sequence[int],
-    token_ids_R: RowIds,
-    destinations_R: RowIds,
-    out_RO: Tensor,
-    *,
-    shape: ExpertShape,
-    activation: str | ActivationSpec,
-    decodes: bool = False,
-) -> None:
-    """The C kernel of whole experts, for what `expert_ffn` has checked.
-
-    `records` are the C structs `Expert`, one after another. With `decodes` quantised experts are
-    multiplied by their values, in the dtype of `x`.
-
-    Raises:
-        ValueError: A row number is out of range.
-        MemoryError: There is no memory to pack the rows in.
-    """
-    size = x_TD.element_size()
-    token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
-    function = kernel_activation(activation)
-    assert function is not None
-    status = library.expert_ffn(
-        records,
-        len(counts),
-        array("q", counts).tobytes(),
-        x_TD.data_ptr(),
-        x_TD.stride(0) * size,
-        x_TD.shape[0],
-        token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
-        destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
-        out_RO.data_ptr(),
-        out_RO.stride(0) * size,
-        out_RO.shape[0],
-        *shape[:3],
-        DTYPE_CODES[x_TD.dtype],
-        DTYPE_CODES[shape.dtype],
-        DTYPE_CODES[shape.bias_dtype],
-        *function,
-        decodes,
-        library.shares_threads(),
-    )
-    if status == STATUS_BAD_ROW:
-        raise ValueError(
-            f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
-        )
-    if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory to pack the rows of {len(counts)} experts")
-    if status == STATUS_DAMAGED:
-        raise CheckpointError(DAMAGED)
-
-
-def _int64(rows: RowIds) -> Tensor | bytes:
-    """Row numbers as contiguous 64-bit integers that the C code can read."""
-    if isinstance(rows, Tensor):
-        return rows.to(device="cpu", dtype=torch.int64).contiguous()
-    return array("q", rows).tobytes()
 
 
 def portions(

@@ -26,7 +26,7 @@ from moe_runtime.kernels.expert_mlp.quantized import QuantizedExperts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
+from moe_runtime.kernels.operands import ActivationName, ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
 

@@ -19,11 +19,11 @@ from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import path_of
 from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, sort_rows
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
-from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import (
+from moe_runtime.kernels.operands import (
     ActivationSpec,
     GateLayout,
     PreactivationFunction,
+    precise_dtype,
 )
 
 

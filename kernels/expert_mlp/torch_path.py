@@ -36,8 +36,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
 )
 from moe_runtime.kernels.native.pages import clear, is_large, untouched_zeros, with_huge_pages
-from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout, precise_dtype
 
 
 class TorchSteps:

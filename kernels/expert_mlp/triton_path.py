@@ -30,7 +30,7 @@ from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import takes_format
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
 
 

@@ -18,7 +18,7 @@ from moe_runtime.kernels.grouped_gemm.backward_kernel import (
 from moe_runtime.kernels.grouped_gemm.forward import plain_product, precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.kernels.triton_support import cdiv, check_triton_dtype, launch, power_of_2
 

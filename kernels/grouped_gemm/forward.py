@@ -20,7 +20,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     stages_of,
 )
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile, describe_device
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.triton_support import cdiv, is_interpreted, launch
 
 # What TMA asks of addresses and of distances between rows.

@@ -27,7 +27,7 @@ from moe_runtime.kernels.grouped_gemm.tile import (
     tile_by_rule,
     tile_key,
 )
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
 
 # Rows, columns, depth and warps of tiles, for experts with many rows and with few.

@@ -199,12 +199,6 @@ class AbsentParameters(nn.Module):
             self.register_parameter(name, absent_parameter(shape, dtype, device))
         self._absent_names = tuple(shapes)
 
-    def require_absent(self) -> None:
-        """Refuses other weights in the place of those in files, which would not be used."""
-        for name in self._absent_names:
-            if not isinstance(self._parameters.get(name), AbsentTensor):
-                refuse_content()
-
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(old := self.__dict__.get("_parameters", {}).get(name), AbsentTensor):
             old.refuse()

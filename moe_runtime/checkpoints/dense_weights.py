@@ -28,6 +28,7 @@ from moe_runtime.errors import (
     UnsupportedModelError,
     UnsupportedUseError,
 )
+from moe_runtime.kernels.decode_step.prepared import PreparedQuantizedLinear
 from moe_runtime.kernels.linear import frozen_linear, quantized_linear, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
 from moe_runtime.kernels.lossless.reference import (
@@ -37,10 +38,15 @@ from moe_runtime.kernels.lossless.reference import (
     num_groups,
 )
 from moe_runtime.kernels.native import needs_torch
-from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
-from moe_runtime.memory.slab import aligned_bytes, host_view
-from moe_runtime.memory.source import BLOCK_BYTES, READ_BYTES, CheckpointFile, TensorRange
+from moe_runtime.memory.source import (
+    BLOCK_BYTES,
+    READ_BYTES,
+    CheckpointFile,
+    TensorRange,
+    aligned_bytes,
+    host_view,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

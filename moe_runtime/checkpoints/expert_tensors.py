@@ -1,7 +1,7 @@
 """Experts of a checkpoint as the tensors that their module in transformers would have.
 
 A module stacks gate and up in one parameter, transposed or interleaved as its flags say; both it
-and files are seen here as six matrices of `[out, in]`, see `expert_places.MATRICES`.
+and files are seen here as six matrices of `[out, in]`, see `expert_map.MATRICES`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import DenseReader
-from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.expert_places import expert_rows
+from moe_runtime.checkpoints.expert_map import ExpertMap, expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.linear import values_of
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource, TensorRange
+from moe_runtime.memory.source import ExpertSource, TensorRange, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 

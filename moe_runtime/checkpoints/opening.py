@@ -35,15 +35,17 @@ from moe_runtime.checkpoints.safetensors_index import (
     TensorEntry,
     read_checkpoint_index,
 )
-from moe_runtime.checkpoints.settings_check import (
+from moe_runtime.checkpoints.strict_json import (
     QUANTIZATION_NAMES,
     check_config,
     check_generation_settings,
     check_layers,
+    clipped,
     in_our_words,
     named_lookup,
+    one_line,
+    parse_object,
 )
-from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.files import at_home, read_bounded

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 
-from moe_runtime.checkpoints.expert_places import MATRICES, MatrixRows, expert_rows
+from moe_runtime.checkpoints.expert_map import MATRICES, MatrixRows, expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError

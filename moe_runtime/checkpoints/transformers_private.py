@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,12 +160,6 @@ def has_adapters(model: Any) -> bool:
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What models, layers and outputs call the cache: from 5.24 on, which takes both; before."""
-
-
-def cache_of(named: Mapping[str, Any]) -> Any:
-    """The cache among the arguments or outputs of a model or layer, or None."""
-    new, old = CACHE_NAMES
-    return named[new] if new in named else named.get(old)
 
 
 def cache_name(forward: Callable[..., object]) -> str:

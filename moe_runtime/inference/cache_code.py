@@ -31,8 +31,7 @@ from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.memory.reads import Read
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertLayout, ExpertSource, Extent, TensorRange
+from moe_runtime.memory.source import ExpertLayout, ExpertSource, Extent, Slab, TensorRange
 from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
 from moe_runtime.policies.eviction import LayerShares

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.absent import AbsentParameters, AbsentTensor
+from moe_runtime.checkpoints.absent import AbsentParameters, AbsentTensor, refuse_content
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule
 from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.errors import UnsupportedUseError
-from moe_runtime.inference.cpu.small_batch import is_observed
+from moe_runtime.inference.cpu.step_layers import is_observed
 from moe_runtime.inference.known_classes import activation_of
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_assignments
+from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import (
     ActivationName,
     ActivationSpec,
-    ExpertStep,
     ExpertWeights,
     expert_ffn,
 )
@@ -123,7 +123,10 @@ class OffloadedExperts(AbsentParameters):
                 weights of experts were given to it.
         """
         if torch.compiler.is_compiling():
-            return _outside_graphs(self._forward_general, hidden_states, top_k_index, top_k_weights)
+            return _outside_graphs(self.forward, hidden_states, top_k_index, top_k_weights)
+        for name in self._absent_names:  # other weights in their place would not be used
+            if not isinstance(self._parameters.get(name), AbsentTensor):
+                refuse_content()
         step = self._step
         if (
             step is not None
@@ -144,7 +147,7 @@ class OffloadedExperts(AbsentParameters):
         weights_TK: torch.Tensor,
     ) -> torch.Tensor | None:
         """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
-        store, parameters, listeners = self.store, self._parameters, self.listeners
+        store, listeners = self.store, self.listeners
         assert store is not None
         if self.partition is not None or any(one.reads_ahead for one in listeners.demanded):
             return None
@@ -152,9 +155,6 @@ class OffloadedExperts(AbsentParameters):
             return None
         if self._activation_now() is not self._activation:
             return None
-        for name in self._absent_names:
-            if not isinstance(parameters.get(name), AbsentTensor):
-                return None
         ids_R = experts = ids_TK.flatten().tolist()
         places_R: Sequence[int] = range(len(ids_R))
         if not ids_R or min(ids_R) < 0 or max(ids_R) >= self.num_experts:
@@ -186,7 +186,6 @@ class OffloadedExperts(AbsentParameters):
     def _forward_general(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        self.require_absent()
         if torch.is_autocast_enabled(hidden_states.device.type):
             wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             with torch.autocast(hidden_states.device.type, enabled=False):
@@ -240,9 +239,8 @@ class OffloadedExperts(AbsentParameters):
                 keys, copies = rules.split(keys)
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             activation = self._activation_now()
-            self._lease_and_run(
-                routing, partial(self._run_group, routing, own_rows, activation, out_RD)
-            )
+            run = self._run_group if self._step is None else self._run_rows
+            self._lease_and_run(routing, partial(run, routing, own_rows, activation, out_RD))
             if rules is not None and copies:
                 self._run_rows(routing, own_rows, activation, out_RD, copies)
                 missing = [key for key, _ in copies]
@@ -343,9 +341,10 @@ class OffloadedExperts(AbsentParameters):
             if len(routing.ids_TK) == 1
             else [row // num_choices for row in destinations]
         )
-        expert_ffn(
-            routing.hidden_TD, found, counts, tokens, destinations, out_RD, activation=activation
-        )
+        rows_of_experts = routing.hidden_TD, found, counts, tokens, destinations, out_RD
+        step = self._step if activation is self._activation else None
+        if step is None or not step.run(*rows_of_experts):
+            expert_ffn(*rows_of_experts, activation=activation)
 
     def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
         """Leases the experts of a layer, and calls ``use`` with lists of ``(key, weights)`` as they
@@ -353,20 +352,18 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.slots_of(self.layer)
         visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
-        waiting = [] if _is_recomputing() else [*self.listeners.demanded]
-
-        def tell() -> None:
-            while waiting:
-                waiting.pop(0).demanded(routing)
-
+        listeners = () if _is_recomputing() else self.listeners.demanded
         with self.store.lease(routing.keys, streaming=streaming) as lease:
-            if not lease.will_wait:
-                tell()
+            waits = lease.will_wait
+            for listener in () if waits else listeners:
+                listener.demanded(routing)
             for group in lease:
                 if visits_all and lease.all_started:
                     self.store.read_ahead(self._following)
                 use(group)
-                tell()
+                for listener in listeners if waits else ():
+                    listener.demanded(routing)
+                waits = False
 
 
 def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

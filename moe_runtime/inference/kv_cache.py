@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,11 +28,16 @@ def room_for(num_tokens: int, num_sequences: int = 1) -> int:
     return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
+def cache_of(named: Mapping[str, Any]) -> Any:
+    """The cache among the arguments or outputs of a model or layer, or None."""
+    new, old = CACHE_NAMES
+    return named[new] if new in named else named.get(old)
+
+
 def grow_cache_in_place(model: PreTrainedModel) -> None:
     """Makes the dynamic caches that a model is called with grow in place; other kinds stay."""
-    new, old = CACHE_NAMES
     model.register_forward_pre_hook(
-        lambda _, args, options: give_room(options.get(new, options.get(old))), with_kwargs=True
+        lambda _, args, options: give_room(cache_of(options)), with_kwargs=True
     )
 
 

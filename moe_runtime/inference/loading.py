@@ -48,23 +48,20 @@ from moe_runtime.inference.budget import (
     tokens_to_plan_for,
 )
 from moe_runtime.inference.cpu.attention import rest_torch_threads, use_single_query_attention
-from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
     RuntimeHandle,
-    TokenLimit,
     as_loaded_model,
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
-from moe_runtime.inference.steps import Steps
+from moe_runtime.inference.steps import Steps, TokenLimit
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
-from moe_runtime.memory.slab import Slab, touched_meanwhile
-from moe_runtime.memory.source import ExpertLayout, ExpertSource
+from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live

@@ -5,18 +5,26 @@ Shape suffixes: T tokens, K top-k, D model width.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from moe_runtime.checkpoints.transformers_private import cache_of
-from moe_runtime.errors import CLOSED, FORKED, MoERuntimeError
+from moe_runtime.errors import (
+    CLOSED,
+    FORKED,
+    CapacityError,
+    MoERuntimeError,
+    UnsupportedUseError,
+)
+from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -258,6 +266,108 @@ class Steps:
                 torch.set_num_threads(found)
             self._known.is_known = True
         return found
+
+
+# locks and listeners are no part of a graph; what is called within may be
+_outside_graphs: Any = torch.compiler.disable(
+    recursive=False,
+    reason="the experts of a loaded model come and go: export the model that from_pretrained has",
+)
+
+
+class CalledInSteps:
+    """Comes before the class of a model whose calls are passes of ``_steps``."""
+
+    _steps: Steps
+    _drafts: Any
+
+    @_outside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; calls of several threads take turns.
+
+        Raises:
+            UnsupportedUseError: torch traces it, or transforms it with ``torch.func``.
+        """
+        require_plain_call()
+        if cast(Any, self).training:
+            _require_something_to_train(self, args, kwargs)
+        call = cast(Any, super()).__call__
+        if self._drafts is None:
+            return self._steps.run(call, args, kwargs)
+        return self._drafts.call(lambda *a, **k: self._steps.run(call, a, k), args, kwargs)
+
+
+def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses a loss in training mode that would train nothing."""
+    if kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return
+    given = itertools.chain(args, kwargs.values(), model.parameters())
+    if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given):
+        raise UnsupportedUseError(
+            "a loaded model is frozen, so this loss would train nothing: set requires_grad on "
+            "parameters beside the experts, add adapters to them with PEFT, or train experts with "
+            "`moe-runtime finetune`; to measure the loss alone, call eval() first"
+        )
+
+
+_FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
+_INSTEAD = {
+    "Vmap": "call it on a batch",
+    "Grad": "use backward() or torch.autograd.grad",
+    "Jvp": "use backward() or torch.autograd.grad",
+}
+"""What to do instead of a transform of torch."""
+
+_TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
+"""Under which torch passes around tensors without content."""
+
+
+def require_plain_call() -> None:
+    """UnsupportedUseError where torch traces, or a transform of ``torch.func`` is under way."""
+    if torch._C._get_tracing_state() is not None:
+        refuse_tracing("torch.jit.trace")
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
+        refuse_tracing("a tracer of torch (make_fx, fake tensors)")
+    transform = _FUNCTORCH.peek_interpreter_stack()
+    if transform is not None:
+        name = transform.key().name
+        instead = _INSTEAD.get(name, "call it outside of the transform")
+        raise UnsupportedUseError(
+            f"torch.func cannot transform a loaded model ({name.lower()}), since its experts come "
+            f"and go: {instead}"
+        )
+
+
+def refuse_tracing(who: str) -> NoReturn:
+    """UnsupportedUseError: no graph of a loaded model can be made."""
+    raise UnsupportedUseError(
+        f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
+        "which makes graphs between them, or give it the model that from_pretrained of "
+        "transformers has in memory"
+    )
+
+
+class TokenLimit(Listener):
+    """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
+    tokens of all sequences count, of a static cache all its places."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens, self.follows_requests = max_tokens, False
+
+    def allow(self, step: Step) -> None:
+        """CapacityError where a pass needs more room."""
+        places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
+        length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
+        if step.num_sequences * length > self._max_tokens:
+            raise too_long(step.num_sequences, length, self._max_tokens)
+
+
+def too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:
+    asked = f"{length} tokens" if num_sequences == 1 else f"{num_sequences} sequences of {length}"
+    return CapacityError(
+        f"{asked} need room for {num_sequences * length} tokens, but memory is set aside for "
+        f"{max_tokens}; load the model with max_tokens={num_sequences * length}, or ask for fewer"
+    )
 
 
 class RequestNumbers:

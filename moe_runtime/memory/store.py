@@ -23,10 +23,10 @@ import torch
 
 from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
 from moe_runtime.memory.reads import Fetcher, LinkMeter, Priority, Read
-from moe_runtime.memory.slab import Slab, give_back
+from moe_runtime.memory.source import Slab, give_back
 from moe_runtime.policies.eviction import LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Watcher
-from moe_runtime.policies.eviction.shares import AdaptiveShares
+from moe_runtime.policies.eviction.classic import AdaptiveShares
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey, StoreStats
 

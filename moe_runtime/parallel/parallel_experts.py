@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
-from moe_runtime.kernels.operands.activation import Activation
+from moe_runtime.kernels.operands import Activation
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups

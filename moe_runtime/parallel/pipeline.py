@@ -22,7 +22,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
-from moe_runtime.kernels.operands.activation import Activation
+from moe_runtime.kernels.operands import Activation
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatching import Dispatch, Group, Returning
 from moe_runtime.parallel.rows import tie_rows

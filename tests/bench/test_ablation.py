@@ -13,7 +13,7 @@ from training_runs import CONFIG, train, training_records, write_run
 
 from moe_runtime.benchmarks.cases.ablation import BASE, measure_ablation, read_variants
 from moe_runtime.benchmarks.commands import machine
-from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Number, Rules
 from moe_runtime.cli.main import main
@@ -87,7 +87,7 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert results["ended"] == "most"
     assert results["settings"]["seeds"] == [0, 1]
     assert results["settings"]["variants"]["sparse"]["model.moe.gate"] == "switch"
-    assert "11 steps, 8 sequences, of 32 tokens" in work_words(results)
+    assert "steps 11, sequences 8, context 32" in heading_words(results)
     # The same numbers twice are no change; the page and the table have every variant.
     assert main(["bench", "compare", str(output), str(output), "--json"]) == 0
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
@@ -176,7 +176,7 @@ def test_what_was_trained_before_a_stop_is_kept(
     monkeypatch.setattr(machine, "say_repetition", interrupt)
     words = ["--vary", "model.moe.top_k=1", "--steps", "3", "-o", str(output)]
     assert main(["bench", "ablation", str(path), *words]) == 130
-    assert BASE in capsys.readouterr().out
+    assert BASE in " ".join(capsys.readouterr().out.split())
     results = read_results(output)
     assert results["ended"] == "interrupted"
     assert [len(one["repetitions"]) for one in results["measurements"]] == [1, 0]

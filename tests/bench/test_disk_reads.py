@@ -15,7 +15,7 @@ from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.cli.main import main
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.types import ExpertKey
 
 

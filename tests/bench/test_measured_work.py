@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from moe_runtime.benchmarks.suite.comparing import (
-    model_words,
+    heading_words,
     require_same_work,
     work_of,
-    work_words,
 )
 from moe_runtime.benchmarks.suite.results import (
     Metric,
@@ -31,7 +30,7 @@ LATENCY = {
     "new_tokens": 16,
     "num_threads": 2,
 }
-CAPPED = "memory capped at 7 GiB"
+CAPPED = "cap 7 GiB"
 
 
 def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any) -> str:
@@ -41,21 +40,19 @@ def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any)
     return str(path)
 
 
-def test_words_say_how_many_layers_of_how_many() -> None:
-    assert model_words(LATENCY) == "olmoe-1b-7b, 4 of 16 layers, random weights"
-    assert model_words(LATENCY | {"layers": 16}) == "olmoe-1b-7b, 16 layers, random weights"
-    assert model_words(LATENCY | {"layers": 1}) == "olmoe-1b-7b, 1 of 16 layers, random weights"
-    one = LATENCY | {"layers": 1, "layers_of_shape": 1, "prompt_tokens": [1], "new_tokens": 21}
-    words = "olmoe-1b-7b, 1 layer, random weights, prompts of 1 token, 21 new tokens"
-    assert work_words({"case": "latency", "settings": one}) == words
-    assert model_words({"model": "pocket"}) == "pocket"
-    words = work_words({"case": "latency", "settings": LATENCY})
-    assert words == f"{model_words(LATENCY)}, prompts of 64 tokens, 16 new tokens"
+def test_a_heading_names_what_was_measured() -> None:
+    def words(case: str = "latency", **changed: Any) -> str:
+        settings = LATENCY if case == "latency" else {}
+        return heading_words({"case": case, "settings": settings | changed})
+
+    model = "olmoe-1b-7b, layers 4 of 16, weights random"
+    assert words() == f"{model}, prompt tokens 64, new tokens 16"
+    assert words(layers=16).startswith("olmoe-1b-7b, layers 16, weights")
+    assert words(prompt_tokens=[8, 128]) == f"{model}, prompt tokens 8 and 128, new tokens 16"
     mixed = {"case": "latency", "settings": LATENCY | {"prompt_tokens": [128, 8, 128, 64]}}
     assert work_of(mixed)["prompt_tokens"] == [8, 64, 128]
-    reads = {"model": "pocket", "expert_bytes": [196608], "experts": 96}
-    words = work_words({"case": "io", "settings": reads})
-    assert words == "pocket, experts of 196608 bytes, 96 of them"
+    assert words("experts", dtype="bfloat16", memory=2 << 30) == "bfloat16, memory 2 GiB"
+    assert words("serve", model="m", chat=False, ignore_eos=True) == "m, ignore eos"
 
 
 def test_settings_of_a_changed_file_may_be_anything(tmp_path: Path) -> None:
@@ -133,8 +130,8 @@ def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
     }
     page = outputs["p.html"].read_text()
     for place in (
-        "4 of 16 layers",
-        "16 layers, random weights",
+        "layers 4 of 16",
+        "layers 16, weights random",
         "one (b.json), interrupted",
         CAPPED,
     ):

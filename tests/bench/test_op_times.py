@@ -67,8 +67,8 @@ def test_the_command_measures_ops(
     assert printed["settings"]["dim_hidden"] == 16
     assert main(["bench", "ops", *words]) == 0
     shown = capsys.readouterr().out
-    assert "ops: E=4 K=2 D=32 F=16, bfloat16" in shown
-    assert all(name in shown for name in (*NAMES, "forward", "backward", "T=3", "T=5"))
+    assert "ops: num experts 4, top k 2, dim model 32, dim hidden 16, bfloat16" in shown
+    assert all(name in shown for name in (*NAMES, "forward 3", "backward 5"))
     assert main(["bench", "compare", str(path), str(path)]) == 0
 
 

@@ -17,7 +17,7 @@ from moe_runtime.benchmarks.cases.predictors import (
     PredictorsPlan,
     measure_predictors,
 )
-from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
@@ -158,9 +158,9 @@ def test_the_command_writes_what_the_other_commands_read(
     results = read_results(path)
     assert [one["system"] for one in results["measurements"]] == ["popularity", "eam"]
     popularity = results["measurements"][0]["summary"]
-    assert f"{popularity['recall_at_k_ahead_1']['median']:.2%}" in shown
+    assert f"{popularity['recall_at_k_ahead_1']['median']:.4g}" in shown
     assert all(len(one["prediction_s"]) == 30 for one in results["measurements"][0]["repetitions"])
-    assert "seed 3, 60 tokens of that, 2 side by side, " in work_words(results)
+    assert "seed 3, max tokens 60, side by side 2, " in heading_words(results)
     recall = ["predictor", "evaluate", str(tmp_path / "t.npz"), "--predictor", "popularity"]
     assert main([*recall, "--seed", "3", "--max-tokens", "60", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["results"][1]["recalls"]

@@ -80,10 +80,10 @@ def test_products_are_results_that_compare_and_report_read(
 def test_times_of_all_are_shown(ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The median of 1, 2 and 3 ms is 2 ms, in which 7 operations are 3.5e-9 TFLOP/s."""
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2"]) == 0
-    shown = capsys.readouterr().out
-    assert "64 x  64 x  64" in shown
+    shown, said = capsys.readouterr()
+    assert "tile 64 x 64 x 64" in said
     assert "TFLOP/s" in shown
-    assert all(f"{what}, T=8 D=32 F=16 E=4 K=2" in shown for what in ("down", "gradient"))
+    assert all(f"{what}, T=8 D=32 F=16 E=4 K=2: tile" in said for what in ("down", "gradient"))
 
 
 def test_a_signal_ends_it_with_what_was_found(

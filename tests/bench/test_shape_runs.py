@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan
-from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.cases.texts import TextPlan
+from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.cli.main import main
@@ -26,7 +26,7 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
 
 def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is given from now on to each prompt or batch, with its number; all are asked as ever."""
-    plan, given = LatencyPlan if case == "latency" else ThroughputPlan, list[Any]()
+    plan, given = TextPlan, list[Any]()
     real = plan.ask
 
     def ask(self: Any, process: Any, number: int, ids: Any) -> Any:
@@ -112,13 +112,13 @@ def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest
     results = read_results(tmp_path / "r.json")
     assert results["settings"]["followed_by"] == "likeliest tokens"
     assert results["settings"]["prompt_tokens"] == [5, 5]
-    assert work_words(results).endswith("4 new tokens, the likeliest tokens")
+    assert heading_words(results).endswith("new tokens 4, followed by likeliest tokens")
     for one in results["measurements"]:
         assert (one["failure"], one["quality"]["compared"]) == (None, 8)
     assert given[0][1] is None  # ours says first what all are held to
     assert given[-1][1] is not None
     out, err = capsys.readouterr()
-    assert "random weights, the likeliest tokens, on the CPU" in " ".join(out.split())
+    assert "new tokens 4, followed by likeliest tokens" in " ".join(out.split())
     assert "streams writes its own text: prompts go on as this project finds likeliest" in err
 
 
@@ -155,7 +155,7 @@ def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(
     assert ours["summary"]
     assert peer["failure"].startswith("ImportError: no llama here")
     out, err = capsys.readouterr()
-    assert "latency of tiny, 2 layers, random weights" in out
+    assert "latency: tiny, layers 2, weights random" in " ".join(out.split())
     assert "model.gguf" not in err
     assert err.index("llama_cpp: cannot run, and is left out") < err.index("writing random weights")
     assert err.splitlines()[-1].endswith("llama_cpp: asked for, and without numbers; exit code 1")

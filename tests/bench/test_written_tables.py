@@ -58,7 +58,7 @@ def test_the_note_says_how_often_and_which_row_was_interrupted() -> None:
     whole = results(None, moe_runtime=0.1)
     note = "medians of 1 to 5 repetitions; the row of 7 GiB was interrupted after 5 repetitions; 2"
     assert note in readme_table.table_of([whole, capped])
-    assert "medians of 1 repetition; 2" in readme_table.table_of([whole])
+    assert "medians of 1 repetitions; 2" in readme_table.table_of([whole])
 
 
 def test_only_the_part_between_the_marks_is_written() -> None:

@@ -9,8 +9,7 @@ from moe_runtime.checkpoints import dense_weights
 from moe_runtime.checkpoints.dense_weights import DenseReader
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import BLOCK_BYTES, ExpertSource, TensorRange, lay_out
+from moe_runtime.memory.source import BLOCK_BYTES, ExpertSource, TensorRange, aligned_bytes, lay_out
 from moe_runtime.types import ExpertKey
 
 READ = 2 * BLOCK_BYTES

@@ -29,8 +29,7 @@ from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.inference.expert_layer import bind_weights
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 # rows that are no multiple of a block, and of 40, which the code would make longer

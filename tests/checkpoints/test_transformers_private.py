@@ -11,6 +11,7 @@ import pytest
 
 from moe_runtime.checkpoints import transformers_private
 from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.inference.kv_cache import cache_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = "moe_runtime/checkpoints/transformers_private.py"
@@ -93,10 +94,10 @@ def old(past_key_values=None):
 @pytest.mark.parametrize(("forward", "name"), [(new, "cache"), (old, "past_key_values")])
 def test_the_cache_is_found_by_either_name(forward, name):
     given, cache = {"use_cache": True}, object()
-    assert transformers_private.cache_of(given) is None
+    assert cache_of(given) is None
     assert transformers_private.cache_name(forward) == name
     named = given | {name: cache}
-    assert transformers_private.cache_of(named) is cache
+    assert cache_of(named) is cache
 
 
 def test_the_range_of_versions_is_that_of_the_project():

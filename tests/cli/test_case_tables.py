@@ -1,39 +1,32 @@
 """Tables of cases with many columns: on narrow terminals they have the same words, none broken."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixture_types import Capsys, Patch
 
-from moe_runtime.benchmarks.commands.layers import show_experts, show_formats, show_ops
+from moe_runtime.benchmarks.commands.shared import show_results
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize(
-    ("name", "show"),
+    "name",
     [
-        ("bench-ops-amd-epyc-2c-24g", show_ops),
-        ("bench-experts-amd-epyc-2c-24g", show_experts),
-        ("bench-experts-formats-gpt-oss-20b-intel-xeon-2c-24g", show_formats),
+        "bench-ops-amd-epyc-2c-24g",
+        "bench-experts-amd-epyc-2c-24g",
+        "bench-experts-formats-gpt-oss-20b-intel-xeon-2c-24g",
+        "bench-policies-amd-epyc-2c-24g",
     ],
 )
-def test_no_word_is_broken(
-    name: str,
-    show: Callable[[dict[str, Any]], None],
-    width: int,
-    monkeypatch: Patch,
-    capsys: Capsys,
-) -> None:
+def test_no_word_is_broken(name: str, width: int, monkeypatch: Patch, capsys: Capsys) -> None:
     results = json.loads((RESULTS / f"{name}.json").read_text())
     lines = {}
     for columns in (width, 300):
         monkeypatch.setenv("COLUMNS", str(columns))
-        show(results)
+        show_results(results)
         lines[columns] = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[width])) <= width
     narrow, wide = (

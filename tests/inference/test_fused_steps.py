@@ -23,7 +23,7 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.inference.cpu.small_batch import replace_dense_layers
+from moe_runtime.inference.cpu.step_layers import replace_dense_layers
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.inference.device.static_caches import static_cache
 

@@ -24,8 +24,7 @@ NEXT_TOKEN = torch.tensor([[43]])
 SLOTS = 4
 """Few enough that most experts are read, evicted and waited for."""
 EVERY_PASS = (
-    "inference/cpu/fused_attention.py",
-    "inference/cpu/small_batch.py",
+    "inference/cpu/step_layers.py",
     "inference/expert_layer.py",
     "inference/steps.py",
     "inference/hugging_face/loaded_model.py",

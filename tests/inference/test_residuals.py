@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from triton_interpreter import repair_interpreter
 
-from moe_runtime.inference.cpu.small_batch import (
+from moe_runtime.inference.cpu.step_layers import (
     SmallBatchLinear,
     SmallBatchRMSNorm,
     replace_dense_layers,

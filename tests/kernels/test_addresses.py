@@ -17,7 +17,7 @@ from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.operands.activation import GateLayout
+from moe_runtime.kernels.operands import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILU = ActivationSpec("silu")

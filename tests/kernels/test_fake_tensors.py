@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moe_runtime.kernels.combine import combine_assignments
-from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.decode_step.prepared import ExpertStep
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear, quantized_linear
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.kernels.rms_norm import rms_norm

@@ -14,7 +14,7 @@ from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, TILES_32_BIT, ProductKind, Tile
-from moe_runtime.kernels.operands.activation import GateLayout
+from moe_runtime.kernels.operands import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILU = ActivationSpec("silu")

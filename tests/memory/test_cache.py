@@ -26,8 +26,8 @@ from fake_tier import (
 from synthetic_routes import make_routes
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory import slab as slab_module
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory import source as source_module
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import (
     LIVE_POLICIES,
@@ -37,7 +37,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.eviction.shares import AdaptiveShares
+from moe_runtime.policies.eviction.classic import AdaptiveShares
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,
@@ -512,7 +512,7 @@ def test_memory_that_cannot_be_had_leaves_the_store_as_large_as_it_is(
     def refuse(num_bytes: int) -> torch.Tensor:
         raise CapacityError(f"no {num_bytes} bytes")
 
-    monkeypatch.setattr(slab_module, "aligned_bytes", refuse)
+    monkeypatch.setattr(source_module, "aligned_bytes", refuse)
     assert resize(store, 9) == 4
     store.check()
     use(store, keys(0, 0, 1, 2))

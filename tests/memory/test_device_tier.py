@@ -23,7 +23,7 @@ from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory import reads
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
 from moe_runtime.memory.reads import Priority
-from moe_runtime.memory.slab import Slab, aligned_bytes
+from moe_runtime.memory.source import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD

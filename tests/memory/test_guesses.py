@@ -11,10 +11,9 @@ from slow_reader import SlowReader
 
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.reads import Priority, Read, ReadQueue
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.eviction.classic import LRU
-from moe_runtime.policies.eviction.shares import LayerShares
+from moe_runtime.policies.eviction.classic import LRU, LayerShares
 from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.types import ExpertKey
 

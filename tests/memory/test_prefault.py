@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_runtime.kernels.native.pages import populate
-from moe_runtime.memory import slab as prefault
-from moe_runtime.memory.slab import PART_BYTES, Slab, aligned_bytes, touched_meanwhile
+from moe_runtime.memory import source as prefault
+from moe_runtime.memory.source import PART_BYTES, Slab, aligned_bytes, touched_meanwhile
 
 
 def resident_pages(memory: torch.Tensor) -> int:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.memory import source as source_module
-from moe_runtime.memory.slab import Slab, aligned_bytes
 from moe_runtime.memory.source import (
     BLOCK_BYTES,
     CheckpointFile,
     ExpertSource,
+    Slab,
     TensorRange,
+    aligned_bytes,
     lay_out,
 )
 from moe_runtime.memory.store import ExpertStore

@@ -12,7 +12,7 @@ from slow_reader import SlowReader
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.reads import Priority, Read
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierFetcher, TierStore
 from moe_runtime.policies.eviction import LRU, LayerShares

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from moe_families import FAMILIES
 from offloaded_models import batches, budget_for, offloaded, save, stack
 from safetensors.torch import save_file, save_model
+from text_checkpoint import tiny_tokenizer
 from tiny_checkpoints import PROMPT, tiny_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -156,6 +157,44 @@ def test_a_trainer_that_would_step_without_the_experts_is_refused(
         ).train()
     assert "AdamW(clip_norm=...)" in str(found.value)
     assert all(torch.equal(p, first[n]) for n, p in model.named_parameters() if "experts" not in n)
+    training.close()
+
+
+def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="make test-clients installs it")
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+
+    models: list[Any] = [tiny_model(MIXTRAL).train() for _ in range(2)]
+    training = moe_runtime.offload_training(
+        models[1], host_memory="64MiB", optimizer=moe_runtime.AdamW(lr=1e-3, weight_decay=0)
+    )
+    examples = Dataset.from_dict({"input_ids": PROMPT.tolist() * 4})
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainers = [
+        trl.SFTTrainer(m, settings, train_dataset=examples, processing_class=tiny_tokenizer())
+        for m in models
+    ]
+    with pytest.raises(moe_runtime.UnsupportedUseError, match="take the step with its `step`"):
+        trainers[1].train()
+    training.discard()
+    assert training.num_steps == 0
+    batch = next(iter(trainers[0].get_train_dataloader()))
+    adamw = torch.optim.AdamW(models[0].parameters(), lr=1e-3, weight_decay=0)
+    for _ in range(2):
+        losses = [t.compute_loss(m, dict(batch)) for t, m in zip(trainers, models, strict=True)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
+        losses[0].backward()
+        adamw.step()
+        adamw.zero_grad()
+        losses[1].backward()
+        training.step()
+    for layer in range(len(models[0].model.layers)):
+        for name, stacked in training.stacked(layer).items():
+            wanted = models[0].get_parameter(f"model.layers.{layer}.mlp.experts.{name}")
+            torch.testing.assert_close(stacked, wanted.detach(), rtol=1e-4, atol=1e-5)
     training.close()
 
 

@@ -15,6 +15,7 @@ from moe_runtime.policies.eviction.classic import (
     LFRU,
     SIEVE,
     SLRU,
+    AdaptiveShares,
     AgingLFU,
     LeastExpectedCost,
 )
@@ -26,7 +27,6 @@ from moe_runtime.policies.eviction.learned import (
     RecentScores,
     Scored,
 )
-from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.policies.prediction import LayerRouted, Routes, Shape, StepBegins
 from moe_runtime.types import ExpertKey
 

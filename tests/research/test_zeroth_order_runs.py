@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from finetuning_runs import (
     EPS,
+    ERNIE,
     MIXTRAL,
     PARTS,
     SEQUENCES,
@@ -19,6 +21,7 @@ from finetuning_runs import (
     smallest,
     train,
 )
+from moe_families import Family
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -32,6 +35,8 @@ def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float
     config = preparation.config
     tensors = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         stacked = ".experts." in name
         parts = {f"{name}.{e}": t for e, t in enumerate(parameter.data)} if stacked else {}
         tensors |= parts or {name: parameter.data}
@@ -58,9 +63,10 @@ def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float
     return losses
 
 
-def test_zeroth_order_as_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [MIXTRAL, ERNIE], ids=lambda family: family.folder)
+def test_zeroth_order_as_in_memory(tmp_path: Path, family: Family) -> None:
     """MeZO on the resident model; all experts on the disk; stopped, and with another budget."""
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    folder = checkpoint_of(family, tmp_path / "first")
     options: dict[str, Any] = {"kind": ZerothOrderFinetuneConfig, "zeroth_order": {"eps": EPS}}
     config = smallest(config_of(folder, tmp_path, **options))
     losses, summary = finetuned(config)
@@ -68,11 +74,14 @@ def test_zeroth_order_as_in_memory(tmp_path: Path) -> None:
     assert summary["offload"]["read_bytes"] > 0
     with torch.no_grad():
         model = resident(folder)
+        frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
         np.testing.assert_allclose(losses, mezo(prepare(config), model), rtol=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
     wanted = model.state_dict()
     for name, tensor in exported.state_dict().items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
+        assert torch.equal(tensor, frozen.get(name, tensor)), name
+    assert bool(frozen) == (family is ERNIE)
 
     other = config_of(folder, tmp_path, run={"output": str(tmp_path / "other")}, **options)
     trainer = start(prepare(smallest(other)), resume=False)

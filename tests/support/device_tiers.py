@@ -11,7 +11,7 @@ from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content
 
 from moe_runtime.memory.device.device_store import DeviceStore, use_arriving
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.types import ExpertKey

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.inference.cpu import fused_attention
-from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
+from moe_runtime.inference.cpu import step_layers
+from moe_runtime.inference.cpu.step_layers import SmallBatchLinear, SmallBatchRMSNorm
 from moe_runtime.inference.device import fused_layers
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.rms_norm import rms_norm
@@ -20,7 +20,7 @@ def use_device_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SmallBatchRMSNorm, "forward", by_triton)
     monkeypatch.setattr(SmallBatchLinear, "forward", product_by_triton)
     monkeypatch.setattr(fused_layers, "linear", product_of_router)
-    monkeypatch.setattr(fused_attention, "native_attention", lambda *_: None)
+    monkeypatch.setattr(step_layers, "native_attention", lambda *_: None)
 
 
 def by_triton(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,7 @@ from moe_runtime.inference.device.device_experts import (
 from moe_runtime.inference.device.misses import open_misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 
 emulated = pytest.mark.skipif(

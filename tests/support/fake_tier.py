@@ -7,7 +7,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.memory.reads import Monitor, Priority, Read
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.types import ExpertKey

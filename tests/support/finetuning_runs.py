@@ -26,6 +26,12 @@ SIZES = {"vocab_size": 400, "num_hidden_layers": 2}
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
 # stacked, transposed, gate and up alternate, biases
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
+# freezes the bias of its router, a matrix
+ERNIE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    config=SIZES | {"moe_layer_start_index": 0},
+)
 
 
 def checkpoint_of(family: Family, folder: Path, *, sharded: bool = False) -> Path:
@@ -99,6 +105,10 @@ def resident(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     moe_runtime.register_with_transformers()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.set_experts_implementation("eager" if dtype == torch.float64 else "moe_runtime")
+    with torch.device("meta"):
+        declared = type(model)(model.config)
+    for name, parameter in declared.named_parameters():  # which from_pretrained forgets
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.train()
 
 

@@ -19,8 +19,7 @@ from moe_runtime.checkpoints.transformers_private import (
     sdpa_attention_forward,
 )
 from moe_runtime.inference import known_classes as known
-from moe_runtime.inference.cpu.fused_attention import is_usual_rotary
-from moe_runtime.inference.cpu.small_batch import is_router
+from moe_runtime.inference.cpu.step_layers import is_router, is_usual_rotary
 from moe_runtime.inference.device.fused_layers import compute_router, tensors_of
 from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
 from moe_runtime.kernels.rms_norm import rms_norm_reference

@@ -23,12 +23,13 @@ from moe_runtime.checkpoints.gguf.architectures import (
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
-from moe_runtime.checkpoints.settings_check import (
+from moe_runtime.checkpoints.strict_json import (
     check_config,
     check_generation_settings,
     check_layers,
+    clipped,
+    one_line,
 )
-from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.kernels.quantized import BlockName, WeightFormat
 

@@ -50,8 +50,7 @@ from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder, require_replaceable
 from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes, encode_planes
-from moe_runtime.memory.slab import aligned_bytes, host_view
-from moe_runtime.memory.source import BLOCK_BYTES
+from moe_runtime.memory.source import BLOCK_BYTES, aligned_bytes, host_view
 from moe_runtime.types import ExpertKey
 
 _ROOM_SHARE = 1024

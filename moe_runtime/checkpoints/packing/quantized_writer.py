@@ -27,8 +27,7 @@ from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
 from moe_runtime.kernels.quantized.rounding import quantize
-from moe_runtime.memory.slab import host_view
-from moe_runtime.memory.source import TensorRange
+from moe_runtime.memory.source import TensorRange, host_view
 from moe_runtime.types import ExpertKey
 
 Scheme = Literal["mxfp4", "int4", "int8", "fp8"]

@@ -37,8 +37,14 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.files import held, make_folders, write_atomically, write_text
 from moe_runtime.folders import replace_folder
-from moe_runtime.memory.slab import aligned_bytes, host_view
-from moe_runtime.memory.source import BLOCK_BYTES, CheckpointFile, ExpertSource, file_version
+from moe_runtime.memory.source import (
+    BLOCK_BYTES,
+    CheckpointFile,
+    ExpertSource,
+    aligned_bytes,
+    file_version,
+    host_view,
+)
 from moe_runtime.types import ExpertKey
 
 SHARD_BYTES = 2 << 30  # bytes of experts, as they were, in a file: what a kill loses at most

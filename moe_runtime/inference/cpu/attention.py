@@ -18,15 +18,16 @@ import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
-from moe_runtime.inference.cpu.fused_attention import (
+from moe_runtime.inference.cpu.step_layers import (
     ATTENTION,
     EAGER_ATTENTION,
+    SmallBatchLinear,
     added_mask,
     changes_attention,
+    is_observed,
     scale_of,
     single_query_attention,
 )
-from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, is_observed
 from moe_runtime.inference.known_classes import (
     EAGER_ATTENTION_CLASSES,
     LATENT_ATTENTION,

@@ -25,11 +25,11 @@ from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
     attention_name,
     cache_name,
-    cache_of,
 )
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
+from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.memory.device.cuda_device import CudaRecorder

@@ -16,10 +16,9 @@ from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
     attention_name,
     cache_name,
-    cache_of,
 )
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.cpu.small_batch import replace_dense_layers
+from moe_runtime.inference.cpu.step_layers import replace_dense_layers
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, is_own
 from moe_runtime.inference.device.fused_layers import (
     fuse_device_attention,
@@ -34,6 +33,7 @@ from moe_runtime.inference.device.static_caches import (
     static_cache,
 )
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
+from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.inference.steps import OneThread
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from moe_runtime.memory.device.device_layout import (
 )
 from moe_runtime.memory.device.device_store import DeviceStore, Residents, Slots, use_arriving
 from moe_runtime.memory.device.host_tables import has_room
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares

@@ -14,8 +14,13 @@ from transformers.cache_utils import StaticCache, StaticLayer
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.cpu.fused_attention import PROJECTIONS, FusedAttention, has_usual_parts
-from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm, is_router
+from moe_runtime.inference.cpu.step_layers import (
+    PROJECTIONS,
+    FusedAttention,
+    SmallBatchRMSNorm,
+    has_usual_parts,
+    is_router,
+)
 from moe_runtime.inference.device.static_caches import RowCache
 from moe_runtime.inference.known_classes import (
     RESIDUAL_LAYERS,

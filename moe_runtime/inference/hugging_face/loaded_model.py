@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.absent import AbsentTensor, convert_as_a_whole, refuse_copy
@@ -28,7 +26,7 @@ from moe_runtime.errors import CapacityError, UnsupportedUseError
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.kv_cache import room_for
-from moe_runtime.inference.steps import Listener, Step, Steps
+from moe_runtime.inference.steps import CalledInSteps, Steps, refuse_tracing, too_long
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.source import FileVersion
 from moe_runtime.memory.store import ExpertStore
@@ -58,41 +56,17 @@ def as_loaded_model(
     convert_as_a_whole(model)
 
 
-# locks and listeners are no part of a graph; what is called within may be
-_outside_graphs: Any = torch.compiler.disable(
-    recursive=False,
-    reason="the experts of a loaded model come and go: export the model that from_pretrained has",
-)
-
-
-class LoadedModel:
+class LoadedModel(CalledInSteps):
     """Comes before the class of a model from transformers whose experts are in files.
     ``checkpoint_folder`` is where they are."""
 
     checkpoint_folder: Path
-    _steps: Steps
     _max_tokens: int
     _expert_files: set[FileVersion]
-    _drafts: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: a model with its experts in memory."""
         return cls._own_class()(*args, **kwargs)
-
-    @_outside_graphs
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; calls of several threads take turns.
-
-        Raises:
-            UnsupportedUseError: torch traces it, or transforms it with ``torch.func``.
-        """
-        require_plain_call()
-        if cast(Any, self).training:
-            _require_something_to_train(self, args, kwargs)
-        call = cast(Any, super()).__call__
-        if self._drafts is None:
-            return self._steps.run(call, args, kwargs)
-        return self._drafts.call(lambda *a, **k: self._steps.run(call, a, k), args, kwargs)
 
     def save_pretrained(
         self,
@@ -156,7 +130,7 @@ class LoadedModel:
 
     @classmethod
     def _own_class(cls) -> Any:
-        return cls.__mro__[cls.__mro__.index(LoadedModel) + 1]
+        return cls.__mro__[cls.__mro__.index(CalledInSteps) + 1]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -248,74 +222,9 @@ class GeneratingModel(LoadedModel):
         """
         num_sequences, length = _longest_text(inputs, generation_config, options)
         if num_sequences * length > self._max_tokens:
-            raise _too_long(num_sequences, length, self._max_tokens)
+            raise too_long(num_sequences, length, self._max_tokens)
         generate = cast(Any, super()).generate
         return generate(inputs, generation_config, *rest, **options)
-
-
-def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses a loss in training mode that would train nothing."""
-    if kwargs.get("labels") is None or not torch.is_grad_enabled():
-        return
-    given = itertools.chain(args, kwargs.values(), model.parameters())
-    if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given):
-        raise UnsupportedUseError(
-            "a loaded model is frozen, so this loss would train nothing: set requires_grad on "
-            "parameters beside the experts, add adapters to them with PEFT, or train experts with "
-            "`moe-runtime finetune`; to measure the loss alone, call eval() first"
-        )
-
-
-_FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
-_INSTEAD = {
-    "Vmap": "call it on a batch",
-    "Grad": "use backward() or torch.autograd.grad",
-    "Jvp": "use backward() or torch.autograd.grad",
-}
-"""What to do instead of a transform of torch."""
-
-_TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
-"""Under which torch passes around tensors without content."""
-
-
-def require_plain_call() -> None:
-    """UnsupportedUseError where torch traces, or a transform of ``torch.func`` is under way."""
-    if torch._C._get_tracing_state() is not None:
-        refuse_tracing("torch.jit.trace")
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
-        refuse_tracing("a tracer of torch (make_fx, fake tensors)")
-    transform = _FUNCTORCH.peek_interpreter_stack()
-    if transform is not None:
-        name = transform.key().name
-        instead = _INSTEAD.get(name, "call it outside of the transform")
-        raise UnsupportedUseError(
-            f"torch.func cannot transform a loaded model ({name.lower()}), since its experts come "
-            f"and go: {instead}"
-        )
-
-
-def refuse_tracing(who: str) -> NoReturn:
-    """UnsupportedUseError: no graph of a loaded model can be made."""
-    raise UnsupportedUseError(
-        f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
-        "which makes graphs between them, or give it the model that from_pretrained of "
-        "transformers has in memory"
-    )
-
-
-class TokenLimit(Listener):
-    """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
-    tokens of all sequences count, of a static cache all its places."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens, self.follows_requests = max_tokens, False
-
-    def allow(self, step: Step) -> None:
-        """CapacityError where a pass needs more room."""
-        places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
-        length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
-        if step.num_sequences * length > self._max_tokens:
-            raise _too_long(step.num_sequences, length, self._max_tokens)
 
 
 def limit_batching(
@@ -332,7 +241,7 @@ def limit_batching(
     from transformers import ContinuousBatchingConfig
 
     if longest > max_tokens:
-        raise _too_long(1, longest, max_tokens)
+        raise too_long(1, longest, max_tokens)
 
     text = config.get_text_config()
     settings = ContinuousBatchingConfig() if given is None else copy.copy(given)
@@ -397,14 +306,6 @@ def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[in
         length = num_prompt_tokens + num_new
     widened = max(option("num_beams") or 1, option("num_return_sequences") or 1)
     return num_sequences * widened, length or 0
-
-
-def _too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:
-    asked = f"{length} tokens" if num_sequences == 1 else f"{num_sequences} sequences of {length}"
-    return CapacityError(
-        f"{asked} need room for {num_sequences * length} tokens, but memory is set aside for "
-        f"{max_tokens}; load the model with max_tokens={num_sequences * length}, or ask for fewer"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

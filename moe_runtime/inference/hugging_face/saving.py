@@ -19,8 +19,7 @@ from moe_runtime.checkpoints.expert_tensors import TensorsOf
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import QUANTIZATION_FILE, build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.safetensors_index import write_index
-from moe_runtime.checkpoints.settings_check import QUANTIZATION_NAMES
-from moe_runtime.checkpoints.strict_json import parse_object
+from moe_runtime.checkpoints.strict_json import QUANTIZATION_NAMES, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
 from moe_runtime.files import write_text
 from moe_runtime.folders import replace_folder

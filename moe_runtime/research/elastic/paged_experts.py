@@ -32,8 +32,7 @@ from moe_runtime.inference.generation import end_token_ids
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.parallel import Transport
 from moe_runtime.parallel.plan import plan_dispatch
 from moe_runtime.policies.placement import Placement

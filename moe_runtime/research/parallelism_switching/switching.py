@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
-from moe_runtime.kernels.operands.activation import Activation
+from moe_runtime.kernels.operands import Activation
 from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.communication.transport import measure_link
 from moe_runtime.parallel.dispatching import Group, as_transport

@@ -75,7 +75,11 @@ def load_around_experts(
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """As `load_dense`, for a model whose experts modules stay, on the meta device."""
+    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+
+    What the model's class freezes, as a bias of a router, stays frozen.
+    """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for module in experts.modules:
         model.set_submodule(module.name, nn.Identity())
     try:
@@ -83,6 +87,8 @@ def load_around_experts(
     finally:
         for module in experts.modules:
             model.set_submodule(module.name, module.module)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
@@ -181,10 +187,6 @@ def require_positions(config: PreTrainedConfig, context: int) -> None:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and context > most:
         raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
-
-
-def float_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if torch.is_floating_point(p)]
 
 
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:

@@ -39,8 +39,7 @@ from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
@@ -58,7 +57,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     MergedAdapters,
     activation_bytes,
     add_attention_adapters,
-    float_parameters,
     load_around_experts,
     require_exportable,
     require_positions,
@@ -342,6 +340,7 @@ def prepare(
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
+    experts.tie(model)  # what is one parameter is planned for and counted once
     if device.type != "cpu":
         experts.packed_dense.clear()  # dense layers have no products from codes there
     sites = find_sites(model)
@@ -464,8 +463,6 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
 def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
     config, memory = preparation.config, preparation.memory
     assert isinstance(memory, TrainingMemory)
-    for parameter in float_parameters(preparation.model):
-        parameter.requires_grad_()
     if config.run.storage_dir is None:
         make_folders(preparation.storage)
     places: dict[str, Any] = {}
@@ -503,8 +500,7 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
     config, memory, model = preparation.config, preparation.memory, preparation.model
     assert config.lora is not None
     assert isinstance(memory, FrozenMemory)
-    for parameter in float_parameters(model):
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     if "attention" in config.lora.places:
         add_attention_adapters(model, config.lora)
     adapters: list[ExpertAdapters] = []

@@ -32,7 +32,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.lab.programme import Programme
 from moe_runtime.memory.reads import Monitor, Priority, ReadQueue
 from moe_runtime.memory.reads import Read as Transfer
-from moe_runtime.memory.slab import aligned_bytes, host_view
+from moe_runtime.memory.source import aligned_bytes, host_view
 from moe_runtime.training.offload.disk import RecordFile
 
 ActivationChoice = Literal["keep", "recompute", "swap"]

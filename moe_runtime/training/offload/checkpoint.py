@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
-from moe_runtime.memory.slab import host_view
-from moe_runtime.memory.source import CheckpointFile
+from moe_runtime.memory.source import CheckpointFile, host_view
 from moe_runtime.training.checkpoint import (
     COUNT,
     PLAIN,

@@ -27,7 +27,7 @@ from moe_runtime.lab.record_tiers import UseCounts, spread
 from moe_runtime.memory.device.cuda_device import CudaDevice, Event
 from moe_runtime.memory.device.device_layout import ALIGNMENT
 from moe_runtime.memory.reads import Priority
-from moe_runtime.memory.slab import Slab, aligned_bytes
+from moe_runtime.memory.source import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 _MOST_TENSORS = 4

@@ -19,8 +19,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory.reads import Block, ReadQueue
 from moe_runtime.memory.reads import Read as Transfer
-from moe_runtime.memory.slab import host_view
-from moe_runtime.memory.source import READ_BYTES, CheckpointFile
+from moe_runtime.memory.source import READ_BYTES, CheckpointFile, host_view
 from moe_runtime.training.offload.records import (
     ORDER,
     RecordLayout,

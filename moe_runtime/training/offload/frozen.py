@@ -30,7 +30,7 @@ from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import resolve_path
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW

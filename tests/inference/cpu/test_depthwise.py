@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_runtime
 from moe_runtime.inference.cpu import recurrent_steps as depthwise
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 
 HALF = [torch.bfloat16, torch.float16]
 TAPS = 4

@@ -18,7 +18,7 @@ from moe_runtime.checkpoints import transformers_private
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.cpu import attention as eager_attention
 from moe_runtime.inference.cpu.attention import LayerConfig, use_single_query_attention
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 

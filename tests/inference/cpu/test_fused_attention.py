@@ -11,14 +11,14 @@ from tiny_checkpoints import tiny_model
 from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-import moe_runtime.inference.cpu.fused_attention as fused
+import moe_runtime.inference.cpu.step_layers as fused
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
     EAGER_ATTENTION,
     use_single_query_attention,
 )
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 from moe_runtime.inference.kv_cache import give_room, grow_cache_in_place
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library

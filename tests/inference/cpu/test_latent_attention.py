@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_runtime.inference.cpu import attention as latent_attention
 from moe_runtime.inference.cpu.attention import attend, use_single_query_attention
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 from moe_runtime.kernels.native import native_library
 
 NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import moe_runtime
 from moe_runtime.inference.cpu import recurrent_steps
 from moe_runtime.inference.cpu.recurrent_steps import mamba2_step
-from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 
 EPS = torch.finfo(torch.float32).eps
 STEPS = {

@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 
-from moe_runtime.inference.cpu.small_batch import (
+from moe_runtime.inference.cpu.step_layers import (
     SmallBatchLinear,
     SmallBatchRMSNorm,
     use_small_batch_layers,

@@ -35,8 +35,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, aligned_bytes
 
 # Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in
 # test_families. A wrong scale anywhere leaves 1e-2.

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import moe_runtime
 from moe_runtime.checkpoints.dense_weights import PackedTensor, packed_parameter
 from moe_runtime.errors import UnsupportedUseError
-from moe_runtime.inference.cpu import fused_attention
+from moe_runtime.inference.cpu import step_layers
 from moe_runtime.kernels.native import native_library
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
@@ -257,13 +257,13 @@ def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Quantized
 ) -> None:
     """Whose queries, keys and values have one format."""
-    step, calls = fused_attention.attention_step, []
+    step, calls = step_layers.attention_step, []
 
     def counted(*operands: Any) -> Tensor:
         calls.append(operands)
         return step(*operands)
 
-    monkeypatch.setattr(fused_attention, "attention_step", counted)
+    monkeypatch.setattr(step_layers, "attention_step", counted)
     model = moe_runtime.load(write(sample, tmp_path), device="cpu", host_memory="1GiB")
     with model.moe, torch.no_grad():
         assert (model.model.layers[0].self_attn.q_proj.bias is not None) == (sample is BIASED)

@@ -38,8 +38,7 @@ from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.linear import quantized
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 # Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in

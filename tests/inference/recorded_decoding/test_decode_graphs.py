@@ -20,8 +20,9 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import DynamicCache, GenerationConfig
 
 import moe_runtime
-from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.errors import CapacityError, MoERuntimeError
+from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")

@@ -23,11 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 from waiting_calls import Asked
 
 import moe_runtime
-from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import decoding_model
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, RecordedStep
 from moe_runtime.inference.generation import FiniteLogits
+from moe_runtime.inference.kv_cache import cache_of
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 6

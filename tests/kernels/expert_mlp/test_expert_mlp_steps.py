@@ -13,7 +13,7 @@ from moe_runtime.kernels.expert_mlp.products import Products
 from moe_runtime.kernels.expert_mlp.torch_path import TorchSteps
 from moe_runtime.kernels.linear import op
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.operands.activation import GateLayout
+from moe_runtime.kernels.operands import GateLayout
 
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 library = native_library()

@@ -17,7 +17,7 @@ from moe_runtime.kernels.expert_mlp import (
     grouped_expert_mlp,
 )
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
-from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES
+from moe_runtime.kernels.operands import ACTIVATION_NAMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_runtime.kernels.combine import combine_assignments
-from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_mlp.decode_step import STEP_ROWS
+from moe_runtime.kernels.decode_step.prepared import STEP_ROWS, ExpertStep
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import NativeLibrary
 
 DIM, HIDDEN, EXPERTS = 48, 40, 6
@@ -56,16 +56,23 @@ def test_a_step_has_the_bits_of_its_rows_one_by_one(
     weights_TK = torch.rand(len(ids_TK), len(ids_TK[0]))
     ids_R = [expert for row in ids_TK for expert in row]
     visited = sorted(set(ids_R))
+    chosen = [experts[expert] for expert in visited]
+    by_expert = sorted(range(len(ids_R)), key=lambda row: visited.index(ids_R[row]))
+    counts = [ids_R.count(expert) for expert in visited]
+    tokens = [row // len(ids_TK[0]) for row in by_expert]
     step = ExpertStep(experts[0].shape, "silu")
     for num_threads in (1, 3):
         library.set_num_threads(num_threads)
-        found = step(
-            x_TD, weights_TK, [visited.index(e) for e in ids_R], [experts[e] for e in visited]
-        )
+        found = step(x_TD, weights_TK, [visited.index(e) for e in ids_R], chosen)
+        rows_RD = x_TD.new_empty((len(ids_R), DIM))
+        has_run = step.run(x_TD, chosen, counts, tokens, by_expert, rows_RD)
+        assert has_run == (found is not None)
         if found is None:
             assert isa == "portable"  # where torch takes most products in half precision
             continue
-        assert torch.equal(found, one_by_one(x_TD, weights_TK, ids_R, experts, "silu"))
+        expected = one_by_one(x_TD, weights_TK, ids_R, experts, "silu")
+        assert torch.equal(found, expected)
+        assert torch.equal(combine_assignments(rows_RD, weights_TK), expected)
 
 
 @torch.no_grad()
@@ -84,7 +91,16 @@ def test_what_the_step_does_not_take_is_left_to_others(library: NativeLibrary) -
     assert step(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
     assert step(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
     assert ExpertStep(experts[0].shape, "unheard of")(x_TD, weights_TK, [0, 1], experts[:2]) is None
+    out_RD = torch.empty(1, DIM)
+    one = experts[:1], [1], [0], [0]
+    assert step.run(x_TD, *one, out_RD)
+    assert not step.run(x_TD.double(), *one, out_RD.double())
+    assert not step.run(x_TD, *one, out_RD.bfloat16())
+    assert not step.run(x_TD[:, ::2], *one, out_RD)
+    assert not step.run(x_TD, *one, out_RD.expand(DIM, DIM).t())
+    assert not step.run(x_TD, make_experts(torch.bfloat16)[:1], [1], [0], [0], out_RD)
     with torch.enable_grad():
+        assert not step.run(x_TD, *one, out_RD)
         assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, grouped_expert_mlp
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.operands.activation import Activation
+from moe_runtime.kernels.operands import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS: tuple[ExpertMlpImpl, ...] = ("reference", "torch", "native", "triton")

@@ -16,7 +16,7 @@ from stacked_experts import make_experts
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.kernels.triton_support import PreparedLaunch
 
 pytest.importorskip("triton")

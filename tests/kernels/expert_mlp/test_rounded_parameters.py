@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec
 
 NUM_EXPERTS, DIM, HIDDEN = 5, 24, 40
 PLAIN = ActivationSpec("silu")

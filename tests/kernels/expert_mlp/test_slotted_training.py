@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands import ActivationSpec
 
 pytest.importorskip("triton")
 

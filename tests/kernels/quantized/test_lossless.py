@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.decode_step.prepared import PreparedQuantizedLinear
 from moe_runtime.kernels.linear import linear, quantized_linear
 from moe_runtime.kernels.lossless import (
     PlanesMatrix,
@@ -22,7 +23,6 @@ from moe_runtime.kernels.lossless import (
 )
 from moe_runtime.kernels.lossless import planes as planes_module
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 
 SIZES = [(1, 1), (3, 64), (5, 63), (2, 65), (17, 130), (32, 64), (70, 512), (0, 64)]
 

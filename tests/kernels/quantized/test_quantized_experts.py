@@ -8,9 +8,9 @@ from quantized_experts import DIM, HIDDEN, make_expert, relative_error, run, wit
 from quantized_matrices import FP8_BLOCK, INT4, MXFP4, PUBLISHED, random_matrix
 
 from moe_runtime.kernels.combine import combine_assignments
+from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import (
     ActivationSpec,
-    ExpertStep,
     ExpertWeights,
     expert_ffn,
     frozen_expert,

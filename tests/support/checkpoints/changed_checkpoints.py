@@ -18,8 +18,7 @@ from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.kernels.quantized import QuantizedMatrix
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.types import ExpertKey
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}

@@ -53,7 +53,7 @@ from moe_runtime.kernels.grouped_gemm.tile import (
     packed_table,
     tile_by_rule,
 )
-from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.rms_norm.op import MOST_COLUMNS
 from moe_runtime.kernels.token_sort import SortedTokens
