@@ -312,18 +312,28 @@ class AskedModel(NamedTuple):
         """What is kept between runs: a network that was taught is for those that ask for it."""
         return self.cache / "taught" if "taught" in _words(program) else self.cache
 
+    def _settings_of(self, program: "PeerProgram") -> dict[str, Any]:
+        """Those of a peer: `trained` is what `auto` finds in the cache that was taught, and one
+        that reads GGUF files alone, and was given none, is given that of the shape."""
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS
+
+        if "trained" in _words(program):
+            return program.settings | {"predictor": "auto"}
+        lacks_file = program.settings["model"] == self.path
+        if self.gguf and program.file.stem in GGUF_PEERS and lacks_file:
+            return program.settings | {"model": str(self.gguf)}
+        return program.settings
+
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
-        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
+        """Peers with their caches and files."""
+        from moe_runtime.benchmarks.suite.peers import OURS
 
         return [
             replace(
                 one,
                 failure=self.failures.get(one.name),
                 cache=self._cache_of(one) if one.file.stem == OURS else None,
-                settings=one.settings | {"model": str(self.gguf)}
-                if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
-                else one.settings,
+                settings=self._settings_of(one),
             )
             for one in programs
         ]
