@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.benchmarks.harness.scripting import (
-    SAVE,
+    ScriptResults,
     facts,
-    parser_of,
+    results_parser,
     run_script,
-    save_results,
 )
 from moe_runtime.benchmarks.suite.results import Metric
-from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES
 from moe_runtime.policies.prediction import LIVE_PREDICTORS
@@ -40,6 +38,11 @@ TIGHT = "20MiB"
 PREFETCH = ("off", "observe", "enforce", "auto")
 KERNELS = ("native", "none")
 NEW_TOKENS = 16
+METRICS = {
+    "used_bytes": Metric("bytes"),
+    **facts("bytes", "budget_bytes"),
+    **facts("count", "expert_slots", better="more"),
+}
 PROMPTS = tuple(
     " ".join(f"{words} {i}" for i in range(count))
     for words, count in (
@@ -145,14 +148,17 @@ def rows_of(kernels: str, *, all_policies: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, SAVE, "--all=policies and predictors, too")
-    arguments, rows = parser.parse_args(), []
-    for row in (row for one in KERNELS for row in rows_of(one, all_policies=arguments.all)):
-        rows.append(row)
-        print(as_line(row), flush=True)
-    if arguments.save:
-        save(rows)
-    return int(any(is_broken(row) for row in rows))
+    options = results_parser(__doc__, "--all=policies and predictors, too").parse_args()
+    settings = {"model": "pocket", "new_tokens": NEW_TOKENS, "prompts": list(PROMPTS)}
+    results, broken = ScriptResults("budget", options, settings, METRICS), 0
+    for row in (row for one in KERNELS for row in rows_of(one, all_policies=options.all)):
+        name = " ".join(str(row[field]) for field in Case.__dataclass_fields__)
+        found = [{metric: row[metric] for metric in METRICS}] if not row["exit_code"] else []
+        results.add(name, found or row["refused"])
+        if is_broken(row):
+            print(f"BROKEN: {name}")
+            broken = 1
+    return results.finish() or broken
 
 
 def is_broken(row: dict[str, Any]) -> bool:
@@ -161,30 +167,6 @@ def is_broken(row: dict[str, Any]) -> bool:
         return not row["within"] or row["budget"] == "less"
     is_refusal = row["exit_code"] == 2 and "too small" in row["refused"]
     return not (is_refusal and row["budget"] in ("less", BUDGETS[0]))
-
-
-def label(row: dict[str, Any]) -> str:
-    return " ".join(str(row[name]) for name in Case.__dataclass_fields__)
-
-
-def as_line(row: dict[str, Any]) -> str:
-    if row["exit_code"]:
-        result = f"refused: {row['refused']}"
-    else:
-        result = f"{format_bytes(row['used_bytes'])} of {format_bytes(row['budget_bytes'])}"
-    return f"{'BROKEN' if is_broken(row) else 'kept'}  {label(row)}: {result}"
-
-
-def save(rows: list[dict[str, Any]]) -> None:
-    """Writes the rows; refused runs have no numbers."""
-    metrics = {"used_bytes": Metric("bytes"), **facts("bytes", "budget_bytes")}
-    metrics |= facts("count", "expert_slots", better="more")
-    systems = {
-        label(row): row["refused"] if row["exit_code"] else [{name: row[name] for name in metrics}]
-        for row in rows
-    }
-    settings = {"model": "pocket", "new_tokens": NEW_TOKENS, "prompts": list(PROMPTS)}
-    save_results("budget", settings, systems, metrics)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 `python benchmarks/crashes.py --kills 50 --seeds 0 --save` trains with experts on the disk and a
 checkpoint after every step, in a process that is killed at a random instant, again and again. Every
 other kill is a power cut as well: a random half of the blocks that were not flushed gets its old
-content back. The losses must be those of an undisturbed run. `--save` adds the counts to those of
-other seeds on this machine and commit.
+content back. The losses must be those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import os
 import random
 import signal
 import struct
+import sys
 import tempfile
 import threading
-import time
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -29,12 +28,11 @@ from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.benchmarks.harness.scripting import (
-    SAVE,
+    ScriptResults,
     facts,
-    parser_of,
     positive,
     present_folder,
-    save_results,
+    results_parser,
 )
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
@@ -198,30 +196,20 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
         folder.mkdir()
 
 
-def main() -> None:
-    parser = parser_of(__doc__, SAVE)
+def main() -> int:
+    parser = results_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=positive, default=50, help="with each seed")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--folder", type=present_folder, default=None, help="on the disk to be tried")
-    arguments = parser.parse_args()
-    found = {}
-    for seed in arguments.seeds:
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            counts = disturb(arguments.kills, seed, Path(folder))
-        found[f"seed {seed}"] = [counts]
-        print(
-            f"{counts['kills']} kills, {counts['power_cuts']} of them power cuts that took "
-            f"{counts['blocks_lost']} blocks back; {counts['beginnings']} before the first "
-            f"checkpoint; {counts['runs']} runs reached their end with the losses of an "
-            f"undisturbed one; {time.perf_counter() - started:.0f} s",
-            flush=True,
-        )
-    if arguments.save:
-        settings = {"kills": arguments.kills, "steps": STEPS}
-        save_results("crashes", settings, found, facts("count", *COUNTED))
+    options = parser.parse_args()
+    settings = {"kills": options.kills, "steps": STEPS}
+    results = ScriptResults("crashes", options, settings, facts("count", *COUNTED))
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            results.add(f"seed {seed}", [disturb(options.kills, seed, Path(folder))])
+    return results.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

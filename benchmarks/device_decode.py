@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -38,18 +39,15 @@ from moe_runtime.benchmarks.harness.gpu import (
     measure_rates,
     median_s,
     parse_options,
-    profiled,
     shape_of,
 )
 from moe_runtime.benchmarks.harness.scripting import facts, positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
-from moe_runtime.files import write_text
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")
 # Of a model that is all on the device experts only pass through the host's memory.
 PASSING_EXPERTS = 32
-PROFILED_TOKENS = 9
 MOST_ERROR = 1.5
 """Of the largest error of transformers in bf16, at most, where logits differ by rounding alone."""
 LATE = "no time was left"
@@ -80,7 +78,7 @@ class Answer(NamedTuple):
 
 
 def main() -> int:
-    options = parse_options(__doc__, "device-decode-SHAPE", _add_options)
+    options = parse_options(__doc__, _add_options)
     if options is None:
         return 2
     moe_runtime.register_with_transformers()
@@ -123,9 +121,9 @@ class Bench:
     ) -> None:
         self.shape, self.folder, self.options, self.results = shape, folder, options, results
         self._rates, self._plan, self._host_slot_bytes = rates, None, 0
+        self._began_s = psutil.Process().create_time()
         self.answers = dict[str, Answer]()
         self.exact: Answer | None = None
-        self._profiles = list[str]()
         # random tokens, without those that models have for other purposes
         generator = torch.Generator().manual_seed(1)
         self.prompts = Prompts(*(
@@ -135,7 +133,7 @@ class Bench:
 
     def is_late(self, name: str) -> bool:
         """Whether this row would take longer than may be, which is noted then."""
-        late = time.time() - self.results.began_s > self.options.seconds
+        late = time.time() - self._began_s > self.options.seconds
         if late:
             self.results.add(name, LATE)
         return late
@@ -209,11 +207,6 @@ class Bench:
         found[0] |= first
         self.results.add(name, found)
         self.judge(name)
-        if options.profile is not None:
-            asked: Any = {"max_new_tokens": PROFILED_TOKENS, "do_sample": False, **generation}
-            call = lambda: model.generate(prompts.short_NT[:1], **asked)  # noqa: E731
-            self._profiles.append(profiled(name, call, options.device))
-            write_text(options.profile, "\n".join(self._profiles) + "\n")
 
     def _bound(self, one: dict[str, Any], misses: str) -> dict[str, float]:
         """The least that a token could take where these misses are treated so, and its share."""
@@ -386,7 +379,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=positive, default=64, help=default)
     add("--long-prompt", type=positive, default=2048, help=default)
     add("--seconds", type=float, default=50.0, help="after them no row begins")
-    add("--profile", type=Path, metavar="FILE", help="write where the time of 9 tokens goes")
 
 
 if __name__ == "__main__":

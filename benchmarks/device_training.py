@@ -52,7 +52,7 @@ METRICS = {
 
 
 def main() -> int:
-    options = parse_options(__doc__, "device-training-SHAPE", _add_options)
+    options = parse_options(__doc__, _add_options)
     if options is None:
         return 2
     shape = shape_of("qwen3-30b-a3b", options.layers, is_tiny=options.tiny)

@@ -8,6 +8,7 @@ answers must be those of one process. Ranks share this machine's cores: this mea
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,11 +20,10 @@ from transformers import AutoTokenizer
 
 import moe_runtime
 from moe_runtime.benchmarks.harness.scripting import (
-    SAVE,
+    ScriptResults,
     facts,
-    parser_of,
     positive,
-    save_results,
+    results_parser,
 )
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.models.pocket import pocket_path
@@ -99,8 +99,8 @@ def measure(change: Change, times: TokenTimes) -> dict[str, float]:
     }
 
 
-def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
-    """Numbers of each change, in every round."""
+def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
+    """Adds numbers of each change, in every round."""
     tokenizer: Any = AutoTokenizer.from_pretrained(pocket_path())
     prompts: list[Prompt] = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     service = ElasticService(pocket_path(), timeout_s=100)
@@ -122,26 +122,24 @@ def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
         for name, change in [*changes.items()] * rounds:
             if all(answer.done() for answer in answers):
                 raise SystemExit("the answers ended before the changes: give more --new-tokens")
-            found[name].append(row := measure(change, times))
-            print(name, {key: round(value, 3) for key, value in row.items()}, flush=True)
+            found[name].append(measure(change, times))
+            results.add(name, found[name])
         got = [answer.result() for answer in answers]
     if got != answers_of_one_process(prompts, num_tokens):
         raise SystemExit("an answer differs from that of one process")
     print(f"all {len(got)} answers are those of one process, token by token")
-    return found
 
 
-def main() -> None:
-    parser = parser_of(__doc__, SAVE)
-    add = parser.add_argument
-    add("--rounds", type=positive, default=3, help="times that all changes are made")
-    add("--new-tokens", type=positive, default=480, help="of each request")
-    arguments = parser.parse_args()
-    found = run(arguments.rounds, arguments.new_tokens)
-    if arguments.save:
-        settings = {"model": "pocket", "requests": len(PROMPTS), "new_tokens": arguments.new_tokens}
-        save_results("elastic", settings, found, METRICS)
+def main() -> int:
+    parser = results_parser(__doc__)
+    parser.add_argument("--rounds", type=positive, default=3, help="times all changes are made")
+    parser.add_argument("--new-tokens", type=positive, default=480, help="of each request")
+    options = parser.parse_args()
+    settings = {"model": "pocket", "requests": len(PROMPTS), "new_tokens": options.new_tokens}
+    results = ScriptResults("elastic", options, settings, METRICS)
+    run(options.rounds, options.new_tokens, results)
+    return results.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,6 @@ The exit code is 1 where a step fails; then nothing is saved.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -24,15 +23,13 @@ from typing import Any
 
 from moe_runtime.benchmarks.harness.scripting import (
     ROOT,
-    SAVE,
+    ScriptResults,
     facts,
-    parser_of,
     present_folder,
+    results_parser,
     run_script,
-    save_results,
 )
 from moe_runtime.benchmarks.suite.results import Metric
-from moe_runtime.config import format_bytes
 
 WORDS = {
     "clone_s": "git clone",
@@ -145,31 +142,21 @@ def _pip(*words: str) -> str | None:
 
 
 def main() -> int:
-    flags = ("--tests=run the whole suite in the clone, too", "--json=print one object", SAVE)
-    parser = parser_of(__doc__, *flags)
+    parser = results_parser(__doc__, "--tests=run the whole suite in the clone, too")
     parser.add_argument("--folder", type=present_folder, help="where the clone lies meanwhile")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    facts = pip_facts()
-    held = facts["pip_cache_bytes"]
-    _say(f"pip's cache: {facts['pip_cache']}{f', {format_bytes(held)}' if held else ''}")
+    pip = pip_facts()
+    results = ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
+    _say(f"pip's cache: {pip['pip_cache']}, {pip['pip_cache_bytes']} bytes")
     try:
-        with tempfile.TemporaryDirectory(prefix="moe-clone-", dir=arguments.folder) as folder:
-            found = measure(ROOT, Path(folder), _say, tests=arguments.tests)
+        with tempfile.TemporaryDirectory(prefix="moe-clone-", dir=options.folder) as folder:
+            found = measure(ROOT, Path(folder), _say, tests=options.tests)
     except StepFailure as error:
         _say(f"error: {error}")
         return 1
-    if arguments.save:
-        settings = {"model": "pocket", **facts}
-        with contextlib.redirect_stdout(sys.stderr):
-            save_results("fresh-clone", settings, {"moe_runtime": [found]}, METRICS)
-    if arguments.json:
-        print(json.dumps(facts | found))
-    else:
-        for name in ("to_text_s", "to_tests_s"):
-            if name in found:
-                print(f"{WORDS[name]}: {found[name]:.0f} s")
-    return 0
+    results.add("moe_runtime", [found])
+    return results.finish()
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""The size of the project: `python benchmarks/house.py [--root CHECKOUT] [--output FILE]`.
+"""The size of the project: `python benchmarks/house.py -o FILE [--root CHECKOUT]`.
 
 Counts lines and files by room, words and sentences of the pages, files that `load` walks through,
 and Python calls of ours in a decode layer. Another checkout needs its native libraries built.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, parser_of, write_systems
+from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, results_parser
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.lab.this_machine import commit
 
@@ -157,19 +157,17 @@ def walk(root: Path, budget: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = results_parser(__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--budget", default="20MiB", help="of the run with misses")
-    parser.add_argument("--output", type=Path, default=RESULTS / "house.json")
     options = parser.parse_args()
     root = options.root.resolve()
-    systems = sizes(root) | {"pages": prose(root), "walk": walk(root, options.budget)}
-    for name, found in systems.items():
-        print(f"{name:30} " + ", ".join(f"{what} {value:g}" for what, value in found.items()))
     settings = {"checkout": commit(root), "budget": options.budget}
-    rows = {name: [found] for name, found in systems.items()}
-    write_systems(options.output, "house", settings, rows, METRICS)
-    return 0
+    results = ScriptResults("house", options, settings, METRICS)
+    found = sizes(root) | {"pages": prose(root), "walk": walk(root, options.budget)}
+    for name, counts in found.items():
+        results.add(name, [counts])
+    return results.finish()
 
 
 if __name__ == "__main__":

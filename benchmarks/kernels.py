@@ -109,7 +109,7 @@ class Peak(NamedTuple):
 
 
 def main() -> int:
-    options = parse_options(__doc__, "kernels", _add_options)
+    options = parse_options(__doc__, _add_options)
     if options is None:
         return 2
     moe_runtime.register_with_transformers()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.benchmarks.harness.scripting import at_least, new_file, parser_of, save_results
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
@@ -285,50 +286,42 @@ def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
+def main() -> int:
+    parser = results_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=at_least(2), nargs="*", default=[2, 4], help="sizes to measure")
     add("--rounds", type=at_least(2), default=7)
-    add("--output", type=new_file, help="where to write what was measured, as JSON")
-    add("--write-machine", type=new_file, help="for `moe-runtime simulate --machine`")
+    add("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
     options = parser.parse_args()
-    is_writer = True
     if dist.is_torchelastic_launched():
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        measured = [measure(options.rounds)]
-        is_writer = dist.get_rank() == 0
+        measured, is_first = [measure(options.rounds)], dist.get_rank() == 0
         dist.destroy_process_group()
+        if not is_first:
+            return 0
     else:
         measured = []
         with tempfile.TemporaryDirectory() as folder:
             for size in sorted(options.ranks):
                 spawn(_measure_here, (size, folder, options.rounds), nprocs=size)
                 measured.append(json.loads(Path(folder, f"{size}.json").read_text()))
-    if not is_writer:
-        return
-    errors = [abs(row["error"]) for group in measured for row in group["layers"]]
-    if errors:
-        print(
-            f"error of the prediction: median {statistics.median(errors):.0%}, "
-            f"largest {max(errors):.0%} of {len(errors)} layers"
-        )
     rows = {_words(row): row for group in measured for row in group["layers"]}
-    systems = {
-        what: [{name: row[f"{what}_s"] for name, row in rows.items()}]
-        for what in ("measured", "predicted")
-    }
+    errors = [abs(row["error"]) for row in rows.values()]
+    spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"
+    print(f"error of the prediction: {spread} of {len(rows)} layers")
     machines = [{"cluster": group["cluster"], "fixed_s": group["fixed_s"]} for group in measured]
     metrics = {name: Metric("s") for name in rows}
-    save_results("scaling", {"machines": machines}, systems, metrics, options.output)
+    results = ScriptResults("scaling", options, {"machines": machines}, metrics)
+    for what in ("measured", "predicted"):
+        results.add(what, [{name: row[f"{what}_s"] for name, row in rows.items()}])
     if options.write_machine:
         cluster = measured[0]["cluster"]
         fields = cluster | {name: Link(**cluster[name]) for name in ("intra", "inter")}
         said = "Measured by benchmarks/scaling.py."
         write_machine(Cluster(**fields), options.write_machine, said)
-        print(f"wrote {options.write_machine}")
+    return results.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,7 +35,12 @@ import numpy as np
 import psutil
 from scipy.stats import theilslopes
 
-from moe_runtime.benchmarks.harness.scripting import SAVE, parser_of, present_folder, save_results
+from moe_runtime.benchmarks.harness.scripting import (
+    ScriptResults,
+    facts,
+    present_folder,
+    results_parser,
+)
 from moe_runtime.benchmarks.load.client import draw_words
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
@@ -57,6 +62,15 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+METRICS = {
+    "used_bytes": Metric("bytes"),
+    **facts("bytes", "peak_rss_bytes", "budget_bytes", "rss_bytes"),
+    **facts("bytes", "least_growth_bytes", "allowed_growth_bytes"),
+    **facts("count", "requests", "answered_requests", "failed_requests", "refused_requests"),
+    **facts("count", "cancelled_requests", "wrong", "tracebacks", "generated_tokens"),
+    **facts("count", "injected_errors", "broken_experts", "expert_misses"),
+    **facts("count", "preemptions", "prefix_hit_tokens"),
+}
 
 
 def growth(samples: Sequence[tuple[float, int]], num_requests: int) -> dict[str, Any]:
@@ -228,29 +242,26 @@ def broken(numbers: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, SAVE)
+    parser = results_parser(__doc__)
     add = parser.add_argument
     add("--model", type=present_folder, default=pocket_path(), help="(default: the pocket one)")
     add("--minutes", type=float, default=15.0)
     add("--host-memory", default="40MiB", help="the server's budget (default: %(default)s)")
-    arguments = parser.parse_args()
-    if not 0 < arguments.minutes < float("inf"):
-        parser.error(f"argument --minutes: expected a number above 0, got {arguments.minutes:g}")
+    options = parser.parse_args()
+    if not 0 < options.minutes < float("inf"):
+        parser.error(f"argument --minutes: expected a number above 0, got {options.minutes:g}")
+    settings = {"minutes": options.minutes, "host_memory": options.host_memory}
+    settings |= {"max_tokens": MAX_TOKENS, "model": options.model.name, "clients": CLIENTS}
+    results = ScriptResults("serve-soak", options, settings, METRICS)
     with tempfile.TemporaryDirectory() as folder:
-        tally, numbers, found = soak(arguments, Path(folder))
-    print(json.dumps(numbers | found, indent=1))
+        tally, numbers, found = soak(options, Path(folder))
+    results.settings |= found
+    results.add("server", [numbers | {"rss_bytes": [size for _, size in tally.samples]}])
+    print(json.dumps(found, indent=1))
     complaints = [f"wrong: {line}" for line in tally.wrong[:20]]
     complaints += [f"BROKEN: {line}" for line in broken(numbers, found)]
     print(*complaints, sep="\n")
-    if arguments.save:
-        settings = {"minutes": arguments.minutes, "host_memory": arguments.host_memory}
-        settings |= {"max_tokens": MAX_TOKENS, "model": arguments.model.name, "clients": CLIENTS}
-        repetition = numbers | {"rss_bytes": [size for _, size in tally.samples]}
-        units = {name: "bytes" if name.endswith("_bytes") else "count" for name in repetition}
-        metrics = {name: Metric(unit, is_judged=False) for name, unit in units.items()}
-        metrics["used_bytes"] = Metric("bytes")
-        save_results("serve-soak", settings | found, {"server": [repetition]}, metrics)
-    return int(bool(complaints))
+    return results.finish() or int(bool(complaints))
 
 
 MODEL = "soaked"

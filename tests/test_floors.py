@@ -297,7 +297,6 @@ OWN_ENVIRONMENT = {
     "benchmarks/peers/sglang.py": "as DeepSpeed",
     "benchmarks/peers/vllm.py": "as DeepSpeed",
     "moe_runtime/lab/replay/teaching.py": "that of its process, which has one thread",
-    "benchmarks/mixes.py": "a cache of its own for what is learned",
 }
 
 

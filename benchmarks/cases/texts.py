@@ -6,10 +6,13 @@ after each: one that differs in more than the share agreed on gets no numbers. (
 that sum in another order sometimes disagree on two almost equal logits.)
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
@@ -37,144 +40,95 @@ _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
 Ids = list[list[int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextPlan(ABC):
-    """What is asked of every system, text by text; a text is a prompt or a batch of prompts."""
-
-    case: ClassVar[str]
-    judged: ClassVar[tuple[str, ...]]
-    spread: ClassVar[tuple[str, ...]]
-    speeds: ClassVar[Mapping[str, Metric]]
-    num_new: int
-    agreement: float = 0.9
-    timeout_s: float = 900.0
-    continuations: Sequence[Any] | None = None
-    routing: "RecordedRouting | None" = None
-
-    @property
-    @abstractmethod
-    def texts(self) -> Sequence[Any]:
-        """Ids of each text."""
-
-    @abstractmethod
-    def request(self, number: int) -> dict[str, Any]:
-        """What a text is, as a process is asked for it."""
-
-    def ask(
-        self, process: PeerProcess, number: int, given: Any, *, held: bool = False
-    ) -> dict[str, Any]:
-        """What a process answers to a text, given the tokens after it, if any. ``held``: routed
-        as one token throughout."""
-        routed = None if self.routing is None else self.routing.requests(number, held=held)
-        request = self.request(number)
-        return process.ask(**request, num_new=self.num_new, given=given, requests=routed)
-
-    @abstractmethod
-    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
-        """Seconds of each step after the prompts."""
-
-    @abstractmethod
-    def sequences(self, ids: Sequence[Any]) -> Ids:
-        """Likeliest tokens of each sequence, from those of each text."""
-
-    @abstractmethod
-    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
-        """What the answers to all texts say of the speed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyPlan(TextPlan):
-    """One sequence at a time: first token and time between tokens."""
-
-    case: ClassVar[str] = "latency"
-    judged: ClassVar[tuple[str, ...]] = ("first_token_s", "between_tokens_s")
-    spread: ClassVar[tuple[str, ...]] = judged
-    speeds: ClassVar[Mapping[str, Metric]] = {
+_MORE_TOKENS = Metric("tokens/s", better="more")
+SPEEDS = {
+    "latency": {
         "first_token_s": Metric("s"),
         "between_tokens_s": Metric("s"),
         # of all tokens after the first: with drafts some of them take no time
-        "decode_tokens_per_s": Metric("tokens/s", better="more", is_judged=False),
-    }
-    prompts: Sequence[list[int]]
-
-    @property
-    def texts(self) -> Sequence[list[int]]:
-        return self.prompts
-
-    def request(self, number: int) -> dict[str, Any]:
-        is_text = self.continuations is not None
-        return {"what": "measure", "ids": self.prompts[number], "is_text": is_text}
-
-    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
-        return answer["between_tokens_s"]
-
-    def sequences(self, ids: Sequence[Any]) -> Ids:
-        return [*ids]
-
-    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
-        between = [s for answer in answers for s in answer["between_tokens_s"]]
-        return {
-            "first_token_s": [answer["first_token_s"] for answer in answers],
-            "between_tokens_s": between,
-            "decode_tokens_per_s": len(between) / max(sum(between), 1e-9),
-        }
+        "decode_tokens_per_s": replace(_MORE_TOKENS, is_judged=False),
+    },
+    "throughput": dict.fromkeys(
+        ("new_tokens_per_s", "prompt_tokens_per_s", "step_tokens_per_s"), _MORE_TOKENS
+    ),
+}
+CERTAIN = {
+    "latency": ("first_token_s", "between_tokens_s"),
+    "throughput": ("new_tokens_per_s",),
+}
+"""By case, the metrics that repetitions end by."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputPlan(TextPlan):
-    """Batches of prompts side by side: tokens a second in all."""
+class TextPlan:
+    """What is asked of every system: batches of prompts, in ``latency`` of one each.
 
-    case: ClassVar[str] = "throughput"
-    judged: ClassVar[tuple[str, ...]] = ("new_tokens_per_s",)
-    spread: ClassVar[tuple[str, ...]] = ("step_tokens_per_s",)
-    speeds: ClassVar[Mapping[str, Metric]] = {
-        "new_tokens_per_s": Metric("tokens/s", better="more"),
-        "prompt_tokens_per_s": Metric("tokens/s", better="more"),
-        "step_tokens_per_s": Metric("tokens/s", better="more"),
-    }
+    Attributes:
+        continuations: what follows each prompt; None for what this project finds likeliest.
+    """
+
+    case: str
     batches: Sequence[Ids]
+    num_new: int
+    agreement: float = 0.9
+    timeout_s: float = 900.0
+    continuations: Sequence[Ids] | None = None
+    routing: "RecordedRouting | None" = None
 
-    @property
-    def texts(self) -> Sequence[Ids]:
-        return self.batches
-
-    def request(self, number: int) -> dict[str, Any]:
-        return {"what": "measure_batch", "prompts": self.batches[number]}
-
-    def steps_s(self, answer: Mapping[str, Any]) -> Sequence[float]:
-        return answer["steps_s"]
-
-    def sequences(self, ids: Sequence[Any]) -> Ids:
-        return [one for batch in ids for one in batch]
+    def ask(
+        self, process: PeerProcess, number: int, given: Ids | None, *, held: bool = False
+    ) -> dict[str, Any]:
+        """What a process answers to a batch, given the tokens after it, if any. ``held``: routed
+        as one token throughout."""
+        return process.ask(
+            "measure",
+            prompts=self.batches[number],
+            num_new=self.num_new,
+            given=given,
+            is_text=self.continuations is not None,
+            requests=self.routing and self.routing.requests(number, held=held),
+        )
 
     def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
-        prompts = self.sequences(self.batches)
-        prompts_s = sum(answer["prompts_s"] for answer in answers)
-        steps_s = sum(sum(answer["steps_s"]) for answer in answers)
-        return {
-            "new_tokens_per_s": len(prompts) * self.num_new / (prompts_s + steps_s),
+        """What the answers to all batches say of the speed."""
+        prompts_s, every_s = [one["prompts_s"] for one in answers], _steps_s(answers)
+        if self.case == "latency":
+            rate = len(every_s) / max(sum(every_s), 1e-9)
+            found = (prompts_s, every_s, rate)
+        else:
+            prompts, prompt_s = joined(self.batches), sum(prompts_s)
+            # steps of their own, so that percentiles say how even they are
+            pairs = zip(self.batches, answers, strict=True)
+            steps = [len(batch) / s for batch, one in pairs for s in one["steps_s"]]
+            new = len(prompts) * self.num_new / (prompt_s + sum(every_s))
             # without what fills shorter ones up
-            "prompt_tokens_per_s": sum(map(len, prompts)) / prompts_s,
-            # of each step, so that percentiles say how even they are
-            "step_tokens_per_s": [
-                len(batch) / s
-                for batch, answer in zip(self.batches, answers, strict=True)
-                for s in answer["steps_s"]
-            ],
-        }
+            found = (new, sum(map(len, prompts)) / prompt_s, steps)
+        return dict(zip(SPEEDS[self.case], found, strict=True))
+
+
+def _steps_s(answers: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of each step after the prompts."""
+    return [s for one in answers for s in one["steps_s"]]
+
+
+def joined(batches: Sequence[Ids]) -> Ids:
+    return [ids for batch in batches for ids in batch]
 
 
 class TextSystem(BenchSystem):
-    def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Any]) -> None:
+    def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Ids]) -> None:
         super().__init__(program.name, {})
         self.program, self.energy = program, EnergyMeter()
-        self._plan, self._expected = plan, plan.sequences(expected)
+        self._plan, self._expected = plan, joined(expected)
         self._given = plan.continuations or expected
 
     def repeat(self) -> Mapping[str, Number]:
         """Runs the peer once: it reads the first text untimed, then all of them."""
         plan = self._plan
-        with started(self.program, plan.timeout_s) as process:
+        with (
+            _as_taught(self.program, plan) as program,
+            started(program, plan.timeout_s) as process,
+        ):
             begun = process.ask("start", settings=self.program.settings)
             self.versions = begun["versions"]
             loaded = process.ask("load")
@@ -183,15 +137,17 @@ class TextSystem(BenchSystem):
                 answers = [plan.ask(process, number, ids) for number, ids in enumerate(self._given)]
             held = None
             if plan.routing is not None:
-                held = plan.steps_s(plan.ask(process, 0, self._given[0], held=True))
+                held = plan.ask(process, 0, self._given[0], held=True)["steps_s"]
             ended = process.ask("end")
         self.gpu = ended.get("device_name")
-        self._require_same_text(plan.sequences([answer["ids"] for answer in answers]))
+        self._require_same_text(joined([answer["ids"] for answer in answers]))
         found = {**plan.numbers(answers), **memory_numbers(begun, loaded, answers, ended), **joules}
         if plan.routing is not None and held is not None:
-            steps_s = [s for answer in answers for s in plan.steps_s(answer)]
-            counts = [answer["of_steps"] for answer in answers]
-            found |= plan.routing.numbers(steps_s, held, counts, ended["counts"]["expert_slots"])
+            counts, num_slots = (
+                [one["of_steps"] for one in answers],
+                ended["counts"]["expert_slots"],
+            )
+            found |= plan.routing.numbers(_steps_s(answers), held, counts, num_slots)
         return found
 
     def _require_same_text(self, found: Ids) -> None:
@@ -208,9 +164,21 @@ class TextSystem(BenchSystem):
             )
 
 
-def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Any]:
-    """The likeliest tokens after each text, untimed: greedy continuations, or what is given."""
-    given = plan.continuations or [None] * len(plan.texts)
+@contextmanager
+def _as_taught(program: PeerProgram, plan: TextPlan) -> Iterator[PeerProgram]:
+    """With recorded routing a repetition begins with what was taught, and nothing of the last."""
+    if plan.routing is None or program.cache is None:
+        yield program
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "cache"
+        shutil.copytree(program.cache, cache)
+        yield replace(program, cache=cache)
+
+
+def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Ids]:
+    """The likeliest tokens after each prompt, untimed: greedy continuations, or what is given."""
+    given = plan.continuations or [None] * len(plan.batches)
     try:
         with started(ours, plan.timeout_s) as process:
             process.ask("start", settings=ours.settings)
@@ -251,9 +219,9 @@ def measure_texts(
     expected = likeliest(ours, plan)
     rules.on_repetition(f"{ours.name}, untimed", 0)
     systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]
-    metrics = {**plan.speeds, **MEMORY_METRICS}
+    metrics = SPEEDS[plan.case] | MEMORY_METRICS
     if plan.routing is not None:
         from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS
 
-        metrics = {**plan.speeds, **ROUTED_METRICS, **MEMORY_METRICS}
+        metrics = SPEEDS[plan.case] | ROUTED_METRICS | MEMORY_METRICS
     return measure_systems(plan.case, systems, metrics, rules, settings)

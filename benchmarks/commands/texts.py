@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, cap_bytes, case
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun, cap_bytes
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -20,10 +20,9 @@ from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
-    from moe_runtime.benchmarks.cases.texts import Ids, TextPlan
+    from moe_runtime.benchmarks.cases.texts import Ids
     from moe_runtime.benchmarks.suite.peers import PeerProgram
-    from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
-    from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+    from moe_runtime.benchmarks.synthetic.shape_checkpoint import Shape
 
 _START_S = 300.0
 """A peer may compile what it needs when it is first imported."""
@@ -97,8 +96,7 @@ class TextOptions:
     config: options.Config = None
 
 
-@case(quick="Fewer and shorter prompts, about a minute.")
-def bench_latency(run: CaseRun, asked: TextOptions) -> None:
+def bench_latency(run: TimedRun, asked: TextOptions) -> None:
     """Time one sequence at a time: the first token, each further one, memory and bytes read.
 
     Every repetition is a process of its own, systems in turn, until the means are certain to
@@ -106,19 +104,11 @@ def bench_latency(run: CaseRun, asked: TextOptions) -> None:
     others gets no numbers. With --shape they are text, and what each finds likeliest after them is
     compared, unless a peer writes its own text. Ctrl-C shows what was measured so far.
     """
-    from moe_runtime.benchmarks.cases.texts import LatencyPlan
-
-    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> LatencyPlan:
-        return LatencyPlan(
-            prompts=prompts, num_new=num_new, agreement=asked.agreement, continuations=after
-        )
-
-    _measure(run, asked, "latency", 2 if run.quick else 4, plan_of)
+    _measure(run, asked, "latency", 1, 2 if run.quick else 4)
 
 
-@case(quick="One batch and fewer tokens, about a minute.")
 def bench_throughput(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
     batches: options.Count | None = None,
@@ -133,27 +123,15 @@ def bench_throughput(
         batch: Sequences side by side.
         batches: Batches of built-in prompts. [2; quick: 1]
     """
-    from moe_runtime.benchmarks.cases.texts import ThroughputPlan
-
-    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> ThroughputPlan:
-        return ThroughputPlan(
-            batches=in_batches(prompts, batch),
-            num_new=num_new,
-            agreement=asked.agreement,
-            continuations=None if after is None else in_batches(after, batch),
-        )
-
-    num_built_in = batch * (batches or (1 if run.quick else 2))
-    _measure(run, asked, "throughput", num_built_in, plan_of, batch)
+    _measure(run, asked, "throughput", batch, batch * (batches or (1 if run.quick else 2)))
 
 
 def _measure(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     case_name: str,
+    batch: int,
     num_built_in: int,
-    plan_of: "Callable[[Ids, Ids | None, int], TextPlan]",
-    batch: int | None = None,
 ) -> None:
     require_one_model(asked)
     parse_budget(asked.host_memory, name="--host-memory")
@@ -172,10 +150,10 @@ def _measure(
     peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
     run.refuse_peer_files(peers)
     num_new = asked.max_new_tokens or (16 if run.quick else 32)
-    batches = in_batches(range(num_built_in), batch or 1)
+    batches = in_batches(range(num_built_in), batch)
     refuse_unrouted(run, asked, peers, place, num_built_in, num_new)
     quiet_transformers(run.session)
-    from moe_runtime.benchmarks.cases.texts import measure_texts
+    from moe_runtime.benchmarks.cases.texts import CERTAIN, TextPlan, measure_texts
     from moe_runtime.lab.this_machine import num_usable_cores
 
     def read_ids(path: str) -> "Ids":
@@ -189,22 +167,20 @@ def _measure(
         if asked.routing is not None:
             routing = routing_of(asked, model, batches, num_new)
             given = routing.token_ids
-        if (
-            shape is not None or routing is not None
-        ):  # the last ids of each are the text that follows it
+        if shape is not None or routing is not None:  # the last ids are the text that follows
             given, after = ([one[:-num_new] for one in given], [one[-num_new:] for one in given])
         facts = dict(model.facts)
         if asked.routing is not None:
             names_of = {"routing": asked.routing, "train": asked.train}
             facts |= {name: path.name for name, path in names_of.items() if path is not None}
         own = [one.name for one in peers if writes_own_text(one) and not model.failures[one.name]]
-        if shape is not None and own and batch is None:
+        if shape is not None and own:
             say_line(f"{own[0]} writes its own text: prompts go on as this project finds likeliest")
             facts["followed_by"], after = "likeliest tokens", None
         ours = {
             "model": model.path,
             "num_threads": asked.threads or num_usable_cores(),
-            "max_tokens": (max(map(len, given)) + num_new) * min(batch or 1, len(given)),
+            "max_tokens": (max(map(len, given)) + num_new) * min(batch, len(given)),
             "device": place.setting,
             "host_memory": asked.host_memory,
             "device_memory": place.memory,
@@ -222,17 +198,24 @@ def _measure(
             **facts,
             "device": place.name,
             "cap_bytes": limit,
-            **({} if batch is None else {"batch": batch}),
+            **({"batch": batch} if case_name == "throughput" else {}),
             "prompt_tokens": [len(ids) for ids in given],
             "new_tokens": num_new,
             "agreement": asked.agreement,
         }
-        plan = replace(plan_of(given, after, num_new), routing=routing)
-        with run.rules(*plan.judged) as rules:
+        plan = TextPlan(
+            case=case_name,
+            batches=in_batches(given, batch),
+            num_new=num_new,
+            agreement=asked.agreement,
+            continuations=None if after is None else in_batches(after, batch),
+            routing=routing,
+        )
+        with run.rules(*CERTAIN[case_name]) as rules:
             results = measure_texts(measured, others, plan, rules, settings)
     if "caution" in facts:
         say_line(facts["caution"])
-    run.end(results, percentiles=plan.spread)
+    run.end(results, percentiles=(*CERTAIN["latency"], "step_tokens_per_s"))
 
 
 def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
@@ -246,7 +229,7 @@ def _words(program: "PeerProgram") -> list[str]:
 
 
 def refuse_unrouted(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     peers: "Sequence[PeerProgram]",
     place: "ChosenDevice",
@@ -329,18 +312,28 @@ class AskedModel(NamedTuple):
         """What is kept between runs: a network that was taught is for those that ask for it."""
         return self.cache / "taught" if "taught" in _words(program) else self.cache
 
+    def _settings_of(self, program: "PeerProgram") -> dict[str, Any]:
+        """Those of a peer: `trained` is what `auto` finds in the cache that was taught, and one
+        that reads GGUF files alone, and was given none, is given that of the shape."""
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS
+
+        if "trained" in _words(program):
+            return program.settings | {"predictor": "auto"}
+        lacks_file = program.settings["model"] == self.path
+        if self.gguf and program.file.stem in GGUF_PEERS and lacks_file:
+            return program.settings | {"model": str(self.gguf)}
+        return program.settings
+
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
-        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
+        """Peers with their caches and files."""
+        from moe_runtime.benchmarks.suite.peers import OURS
 
         return [
             replace(
                 one,
                 failure=self.failures.get(one.name),
                 cache=self._cache_of(one) if one.file.stem == OURS else None,
-                settings=one.settings | {"model": str(self.gguf)}
-                if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
-                else one.settings,
+                settings=self._settings_of(one),
             )
             for one in programs
         ]
@@ -358,56 +351,49 @@ def asked_model(
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if asked.shape is None:
-            assert asked.model is not None
-            path, facts = str(fetch_model(asked.model)), {"model": Path(asked.model).name}
-            yield AskedModel(path, read_ids(path), cache, facts, {one.name: None for one in peers})
+            name, able = asked.model or "", {one.name: None for one in peers}
+            path = str(fetch_model(name))
+            yield AskedModel(path, read_ids(path), cache, {"model": Path(name).name}, able)
+            return
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
+        from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
+        from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
+        from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+        from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
+            shape_checkpoint,
+            shapes_folder,
+        )
+
+        shape, whole = (_shape_of(asked.shape, layers) for layers in (asked.layers, None))
+        require_takes_shapes(peers)
+        require_not_read(output, "results", files_under(shapes_folder() / shape.name))
+        (cache / "settings").mkdir()
+        if isinstance(shape, ModelShape):
+            write_settings(shape, cache / "settings")
         else:
-            with _written(asked, asked.shape, peers, read_ids, cache, output) as model:
-                yield model
+            shape.write_settings(cache / "settings")
+        ids = read_ids(str(cache / "settings"))
+        failures = {one.name: _why_unable(one) for one in peers}
+        is_gguf = isinstance(shape, GgufShape)
+        needs_gguf = not is_gguf and any(
+            one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
+            for one in peers
+        )
+        facts = {
+            "model": shape.name if asked.shape.endswith(".json") else asked.shape,
+            "layers": shape.num_layers,
+            "layers_of_shape": whole.num_layers,
+            "weights": "random",
+            **({} if asked.routing else {"caution": _CAUTION}),
+        }
+        keeping = {"keep": asked.keep_shape, "needs_gguf": needs_gguf, "say": say_line}
+        with shape_checkpoint(shape, shapes_folder(), **keeping) as files:
+            gguf = files.gguf if needs_gguf else None
+            path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
+            yield AskedModel(str(path), ids, cache, facts, failures, gguf)
 
 
-@contextmanager
-def _written(
-    options_: TextOptions,
-    shape: str,
-    peers: "Sequence[PeerProgram]",
-    read_ids: "Callable[[str], Ids]",
-    cache: Path,
-    output: Path | None,
-) -> Iterator[AskedModel]:
-    from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
-    from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
-    from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
-    from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
-
-    asked = _shape_of(shape, options_.layers)
-    require_takes_shapes(peers)
-    require_not_read(output, "results", files_under(shapes_folder() / asked.name))
-    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
-        write_settings(asked, Path(folder))
-        ids = read_ids(folder)
-    failures = {one.name: _why_unable(one) for one in peers}
-    is_gguf = isinstance(asked, GgufShape)
-    needs_gguf = not is_gguf and any(
-        one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
-        for one in peers
-    )
-    facts = {
-        "model": asked.name if shape.endswith(".json") else shape,
-        "layers": asked.num_layers,
-        "layers_of_shape": _shape_of(shape, None).num_layers,
-        "weights": "random",
-        **({} if options_.routing else {"caution": _CAUTION}),
-    }
-    with shape_checkpoint(
-        asked, shapes_folder(), keep=options_.keep_shape, needs_gguf=needs_gguf, say=say_line
-    ) as files:
-        gguf = files.gguf if needs_gguf else None
-        path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
-        yield AskedModel(str(path), ids, cache, facts, failures, gguf)
-
-
-def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
+def _shape_of(name: str, layers: int | None) -> "Shape":
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name

@@ -1,5 +1,4 @@
-"""What the GPU scripts share: checkpoints drawn on the GPU, rates of the hardware, profiles, and
-results that are written row by row.
+"""What the GPU scripts share: checkpoints drawn on the GPU, rates of the hardware, and aims.
 
 Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
@@ -8,28 +7,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
 import gc
-import io
-import pstats
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from moe_runtime.benchmarks.harness.scripting import RESULTS, SAVE, parser_of, write_systems
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, results_parser
 from moe_runtime.benchmarks.suite.results import Metric
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem, middle
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     SHAPES,
@@ -39,7 +31,6 @@ from moe_runtime.benchmarks.synthetic.model_shapes import (
     TensorPlan,
     make_shape,
 )
-from moe_runtime.files import check_output_path
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 
 TINY = make_shape("qwen3_moe", "tiny", 2, 8, 2, 64, 32, 2, 320, 10**6, 1, 32)
@@ -47,17 +38,15 @@ MEMORY_FOLDER = Path("/dev/shm")
 MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 CPU_EXPERTS = 30
 """Enough to lie in memory, not in a cache."""
-PROFILED_ROWS = 18
 Repetitions = list[dict[str, float]]
 
 
 def parse_options(
-    doc: str | None, file: str, add: Callable[[argparse.ArgumentParser], None]
+    doc: str | None, add: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace | None:
-    """Options of a script; a file of this name is written with `--save`. None without a GPU."""
-    parser = parser_of(doc, "--tiny=a tiny shape, as a rehearsal", f"{SAVE}: {file}-GPU")
+    """Options of a script; None without a GPU."""
+    parser = results_parser(doc, "--tiny=a tiny shape, as a rehearsal")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, help="write the results here")
     add(parser)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -157,8 +146,8 @@ def device_memory(plan: Any) -> dict[str, int]:
     return dict(zip(MEMORY, (plan.budget_bytes, *peaks), strict=True))
 
 
-class GpuResults:
-    """A results file that is written after each row: what was measured stays if another fails."""
+class GpuResults(ScriptResults):
+    """Results with what is aimed at beside them; the file is named by the GPU."""
 
     def __init__(
         self,
@@ -169,35 +158,8 @@ class GpuResults:
         metrics: Mapping[str, Metric],
     ) -> None:
         gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-        self.settings = {"gpu": gpu, **settings, "aims": dict[str, Any]()}
-        self.systems = dict[str, Repetitions | str]()
-        self.qualities = dict[str, Mapping[str, int]]()
-        self.began_s = psutil.Process().create_time()
-        self._kind, self._metrics, self._path = kind, metrics, options.out
-        if options.save:
-            name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
-            self._path = RESULTS / f"{file}-{name}.json"
-        if self._path is not None:
-            check_output_path(self._path, "results")
-        self._ended = "interrupted"
-
-    def add(self, name: str, found: Sequence[Mapping[str, float | None]] | str) -> None:
-        """Takes a row, writes the file and says it; of what is None there was nothing to measure"""
-        if not isinstance(found, str):
-            found = [{key: v for key, v in one.items() if v is not None} for one in found]
-        self.systems[name] = found
-        self.write()
-        values = {metric: self.value(name, metric) for metric in self._metrics}
-        said = ", ".join(f"{key} {value:.4g}" for key, value in values.items() if value is not None)
-        since_s = time.time() - self.began_s
-        print(f"{since_s:5.1f} s  {name}: {found if isinstance(found, str) else said}", flush=True)
-
-    def value(self, name: str, metric: str) -> float | None:
-        """The median over a row's repetitions; None where it has none."""
-        found = self.systems.get(name, "")
-        rows = [] if isinstance(found, str) else [*found]
-        values = MeasuredSystem(repetitions=[*rows]).values(metric)
-        return middle(values) if values else None
+        settings = {"gpu": gpu, **settings, "aims": dict[str, Any]()}
+        super().__init__(kind, options, settings, metrics, file=file, machine=gpu or "rehearsal")
 
     def aim(
         self, what: str, field: str, asked: float, measured: float, *, at_most: bool = False
@@ -207,33 +169,8 @@ class GpuResults:
         aim = {"sign": "<=" if at_most else ">=", "asked": asked, "measured": measured}
         self.settings["aims"][f"{what}: {field}"] = aim | {"holds": holds}
 
-    def write(self) -> None:
-        if self._path is not None:
-            given = self.settings, self.systems, self._metrics, self.qualities
-            write_systems(self._path, self._kind, *given, ended=self._ended)
-
     def finish(self) -> int:
-        """Writes that nothing is missing, and says what is aimed at beside what was measured."""
-        self._ended = "most"
-        self.write()
         for what, aim in self.settings["aims"].items():
             numbers = f"{aim['sign']} {aim['asked']:<12.6g} {aim['measured']:<12.6g}"
             print(f"{what:62} {numbers} {'holds' if aim['holds'] else 'MISSED'}")
-        print(f"done after {time.time() - self.began_s:.1f} s")
-        return 0
-
-
-def profiled(title: str, call: Callable[[], Any], device: str) -> str:
-    """Calls twice: with torch's profiler, and with Python's."""
-    lines = [f"==== {title}"]
-    kinds = ("cpu", "cuda") if device == "cuda" else ("cpu",)
-    with profile(activities=[getattr(ProfilerActivity, kind.upper()) for kind in kinds]) as found:
-        call()
-    averages: Any = found.key_averages()
-    lines += (
-        averages.table(sort_by=f"self_{kind}_time_total", row_limit=PROFILED_ROWS) for kind in kinds
-    )
-    python, text = cProfile.Profile(), io.StringIO()
-    python.runcall(call)
-    pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(2 * PROFILED_ROWS)
-    return "\n".join([*lines, text.getvalue()])
+        return super().finish()

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.benchmarks.suite.figures import figure
 from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number, middle
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.files import check_output_path
 from moe_runtime.lab.this_machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-Systems = Mapping[str, Sequence[Mapping[str, Number]] | str]
-"""Repetitions by system, or why it has none."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -44,14 +44,8 @@ def present_folder(text: str) -> Path:
     return Path(text)
 
 
-def new_file(text: str) -> Path:
-    """A file to write, whose folder is there: hours of measuring must not end in its absence."""
-    present_folder(str(Path(text).parent))
-    return Path(text)
-
-
 def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring; a flag comes with its help, ``--save=...``."""
+    """A parser whose help is a script's docstring; a flag comes with its help, ``--all=...``."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     for name, words in (flag.split("=", 1) for flag in flags):
@@ -59,7 +53,11 @@ def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
     return parser
 
 
-SAVE = "--save=write a file in benchmarks/results"
+def results_parser(doc: str | None, *flags: str) -> argparse.ArgumentParser:
+    """As `parser_of`, for a script that writes `ScriptResults`."""
+    parser = parser_of(doc, "--save=write a file in benchmarks/results", *flags)
+    parser.add_argument("--output", "-o", type=Path, help="write the results here")
+    return parser
 
 
 def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
@@ -85,41 +83,80 @@ def machine_name(found: Mapping[str, Any]) -> str:
     older = "-avx2" if "avx2" in features and "avx512f" not in features else ""
     gib = round(found["memory_bytes"] / 2**30)
     words = f"{found['cpu']}{older}-{found['num_cores']}c-{gib}g".lower()
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu", "", words)).strip("-")
+    return plain(re.sub(r"\((r|tm)\)|processor|cpu", "", words))
 
 
-def write_systems(
-    path: Path,
-    kind: str,
-    settings: Mapping[str, Any],
-    systems: Systems,
-    metrics: Mapping[str, Metric],
-    qualities: Mapping[str, Mapping[str, int]] | None = None,
-    *,
-    ended: str = "most",
-) -> None:
-    """Writes a results file, for `bench compare` and `bench report` too."""
-    rows = []
-    for name, found in systems.items():
-        failed = isinstance(found, str)
-        measured = MeasuredSystem(failure=found) if failed else MeasuredSystem(repetitions=[*found])
-        quality = (qualities or {}).get(name)
-        rows.append(describe_system(name, measured, metrics, quality=quality))
-    # the command as a reader would repeat it: no place on this machine is named
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    command = shlex.join(["python", str(script), *words])
-    write_results(path, make_results(kind, settings, ended, rows) | {"command": command})
+def plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def save_results(
-    kind: str,
-    settings: Mapping[str, Any],
-    systems: Systems,
-    metrics: Mapping[str, Metric],
-    path: Path | None = None,
-) -> None:
-    """As `write_systems`, and says so; without a path this machine's file of the kind."""
-    path = path or RESULTS / f"{kind}-{machine_name(describe_machine())}.json"
-    write_systems(path, kind, settings, systems, metrics)
-    print(f"written to {path.name}")
+class ScriptResults:
+    """A results file that is written after each row: what was measured stays if another fails.
+
+    Args:
+        kind: the case; with `--save` the file is ``<kind>-<machine>.json``.
+        options: of a parser of `results_parser`.
+        machine: named by its processor where it is omitted.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        options: argparse.Namespace,
+        settings: Mapping[str, Any],
+        metrics: Mapping[str, Metric],
+        *,
+        file: str | None = None,
+        machine: str | None = None,
+    ) -> None:
+        self.settings, self._kind, self._metrics = dict(settings), kind, metrics
+        self.systems = dict[str, Sequence[Mapping[str, Number]] | str]()
+        self.qualities = dict[str, Mapping[str, int]]()
+        self._ended, self._path = "interrupted", options.output
+        if options.save:
+            name = plain(machine) if machine else machine_name(describe_machine())
+            self._path = RESULTS / f"{file or kind}-{name}.json"
+        if self._path is not None:
+            check_output_path(self._path, "results")
+
+    def add(self, name: str, found: Sequence[Mapping[str, Number | None]] | str) -> None:
+        """Takes repetitions of a system, or why it has none; writes the file and says them."""
+        if not isinstance(found, str):
+            found = [{key: v for key, v in one.items() if v is not None} for one in found]
+        self.systems[name] = found
+        self.write()
+        values = {metric: self.value(name, metric) for metric in self._metrics}
+        said = ", ".join(f"{key} {figure(one)}" for key, one in values.items() if one is not None)
+        print(f"{name}: {found if isinstance(found, str) else said}", flush=True)
+
+    def value(self, name: str, metric: str) -> float | None:
+        """The median over a system's repetitions; None where it has none."""
+        found = self.systems.get(name, "")
+        rows = [] if isinstance(found, str) else [*found]
+        values = MeasuredSystem(repetitions=rows).values(metric)
+        return middle(values) if values else None
+
+    def write(self) -> None:
+        """Writes the file, for `bench compare` and `bench report` too."""
+        if self._path is None:
+            return
+        rows = []
+        for name, found in self.systems.items():
+            measured = MeasuredSystem(repetitions=[] if isinstance(found, str) else [*found])
+            measured.failure = found if isinstance(found, str) else None
+            quality = self.qualities.get(name)
+            rows.append(describe_system(name, measured, self._metrics, quality=quality))
+        # the command as a reader would repeat it: no place on this machine is named
+        words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+        script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+        command = {"command": shlex.join(["python", str(script), *words])}
+        results = make_results(self._kind, self.settings, self._ended, rows)
+        write_results(self._path, results | command)
+
+    def finish(self) -> int:
+        """Writes that nothing is missing; the exit code of a script that kept its promises."""
+        self._ended = "most"
+        self.write()
+        if self._path is not None:
+            print(f"written to {self._path.name}", file=sys.stderr)
+        return 0

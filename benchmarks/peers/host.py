@@ -6,8 +6,7 @@ this project. An error ends it.
 Requests, each answered by one line:
     {"do": "start", "settings": {...}}                      imports what the peer needs
     {"do": "load"}                                          loads the model
-    {"do": "measure", "ids": [...], "num_new": N, "given": [...] or null}
-    {"do": "measure_batch", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
+    {"do": "measure", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
         with "requests": [...] the sequences are routed as these of a trace
     {"do": "load_experts", "folder": F}                     hands it a layer of experts
     {"do": "experts", "folder": F, "tokens": T, "block_s": S}    times calls, or writes a result
@@ -84,9 +83,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
         elif asked["do"] == "measure":
             if asked.get("is_text") and hasattr(peer, "stream"):
                 raise NotImplementedError("this peer generates by itself, and the text is given")
-            found = measure(peer, asked["ids"], asked["num_new"], asked["given"])
-        elif asked["do"] == "measure_batch":
-            found = measure_batch(peer, asked["prompts"], asked["num_new"], asked["given"])
+            found = measure(peer, asked["prompts"], asked["num_new"], asked["given"])
         elif asked["do"] == "load_experts":
             found = load_experts(peer, asked["folder"])
         elif asked["do"] == "experts":
@@ -116,38 +113,41 @@ def answer_error(stream: Any, kind: type[BaseException], error: BaseException, t
     sys.__excepthook__(kind, error, trace)
 
 
-def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) -> dict[str, Any]:
-    """Reads a prompt and appends tokens: the peer's own likeliest ones, or those given.
+def measure(
+    peer: Any, prompts: list[list[int]], num_new: int, given: list[list[int]] | None
+) -> dict[str, Any]:
+    """Reads prompts and appends tokens: the peer's own likeliest ones, or those given.
 
     Returns:
-        ``first_token_s``; ``between_tokens_s`` of each further token; ``ids``, the likeliest token
-        after the prompt and after each one appended; what the kernel counted (`counted`).
+        ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
+        of all of them; ``ids`` of each sequence: the likeliest token after the prompt and after
+        each one appended; what the kernel counted (`counted`).
     """
-    if hasattr(peer, "stream"):
-        return _listen(peer, ids, num_new)
-    if hasattr(peer, "prefill"):
-        prefill, step = peer.prefill, peer.step
-    else:  # a batch of one
-
-        def prefill(ids: list[int]) -> int:
-            return peer.prefill_batch([ids])[0]
-
-        def step(token: int) -> int:
-            return peer.step_batch([token])[0]
-
+    is_alone = len(prompts) == 1
+    if hasattr(peer, "stream") and is_alone:
+        return _listen(peer, prompts[0], num_new)
+    if hasattr(peer, "prefill") and is_alone:
+        prefill, step = lambda prompts: [peer.prefill(*prompts)], lambda ids: [peer.step(*ids)]
+    elif hasattr(peer, "prefill_batch"):
+        prefill, step = peer.prefill_batch, peer.step_batch
+    else:
+        raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
     with counted() as counts:
         begin = time.perf_counter()
-        token = prefill(ids)
-        first_token_s = time.perf_counter() - begin
-        likeliest, between_s = [token], []
+        tokens = prefill(prompts)
+        prompts_s = time.perf_counter() - begin
+        likeliest, steps_s = [[token] for token in tokens], []
         with counted_by(peer) as of_steps:
             for number in range(num_new - 1):
+                if given is not None:
+                    tokens = [ids[number] for ids in given]
                 begin = time.perf_counter()
-                token = step(token if given is None else given[number])
-                between_s.append(time.perf_counter() - begin)
-                likeliest.append(token)
-    found = {"first_token_s": first_token_s, "between_tokens_s": between_s, "of_steps": of_steps}
-    return {**found, "ids": _numbers(likeliest), **counts}
+                tokens = step(tokens)
+                steps_s.append(time.perf_counter() - begin)
+                for ids, token in zip(likeliest, tokens, strict=True):
+                    ids.append(token)
+    found = {"prompts_s": prompts_s, "steps_s": steps_s, "of_steps": of_steps}
+    return {**found, "ids": [_numbers(ids) for ids in likeliest], **counts}
 
 
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
@@ -166,9 +166,8 @@ def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     if len(likeliest) != num_new:
         came = "more" if len(likeliest) > num_new else len(likeliest)
         raise RuntimeError(f"{came} tokens came, {num_new} were asked for")
-    between_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
-    found = {"first_token_s": at_s[0], "between_tokens_s": between_s}
-    return {**found, "ids": _numbers(likeliest), **counts}
+    steps_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
+    return {"prompts_s": at_s[0], "steps_s": steps_s, "ids": [_numbers(likeliest)], **counts}
 
 
 def _numbers(tokens: Iterable[Any]) -> list[int]:
@@ -179,35 +178,6 @@ def _numbers(tokens: Iterable[Any]) -> list[int]:
             kind = type(token).__name__
             raise TypeError(f"a token must be its number, an int, got {token!r:.60} ({kind})")
     return [*map(int, found)]
-
-
-def measure_batch(
-    peer: Any, prompts: list[list[int]], num_new: int, given: list[list[int]] | None
-) -> dict[str, Any]:
-    """As ``measure``, with several prompts side by side.
-
-    Returns:
-        ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
-        of all of them; ``ids`` of each sequence; what the kernel counted.
-    """
-    if not hasattr(peer, "prefill_batch"):
-        raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
-    with counted() as counts:
-        begin = time.perf_counter()
-        tokens = peer.prefill_batch(prompts)
-        prompts_s = time.perf_counter() - begin
-        likeliest, steps_s = [[token] for token in tokens], []
-        with counted_by(peer) as of_steps:
-            for number in range(num_new - 1):
-                if given is not None:
-                    tokens = [ids[number] for ids in given]
-                begin = time.perf_counter()
-                tokens = peer.step_batch(tokens)
-                steps_s.append(time.perf_counter() - begin)
-                for ids, token in zip(likeliest, tokens, strict=True):
-                    ids.append(token)
-    found = {"prompts_s": prompts_s, "steps_s": steps_s, "of_steps": of_steps}
-    return {**found, "ids": [_numbers(ids) for ids in likeliest], **counts}
 
 
 def load_experts(peer: Any, folder: str) -> dict[str, Any]:

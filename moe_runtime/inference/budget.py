@@ -75,12 +75,16 @@ def plan_memory(
     num_experts: int,
     max_tokens: int | None = None,
     option: str | None = None,
+    embedding_bytes: int = 0,
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
+    Where not all experts fit, the ``embedding_bytes`` of the dense weights stay in their files.
     ``max_tokens`` and ``option`` are named in the error. Raises CapacityError: the budget is too
     small; names the smallest that works.
     """
+    if dense_bytes + reserve_bytes + num_experts * slot_bytes > budget_bytes:
+        dense_bytes -= embedding_bytes
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
         reserved = "activations"

@@ -272,7 +272,10 @@ def load(
         policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
-        finish_dense(model, checkpoint, experts, place, progress)
+        # of a CPU's plan the dense weights are less where embeddings stay in their files
+        is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
+        stored = experts.embeddings if is_stored else {}
+        finish_dense(model, checkpoint, experts, place, progress, stored)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -305,7 +308,7 @@ def load(
         signature=signature,
         host_plan=plans["host"],
         device_plan=plans.get("device"),
-        dense_bytes=dense_bytes,
+        dense_bytes=plans["device" if "device" in plans else "host"].dense_bytes,
         expert_bytes=expert_bytes,
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
@@ -382,10 +385,12 @@ def finish_dense(
     experts: ExpertMap,
     place: torch.device,
     progress: Progress | None = None,
+    stored: Mapping[str, str] | None = None,
 ) -> None:
-    """Loads everything but the experts, and makes the model ready to generate. Raises
-    CheckpointError: the checkpoint is damaged or incomplete."""
-    load_dense(model, checkpoint, experts, place, progress)
+    """Loads everything but the experts, and makes the model ready to generate; embeddings
+    ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
+    incomplete."""
+    load_dense(model, checkpoint, experts, place, progress, stored)
     if place.type == "cpu":
         use_small_batch_layers(model)
         use_single_query_attention(model)
@@ -428,6 +433,7 @@ def _plan(
             slot_bytes=slot_maps[place].slot_bytes,
             num_experts=len(experts.layouts),
             max_tokens=max_tokens,
+            embedding_bytes=0 if "device" in free else experts.embedding_bytes,
         )
         for place, free_bytes in free.items()
     }

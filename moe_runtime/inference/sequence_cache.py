@@ -26,7 +26,7 @@ from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
 from moe_runtime.memory.device.cuda_device import CudaDevice
 
-_OF_EACH_STATE = (
+OF_EACH_STATE = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
     *("has_previous_state", "conv_kernel_size"),
 )
@@ -44,7 +44,7 @@ class BatchStates(LinearAttentionLayer):
         first = layers[0]
         super().__init__(number_of_states=first.number_of_states)
         self.dtype, self.device = first.dtype, first.device
-        for name in _OF_EACH_STATE:
+        for name in OF_EACH_STATE:
             setattr(self, name, dict(getattr(first, name)))
         self.conv_states = _join([layer.conv_states for layer in layers])
         self.recurrent_states = _join([layer.recurrent_states for layer in layers])
@@ -137,19 +137,21 @@ def new_cache(config: Any, *, grows: bool) -> DynamicCache:
     return cache
 
 
-def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def filled(
+    cache: DynamicCache, *, with_windows: bool = True
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     return {
         index: (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
         for index, layer in enumerate(cache.layers)
-        if isinstance(layer, DynamicLayer)
+        if isinstance(layer, DynamicLayer) and (with_windows or not layer.is_sliding)
     }
 
 
 def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
     """Whether keys and values of two caches have the same bits."""
-    filled, expected = _filled(cache), _filled(other)
-    return filled.keys() == expected.keys() and all(
-        all(map(torch.equal, filled[layer], expected[layer])) for layer in filled
+    own, expected = filled(cache), filled(other)
+    return own.keys() == expected.keys() and all(
+        all(map(torch.equal, own[layer], expected[layer])) for layer in own
     )
 
 
@@ -161,6 +163,10 @@ def can_share_a_pass(config: Any) -> bool:
         return False
     if getattr(text, "attention_chunk_size", None) is not None:
         return False
+    return has_known_layers(config)
+
+
+def has_known_layers(config: Any) -> bool:
     layers = DynamicCache(config=config).layers
     return all(type(layer).__name__ in _KNOWN_LAYERS for layer in layers)
 
@@ -174,7 +180,7 @@ def keeps_every_token(config: Any) -> bool:
     """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
     layers = DynamicCache(config=config).layers
     is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
-    return can_share_a_pass(config) and not is_sliding and not keeps_states(config)
+    return not is_sliding and not keeps_states(config)
 
 
 def set_room(cache: DynamicCache, num_tokens: int) -> None:
@@ -193,52 +199,6 @@ def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
     view.copy_(cached.narrow(-2, 0, kept))
     growing.room, growing.view, growing.start = room, view, 0
     return view
-
-
-class BlockCopies:
-    """Copies blocks of tokens out of caches of one model, which keep every token, and into
-    them.
-
-    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` layer by layer:
-    many small tensors would leave gaps behind.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._forms: list[tuple[torch.Size, torch.dtype]] = []
-
-    def learn(self, cache: DynamicCache) -> int:
-        """Looks at a cache with tokens in it; gives the bytes of a block."""
-        cached = [part for pair in _filled(cache).values() for part in pair]
-        size = self._num_tokens
-        forms = [
-            (torch.Size((*part.shape[:-2], size, part.shape[-1])), part.dtype) for part in cached
-        ]
-        assert self._forms in ([], forms), "caches of one model have different layers"
-        self._forms = forms
-        return sum(self._sizes())
-
-    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
-        """The bytes of the block with a number, 0 the first."""
-        num_bytes, size = self.learn(cache), self._num_tokens
-        cached = [part for pair in _filled(cache).values() for part in pair]
-        block = torch.empty(num_bytes, dtype=torch.uint8, device=cached[0].device)
-        for place, part in zip(self._parts(block), cached, strict=True):
-            place.copy_(part.narrow(-2, index * size, size))
-        return block
-
-    def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
-        """Puts a copied block after what is in a cache."""
-        parts = self._parts(block)
-        for place, index in enumerate(_filled(cache)):
-            cache.update(parts[2 * place], parts[2 * place + 1], index)
-
-    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        forms = zip(block.split(self._sizes()), self._forms, strict=True)
-        return [part.view(dtype).view(shape) for part, (shape, dtype) in forms]
-
-    def _sizes(self) -> list[int]:
-        return [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,12 +14,12 @@ import torch
 
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Draft
-from moe_runtime.inference.sequence_cache import keeps_every_token, set_room
+from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
-from moe_runtime.serving.kv_account import PIECE, KVAccount
+from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
+from moe_runtime.serving.prefixes import PrefixDisk, Prefixes, account_for
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineOptions,
@@ -120,10 +120,10 @@ class Engine:
         with contextlib.ExitStack() as undo:
             undo.callback(self._passes.close)
             block = 0
-            if self._options.reuses_prefixes and keeps_every_token(model.config):
+            if self._options.reuses_prefixes and self._passes.keeps_prefixes:
                 block = self._options.prompt_tokens if self._options.exact else PIECE
-            self._account: KVAccount[torch.Tensor] = KVAccount(
-                capacity, block_tokens=block, least_tokens=self._passes.state_tokens
+            self._account = account_for(
+                self._passes, capacity, block_tokens=block, config=model.config, dtype=model.dtype
             )
             self._prefixes = Prefixes(
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
@@ -300,6 +300,8 @@ class Engine:
         num_decoding = len(decoding) + sum(map(len, in_rows))
         divides = self._options.exact or not self._passes.reads_together
         chosen = self._scheduler.prompts(*self._prompt_sizes(bool(num_decoding)), exact=divides)
+        with Failure():  # later requests compute it again
+            chosen = self._prefixes.cut(chosen)
         num_prompt = sum(num_new for _, num_new in chosen)
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=num_decoding):
             beside = [] if divides else beside_prompts(decoding, chosen)
@@ -419,8 +421,12 @@ class Engine:
             sequence.tell_read()
         if sequence.num_computed == len(sequence.tokens):
             self._go_on(sequence, logits_V)
-        if was_reading and not sequence.is_reading and not sequence.is_finished:
-            with Failure():  # later requests compute it again
+        if sequence.is_finished:
+            return
+        with Failure():  # later requests compute it again
+            if not was_reading:
+                self._prefixes.keep_answer(sequence)
+            elif sequence.cuts or not sequence.is_reading:
                 self._prefixes.keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
@@ -452,6 +458,7 @@ class Engine:
         """A pass failed: it was one sequence's, or each tries again alone."""
         self._sizes.ignore_step()
         for sequence in sequences:
+            self._prefixes.forget_cuts(sequence)
             if len(sequences) == 1:
                 self._finish(sequence, failure.finished)
             else:

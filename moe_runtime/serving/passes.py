@@ -22,6 +22,7 @@ from moe_runtime.checkpoints.transformers_private import (
     cache_name,
 )
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
@@ -36,8 +37,10 @@ from moe_runtime.inference.sequence_cache import (
     BatchCache,
     RowMemory,
     can_share_a_pass,
+    has_known_layers,
     have_close_states,
     have_same_tokens,
+    keeps_every_token,
     keeps_states,
     new_cache,
     own_states,
@@ -95,6 +98,9 @@ class ModelPasses:
     Attributes:
         most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
+        keeps_prefixes: whether a sequence can go on from copies of another's cache.
+        states: copies what a cache keeps beside the tokens of blocks; None where that is nothing.
+        token_bytes: of a token in a block, where there are such states.
         state_tokens: tokens whose room the running states of a sequence need.
     """
 
@@ -128,6 +134,10 @@ class ModelPasses:
         self._exact = exact
         self.reads_in_pieces = True
         self.state_tokens = 0
+        is_plain = keeps_every_token(config) and can_share_a_pass(config)
+        self.keeps_prefixes = is_plain
+        self.states: StateCopies | None = None
+        self.token_bytes = 0
         self._has_states = keeps_states(config)
         self._graphs = _graphs_of(model)
         self.can_have_rows = (
@@ -141,7 +151,7 @@ class ModelPasses:
                 self._try_rows()
             if self.can_join:
                 self._try_joining()
-            if self._has_states or not can_share_a_pass(config):
+            if not is_plain:
                 self._try_pieces()
 
     def close(self) -> None:
@@ -215,7 +225,8 @@ class ModelPasses:
         """Computes the next tokens of prompts, so many of each; gives logits ``[B, V]`` of what
         follows.
 
-        One alone that wants log-probabilities of its prompt gets them.
+        One alone that wants log-probabilities of its prompt gets them. States after tokens that
+        `Sequence.cuts` names are copied there.
         """
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
@@ -226,7 +237,7 @@ class ModelPasses:
         caches = [_cache_of(sequence) for sequence, _ in chosen]
         cache = caches[0] if len(caches) == 1 else self._joined(caches, sizes)
         self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
-        with self._adapted(chosen):
+        with self._adapted(chosen), self._cutting(chosen):
             if len(chosen) > 1:
                 ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
                 return self._call([ids], cache, keep=ends, positions=[positions])[0]
@@ -235,6 +246,22 @@ class ModelPasses:
             logits_RV = self._call([ids], cache, keep=sizes[0])[0]
         _add_logprobs(*chosen[0], logits_RV)
         return logits_RV[-1:]
+
+    @contextlib.contextmanager
+    def _cutting(self, chosen: Items[tuple[Sequence, int]]) -> Iterator[None]:
+        cut = [(sequence, num_new) for sequence, num_new in chosen if sequence.cuts]
+        if self.states is None or not cut:
+            yield
+            return
+        first = cut[0][0]  # which is alone where running states are copied
+        within = first.cuts if self.states.can_cut else {}
+        with self.states.within(_cache_of(first), first.num_computed, within):
+            yield
+        take = self.states.take_windows if self.states.can_cut else self.states.take
+        for sequence, num_new in cut:
+            for end, state in sequence.cuts.items():
+                behind = sequence.num_computed + num_new - end
+                assert take(state, _cache_of(sequence), end, behind)
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
@@ -346,18 +373,39 @@ class ModelPasses:
         return min((most_exact_rows(m, sizes, self._model.dtype) for m in layers), default=found)
 
     def _try_pieces(self) -> None:
-        """Cuts prompts only if the rest of one gives what it gives with its beginning."""
+        """Cuts prompts, and keeps prefixes, only if the rest of one gives what it gives with its
+        beginning."""
         ids = [index % self.vocab_size for index in (5, 7, 3, 11, 2, 9)]
         cache = self.new_cache()
         whole = self._call([ids], cache, keep=1)[:, -1]
         if self._has_states:
             self.state_tokens = tokens_of_states(cache, self._model.config, self._model.dtype)
-        with Failure() as failure:  # some states take one token more, or many from the beginning
-            cache = self.new_cache()
-            self._call([ids[:3]], cache, keep=1)
-            rest = self._call([ids[3:]], cache, keep=1)[:, -1]
-            self.reads_in_pieces = _are_close(rest, whole)
-        self.reads_in_pieces &= not failure.has_failed
+        if self._has_states or not can_share_a_pass(self._model.config):
+            with Failure() as failure:  # some states take one token more, or many from the start
+                halves = self.new_cache()
+                self._call([ids[:3]], halves, keep=1)
+                self.reads_in_pieces = _are_close(
+                    self._call([ids[3:]], halves, keep=1)[:, -1], whole
+                )
+            self.reads_in_pieces &= not failure.has_failed
+        if not self.reads_in_pieces or not has_known_layers(self._model.config):
+            return
+        states, blocks = StateCopies(self._model, cache), BlockCopies(3)
+        self.token_bytes = BlockCopies(1).learn(cache)
+        for cuts in (True, False) if states.can_cut else (False,):
+            with Failure() as failure:
+                state, begun, rest = states.new(), self.new_cache(), self.new_cache()
+                with states.within(begun, 0, {3: state} if cuts else {}):
+                    self._call([ids if cuts else ids[:3]], begun, keep=1)
+                take = states.take_windows if cuts else states.take
+                assert take(state, begun, 3, 3 if cuts else 0)
+                blocks.append(rest, blocks.copy(begun, 0))
+                states.put(state, rest, 3)
+                self.keeps_prefixes = _are_close(self._call([ids[3:]], rest, keep=1)[:, -1], whole)
+            if not failure.has_failed and self.keeps_prefixes:
+                states.can_cut, self.states = cuts, states
+                return
+        self.keeps_prefixes = False
 
 
 def _are_close(logits: torch.Tensor, given: torch.Tensor) -> bool:

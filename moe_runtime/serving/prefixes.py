@@ -13,11 +13,12 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -25,10 +26,11 @@ from transformers.cache_utils import DynamicCache
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
-from moe_runtime.inference.sequence_cache import BlockCopies, set_room
+from moe_runtime.inference.budget import kv_bytes_per_token
+from moe_runtime.inference.cache_copies import BlockCopies, drop_after
+from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.kv_account import KVAccount, digests_of
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.scheduling import Sequence
 
 _DIGEST_BYTES = 32
@@ -86,19 +88,23 @@ class PrefixFiles:
         ValueError: there is no room for a single block, or the folder cannot be made.
     """
 
-    def __init__(self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int) -> None:
+    def __init__(
+        self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int, state_bytes: int = 0
+    ) -> None:
+        """``state_bytes`` are of what is kept of a state; 0 where there are none."""
         self._folder = disk.folder
         self._most_bytes = disk.most_bytes
         self._block_tokens = block_tokens
-        self._block_bytes = block_bytes
-        self._file_bytes = -(-(block_bytes + _SUM_BYTES) // _DISK_BLOCK) * _DISK_BLOCK
-        self._most_blocks = disk.most_bytes // self._file_bytes
-        if not self._most_blocks:
+        self._block_bytes, self._state_bytes = block_bytes, state_bytes
+        state = _on_disk(state_bytes) if state_bytes else 0
+        self._most_blocks = (disk.most_bytes - state) // _on_disk(block_bytes)
+        if self._most_blocks <= 0:
+            least = _on_disk(block_bytes) + state
             raise ValueError(
-                f"--prefix-disk must be at least {format_bytes(self._file_bytes)}, which "
+                f"--prefix-disk must be at least {format_bytes(least)}, which "
                 f"{block_tokens} tokens take, got {format_bytes(disk.most_bytes)}"
             )
-        text = f"{block_tokens} {block_bytes}".encode()
+        text = f"{block_tokens} {block_bytes} {state_bytes}".encode()
         self._root = hashlib.blake2b(disk.identity + text, digest_size=_DIGEST_BYTES).digest()
         self.num_failures = 0
         try:
@@ -115,23 +121,51 @@ class PrefixFiles:
         for index, file in enumerate(self._files(tokens, owner)):
             if index < first:
                 continue
-            block = self._read(file)
+            block = self._read(file, self._block_bytes)
             if block is None:
                 break
             path.append(file)
             yield block
         self._use(path)
 
+    def last_state(self, tokens: Items[int], owner: str = "") -> int:
+        """Blocks of the longest beginning of some tokens after which there is a state."""
+        path = [*self._files(tokens, owner)]
+        for num_blocks in range(len(path), 0, -1):
+            if _state_file(path[num_blocks - 1]).exists():
+                return num_blocks
+        return 0
+
+    def find_state(self, tokens: Items[int], owner: str = "") -> torch.Tensor | None:
+        """The state after some tokens, whole blocks, as bytes."""
+        *_, last = self._files(tokens, owner)
+        file = _state_file(last)
+        self._use([file])
+        return self._read(file, self._state_bytes)
+
     def keep(
-        self, tokens: Items[int], make: Callable[[int], torch.Tensor], owner: str = ""
+        self,
+        tokens: Items[int],
+        make: Callable[[int], torch.Tensor],
+        owner: str = "",
+        states: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Writes the whole blocks of some tokens that are not there yet, as many as have place."""
+        """Writes the whole blocks of some tokens that are not there yet, as many as have place.
+
+        ``states`` are those after some of them, by tokens.
+        """
         path = list(itertools.islice(self._files(tokens, owner), self._most_blocks))
         try:
             self._use([file for file in path if file.exists()])  # or they give way to what follows
             for index, file in enumerate(path):
                 if not file.exists():
                     self._write(file, make(index))
+            for end, state in (states or {}).items():
+                if (index := end // self._block_tokens - 1) < len(path):
+                    file = _state_file(path[index])
+                    if not file.exists():
+                        self._write(file, state)
+                    self._use([file])
         except OSError as error:
             self.num_failures += 1
             if self.num_failures == 1:
@@ -150,9 +184,9 @@ class PrefixFiles:
         for digest in digests_of(tokens, self._block_tokens, root, _DIGEST_BYTES):
             yield self._folder / digest.hex()
 
-    def _read(self, file: Path) -> torch.Tensor | None:
-        """The bytes of a block; None where the file is absent or damaged, and is none any more."""
-        num_bytes = self._block_bytes + _SUM_BYTES
+    def _read(self, file: Path, size: int) -> torch.Tensor | None:
+        """The bytes of a file; None where it is absent or damaged, and is none any more."""
+        num_bytes = size + _SUM_BYTES
         block = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             # what is no regular file must not be waited for
@@ -162,7 +196,7 @@ class PrefixFiles:
                 is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
         except OSError:
             return None
-        data, expected = block[: self._block_bytes], block[self._block_bytes :]
+        data, expected = block[:size], block[size:]
         if is_whole and _sum(file, data) == expected.numpy().tobytes():
             return data
         with contextlib.suppress(OSError):
@@ -172,11 +206,12 @@ class PrefixFiles:
     def _write(self, file: Path, block: torch.Tensor) -> None:
         """A file is renamed when it is written; a sum tells what a power cut left of it."""
         data = block.cpu()
+        num_bytes = _on_disk(len(data))
         try:
-            self._take_place()
+            self._take_place(num_bytes)
         except FileNotFoundError:  # another process emptied the cache
             self._make_folder()
-            self._take_place()
+            self._take_place(num_bytes)
         partial = partial_name(file)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -188,7 +223,7 @@ class PrefixFiles:
             partial.unlink(missing_ok=True)
             raise
 
-    def _take_place(self) -> None:
+    def _take_place(self, num_bytes: int) -> None:
         """Counts one file more; all processes add to the same number, one at a time."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
@@ -197,11 +232,11 @@ class PrefixFiles:
             _lock(count.fileno())
             written = count.read(_MOST_DIGITS)
             total = int(written) if written.isdigit() else self._most_bytes
-            if total + self._file_bytes > self._most_bytes:
+            if total + num_bytes > self._most_bytes:
                 # more than one, since looking at all of them takes a while
-                spare = max(self._most_bytes // _SHARE, self._file_bytes)
+                spare = max(self._most_bytes // _SHARE, num_bytes)
                 total = self._remove_down_to(self._most_bytes - spare)
-            os.pwrite(count.fileno(), b"%0*d" % (_MOST_DIGITS, total + self._file_bytes), 0)
+            os.pwrite(count.fileno(), b"%0*d" % (_MOST_DIGITS, total + num_bytes), 0)
 
     def _remove_down_to(self, limit: int) -> int:
         """Removes what was used longest ago; gives the bytes on the disk that are left."""
@@ -227,6 +262,17 @@ class PrefixFiles:
         for file in reversed(path):
             with contextlib.suppress(OSError):
                 _set_time(file)
+
+
+def _on_disk(num_bytes: int) -> int:
+    """Bytes that a file takes, with its sum."""
+    return -(-(num_bytes + _SUM_BYTES) // _DISK_BLOCK) * _DISK_BLOCK
+
+
+def _state_file(file: Path) -> Path:
+    """The file of the state after a block, by the block's."""
+    name = hashlib.blake2b(b"state", digest_size=_DIGEST_BYTES, key=bytes.fromhex(file.name))
+    return file.with_name(name.hexdigest())
 
 
 def _set_time(file: Path) -> None:
@@ -258,10 +304,39 @@ LEAST_SHARED = 64
 waiting."""
 _PARTS = 8
 """Keys and values that move from one place to another do so in so many parts."""
+STATE_TOKENS = 2048
+"""Of a long prompt, states are kept after each so many tokens too."""
+ANSWER_TOKENS = 64
+"""An answer's state is copied after each so many tokens: those behind it are read again."""
+TAIL_TOKENS = 16
+"""Of a prompt's end, before which a state is kept: the next turn may have the answer's opening in
+another form."""
+
+
+def account_for(
+    passes: ModelPasses, capacity: int, *, block_tokens: int, config: Any, dtype: torch.dtype
+) -> KVAccount[torch.Tensor]:
+    """Room for ``capacity`` tokens. Memory is set aside as if all layers kept each: blocks that
+    have fewer take less room."""
+    block_room, state_room = block_tokens, 0
+    if block_tokens and passes.states is not None:
+        reserved = kv_bytes_per_token(config, dtype)
+        block_room = max(1, -(-block_tokens * passes.token_bytes // reserved))
+        state_room = -(-passes.states.num_bytes // reserved)
+    return KVAccount(
+        capacity,
+        block_tokens=block_tokens,
+        least_tokens=passes.state_tokens,
+        block_room=block_room,
+        state_room=state_room,
+    )
 
 
 class Prefixes:
     """What is known of the beginnings of texts, in blocks of tokens, in memory and on the disk.
+
+    Where the model has windows or running states, a beginning ends where these were copied: in
+    prompts where `fill` plans it, in answers where they are now.
 
     Raises:
         UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
@@ -278,17 +353,22 @@ class Prefixes:
         self._account = account
         self._exact = exact
         self._copies = BlockCopies(account.block_tokens)
+        self._states = passes.states if account.block_tokens else None
         self._files: PrefixFiles | None = None
         self.num_disk_tokens = 0
         if disk is None:
             return
         if not account.block_tokens:
             raise UnsupportedModelError(
-                "the model keeps no prefixes (it has windows or running states), so there are none "
-                "for a disk; leave --prefix-disk out"
+                "no prefixes are kept (they are switched off, or the model cannot go on from "
+                "them), so there are none for a disk; leave --prefix-disk out"
             )
-        block_bytes = self._copies.learn(passes.cache_of_one_token())
-        self._files = PrefixFiles(disk, block_tokens=account.block_tokens, block_bytes=block_bytes)
+        self._files = PrefixFiles(
+            disk,
+            block_tokens=account.block_tokens,
+            block_bytes=self._copies.learn(passes.cache_of_one_token()),
+            state_bytes=0 if self._states is None else self._states.num_bytes,
+        )
 
     @property
     def num_disk_failures(self) -> int:
@@ -296,7 +376,11 @@ class Prefixes:
 
     def look_up(self, sequence: Sequence) -> None:
         """Finds a sequence's beginning before it gets room, which may be that very memory."""
-        sequence.found = self._account.find(self._wanted(sequence), sequence.root)
+        tokens = self._wanted(sequence)
+        sequence.found = self._account.find(tokens, sequence.root)
+        if self._states is not None:
+            tokens = tokens[: len(sequence.found) * self._account.block_tokens]
+            sequence.found_state = self._account.state_after(tokens, sequence.root)
 
     def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Whether a sequence better waits until one that runs has computed its beginning."""
@@ -312,7 +396,13 @@ class Prefixes:
                 and end <= min(num_wanted, other.read_end)
                 and sequence.tokens[:end] == other.tokens[:end]
             ):
-                return True
+                if self._states is None:
+                    return True
+                pairs = zip(sequence.tokens[:num_wanted], other.tokens, strict=False)
+                common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                self._plan(other, common)
+                if any(end <= planned <= common for planned in other.cut_ends):
+                    return True
         return False
 
     def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> int:
@@ -323,6 +413,7 @@ class Prefixes:
         """
         tokens, root = self._wanted(sequence), sequence.root
         found, sequence.found = sequence.found[::-1], []
+        state, sequence.found_state = sequence.found_state, None
         size, num_cached = self._account.block_tokens, 0
         is_given_up = len(self._account.find(tokens, root)) < len(found)
         at_once = -(-len(found) // _PARTS) if is_given_up else len(found)
@@ -334,19 +425,57 @@ class Prefixes:
                 num_cached += size
         if self._files is not None and sequence.request.adapter is None:
             owner = sequence.request.prefix_owner
-            for block in self._files.find(tokens, num_cached // size, owner):
-                self._append(cache, block, num_cached, room)
-                num_cached += size
-                self.num_disk_tokens += size
+            num_cached, state = self._read(tokens, owner, cache, num_cached, room, state)
+        if self._states is not None:
+            if state is not None:
+                self._states.put(state, cache, num_cached)
+            end = len(sequence.request.prompt_ids if self._exact else sequence.tokens) - TAIL_TOKENS
+            sequence.num_computed = num_cached
+            for each in (*range(STATE_TOKENS, end - STATE_TOKENS // 2, STATE_TOKENS), end):
+                self._plan(sequence, each)
+            # where another text went on in another way
+            self._plan(sequence, self._account.num_known(tokens, root) * size)
         return num_cached
+
+    def cut(self, chosen: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Has states copied in a pass over so many tokens of prompts, as far as they have room.
+
+        The pass may have to end sooner for that.
+        """
+        cut = []
+        for sequence, num_new in chosen if self._states is not None else ():
+            first = sequence.num_computed
+            ends = sorted(end for end in sequence.cut_ends if first < end <= first + num_new)
+            if ends and self._states is not None and not self._states.can_cut:
+                ends, num_new = ends[:1], ends[0] - first
+            for end in ends:
+                self._keep_state(sequence, end)
+            cut.append((sequence, num_new))
+        return cut or [*chosen]
+
+    def forget_cuts(self, sequence: Sequence) -> None:
+        """A pass failed: nothing was copied."""
+        for end in sequence.cuts:
+            self._account.drop_state(sequence.tokens[:end], sequence.root)
+        sequence.cuts.clear()
 
     def keep(self, sequence: Sequence) -> None:
         """Keeps the whole blocks that are computed of a sequence, as far as there is place."""
         cache, tokens = sequence.cache, self._computed(sequence)
         if cache is None or not self._account.block_tokens:
             return
-        self._account.keep(tokens, lambda index: self._copies.copy(cache, index), sequence.root)
-        self._write(cache, tokens, sequence.request)
+        num_kept = self._account.keep(
+            tokens, lambda index: self._copies.copy(cache, index), sequence.root
+        )
+        self._write(cache, tokens, sequence)
+        self._drop_states(sequence, num_kept)
+
+    def keep_answer(self, sequence: Sequence) -> None:
+        """Copies the state of an answer in place of the one before it, now and then."""
+        is_here = sequence.cache is not None and sequence.cache.layers  # and in no row
+        if is_here and not sequence.num_computed % ANSWER_TOKENS:
+            self._take_last(sequence)
+            sequence.cuts.clear()
 
     def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
         """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
@@ -356,21 +485,65 @@ class Prefixes:
         cache, size = sequence.cache, self._account.block_tokens
         if cache is None or not size:
             return
+        self._take_last(sequence)
         tokens, root = self._computed(sequence), sequence.root
-        count, known = len(tokens) // size, len(self._account.find(tokens, root))
+        count, known = len(tokens) // size, self._account.num_known(tokens, root)
+        needed = count * self._account.block_room + self._account.state_room
         # the room of a row does not belong to the sequence in it
-        if count * size <= self._account.available or not self._account.room_of(sequence):
+        if needed <= self._account.available or not self._account.room_of(sequence):
             self.keep(sequence)
             return
-        self._write(cache, tokens, sequence.request)
+        self._write(cache, tokens, sequence)
         blocks: dict[int, torch.Tensor] = {}
-        at_once = -(-(count - known) // _PARTS)
+        at_once = max(1, -(-(count - known) // _PARTS))
         for end in range(count, known, -at_once):
             first = max(end - at_once, known)
             blocks |= {index: self._copies.copy(cache, index) for index in range(first, end)}
             set_room(cache, first * size)
         release()
-        self._account.keep(tokens, blocks.__getitem__, root)
+        self._drop_states(sequence, self._account.keep(tokens, blocks.__getitem__, root))
+
+    def _plan(self, sequence: Sequence, end: int) -> None:
+        """A state is to be copied at the last block that ends within so many tokens."""
+        size = self._account.block_tokens
+        if (end := end // size * size) > sequence.num_computed:
+            sequence.cut_ends.add(end)
+
+    def _keep_state(self, sequence: Sequence, end: int) -> bool:
+        def make() -> torch.Tensor:
+            assert self._states is not None
+            state = sequence.cuts[end] = self._states.new()
+            return state
+
+        is_kept = self._account.keep_state(sequence.tokens[:end], make, sequence.root)
+        if is_kept:
+            sequence.state_end = end
+        return is_kept
+
+    def _take_last(self, sequence: Sequence) -> None:
+        """Keeps the state after a sequence's last block in place of the one before in its answer,
+        if it is still there."""
+        size, last, cache = self._account.block_tokens, sequence.state_end, sequence.cache
+        end = sequence.num_computed // size * size if size else 0
+        if self._states is None or self._exact or end <= last or cache is None:
+            return
+        if not self._keep_state(sequence, end):
+            return
+        state, behind = sequence.cuts.get(end), sequence.num_computed - end
+        if state is not None and not self._states.take(state, cache, end, behind):
+            self._account.drop_state(sequence.tokens[:end], sequence.root)
+            del sequence.cuts[end]
+            sequence.state_end = last
+        elif last > sequence.read_end:
+            self._account.drop_state(sequence.tokens[:last], sequence.root)
+
+    def _drop_states(self, sequence: Sequence, num_kept: int) -> None:
+        """Gives up what was copied after blocks for which there was no place."""
+        end = sequence.state_end
+        for each in {*sequence.cuts, end} if self._states is not None and end else ():
+            if each > num_kept * self._account.block_tokens:
+                self._account.drop_state(sequence.tokens[:each], sequence.root)
+        sequence.cuts.clear()
 
     def _wanted(self, sequence: Sequence) -> Items[int]:
         """Tokens that may be known: the last one is computed in any case, for what follows it."""
@@ -383,13 +556,45 @@ class Prefixes:
         return len(sequence.request.prompt_ids if self._exact else sequence.tokens) - 1
 
     def _computed(self, sequence: Sequence) -> Items[int]:
+        """Tokens that are computed, in a form that others find; the last state is after them."""
         end = sequence.num_computed
-        return sequence.tokens[: min(end, sequence.read_end) if self._exact else end]
+        end = min(end, sequence.read_end) if self._exact else end
+        return sequence.tokens[: end if self._states is None else sequence.state_end]
 
-    def _write(self, cache: DynamicCache, tokens: Items[int], request: GenerationRequest) -> None:
+    def _read(
+        self,
+        tokens: Items[int],
+        owner: str,
+        cache: DynamicCache,
+        num_cached: int,
+        room: int,
+        state: torch.Tensor | None,
+    ) -> tuple[int, torch.Tensor | None]:
+        """Appends what the disk has of some tokens; gives the tokens in the cache, and the state
+        after them."""
+        files, size = self._files, self._account.block_tokens
+        assert files is not None
+        if self._states is not None:
+            tokens = tokens[: files.last_state(tokens, owner) * size]
+        found = num_cached
+        for block in files.find(tokens, num_cached // size, owner):
+            self._append(cache, block, found, room)
+            found += size
+        if self._states is not None and found > num_cached:
+            read = files.find_state(tokens, owner) if found == len(tokens) else None
+            if read is None:
+                drop_after(cache, num_cached)
+                set_room(cache, room)
+                return num_cached, state
+            state = read
+        self.num_disk_tokens += found - num_cached
+        return found, state
+
+    def _write(self, cache: DynamicCache, tokens: Items[int], sequence: Sequence) -> None:
+        request = sequence.request
         if self._files is not None and request.adapter is None:
             make = partial(self._copies.copy, cache)
-            self._files.keep(tokens, make, request.prefix_owner)
+            self._files.keep(tokens, make, request.prefix_owner, sequence.cuts)
 
     def _append(self, cache: DynamicCache, block: torch.Tensor, num_cached: int, room: int) -> None:
         self._copies.append(cache, block)

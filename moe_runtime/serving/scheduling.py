@@ -79,6 +79,10 @@ class Sequence:
         read_end: tokens that are read as prompts are; those after go one by one.
         room: tokens that the cache was given room for; 0 for as many as it has.
         found: blocks of its beginning that are known, from when it gets room until it has a cache.
+        found_state: what a model with states keeps after them.
+        cut_ends: tokens after which such a state is to be copied while they are read.
+        cuts: of the pass that runs, by these tokens, where they are copied.
+        state_end: tokens after which its state was copied last.
         root: of the prefixes that it may find: its adapter and owner.
         is_apart: it always goes through the model alone.
         is_alone: it does now, also since a pass together with others failed.
@@ -104,6 +108,10 @@ class Sequence:
         self.cache: DynamicCache | None = None
         self.room = 0
         self.found: list[torch.Tensor] = []
+        self.found_state: torch.Tensor | None = None
+        self.cut_ends: set[int] = set()
+        self.cuts: dict[int, torch.Tensor] = {}
+        self.state_end = 0
         self.sampler: Sampler | None = None
         self.drafter: Drafter | None = None
         self.is_alone = self.is_apart = is_apart
@@ -140,7 +148,8 @@ class Sequence:
 
     def stop(self) -> None:
         self.cache = None
-        self.num_computed = self.room = 0
+        self.num_computed = self.room = self.state_end = 0
+        self.cut_ends.clear()
 
     def add_logprobs(self, logprobs: Items[TokenLogprob]) -> None:
         self._logprobs.extend(logprobs)
@@ -265,7 +274,7 @@ class Scheduler:
                 return None
             look_up(first)
             if not self.account.reserve(first, needed):
-                first.found = []
+                first.found, first.found_state = [], None
                 self._release(first)
                 return None
             self.running.append(self.waiting.pop(index))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan, measure_texts
+from moe_runtime.benchmarks.cases.texts import TextPlan, measure_texts
 from moe_runtime.benchmarks.commands.shared import show_results
 from moe_runtime.benchmarks.suite.peers import find_peer, started
 from moe_runtime.benchmarks.suite.results import read_results, write_results
@@ -57,7 +57,7 @@ def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
     return measure_texts(
         replace(peer, gpus=gpus),
         [],
-        LatencyPlan(prompts=[[3, 5]], num_new=3, timeout_s=600),
+        TextPlan(case="latency", batches=[[[3, 5]]], num_new=3, timeout_s=600),
         rules,
         settings={"model": "m", "device": device},
     )
@@ -133,7 +133,7 @@ def test_without_a_gpu_systems_see_none(tmp_path: Path) -> None:
     ) as process:
         process.ask("start", settings={"device": "cpu"})
         process.ask("load")
-        assert process.ask("measure", ids=[3], num_new=2, given=None)["ids"] == [96, 96]
+        assert process.ask("measure", prompts=[[3]], num_new=2, given=None)["ids"] == [[96, 96]]
 
 
 def test_results_say_which_gpu_and_its_peak(
@@ -149,7 +149,7 @@ def test_results_say_which_gpu_and_its_peak(
     shown = capsys.readouterr().out
     assert "latency: m, on a GPU, GPU 1" in shown
     assert "peak device, kB" in shown
-    plan = ThroughputPlan(batches=[[[3], [5]]], num_new=2, timeout_s=600)
+    plan = TextPlan(case="throughput", batches=[[[3], [5]]], num_new=2, timeout_s=600)
     peer = replace(find_peer(counting(tmp_path), {"num_threads": 1, "device": "cuda:0"}), gpus="5")
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
     batches = measure_texts(peer, [], plan, rules, settings={})

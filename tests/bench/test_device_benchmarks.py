@@ -24,7 +24,7 @@ def rehearsed(
     module: Any, out: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
     script = SCRIPTS / f"{module.__name__}.py"
-    words = [str(script), "--device", "cpu", "--tiny", "--out", str(out), *words]
+    words = [str(script), "--device", "cpu", "--tiny", "--output", str(out), *words]
     monkeypatch.setattr(sys, "argv", words)
     assert module.main() == 0
     return read_results(out)

@@ -45,7 +45,7 @@ def failure_of(file: str) -> str:
         try:
             process.ask("start", settings=program.settings)
             process.ask("load")
-            process.ask("measure", ids=[1, 2], num_new=4, given=None)
+            process.ask("measure", prompts=[[1, 2]], num_new=4, given=None)
         except PeerFailedError as error:
             return str(error)
     raise AssertionError("it did not fail")
@@ -96,7 +96,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     program = find_peer(file, {"num_threads": 1})
     with started(program, 30.0) as process:
         process.ask("start", settings={})
-        assert process.ask("measure", ids=[1], num_new=3, given=None)["ids"] == [5, 6, 6]
+        assert process.ask("measure", prompts=[[1]], num_new=3, given=None)["ids"] == [[5, 6, 6]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The steps of a new user, in clones of small repositories whose Makefiles do nearly nothing."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -112,19 +111,19 @@ def test_results_are_saved_and_printed(
 ) -> None:
     monkeypatch.setattr(fresh_clone, "ROOT", repository(tmp_path, MAKEFILE))
     monkeypatch.setattr("moe_runtime.benchmarks.harness.scripting.RESULTS", tmp_path)
-    words = [str(fresh_clone.__file__), "--json", "--save", "--folder", str(tmp_path)]
+    words = [str(fresh_clone.__file__), "--save", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", words)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert fresh_clone.main() == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
-    printed = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
     (file,) = tmp_path.glob("fresh-clone-*.json")
     results = read_results(file)
     (row,) = results["measurements"]
-    assert row["summary"]["to_text_s"]["median"] == printed["to_text_s"]
-    assert results["settings"]["pip_cache"] == printed["pip_cache"]
+    assert f"to_text_s {row['summary']['to_text_s']['median']:.4g}" in printed
+    assert results["settings"]["pip_cache"] in ("cold", "warm", "unknown")
     assert [*tmp_path.glob("moe-clone-*")] == []
 
 

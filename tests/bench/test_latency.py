@@ -8,7 +8,7 @@ import pytest
 from counted_energy import CountedEnergy
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases.texts import LatencyPlan, likeliest, measure_texts
+from moe_runtime.benchmarks.cases.texts import TextPlan, likeliest, measure_texts
 from moe_runtime.benchmarks.commands.shared import show_results
 from moe_runtime.benchmarks.suite.peers import (
     PeerProgram,
@@ -55,7 +55,13 @@ def program(folder: Path, variant: str | None = None) -> PeerProgram:
 
 
 def measure(folder: Path, *variants: str, agreement: float = 0.9) -> dict[str, Any]:
-    plan = LatencyPlan(prompts=[[3, 5], [60, 70, 1]], num_new=4, agreement=agreement, timeout_s=600)
+    plan = TextPlan(
+        case="latency",
+        batches=[[[3, 5]], [[60, 70, 1]]],
+        num_new=4,
+        agreement=agreement,
+        timeout_s=600,
+    )
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     peers = [program(folder, variant) for variant in variants]
     return measure_texts(program(folder), peers, plan, rules, settings={})
@@ -75,7 +81,7 @@ def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> N
 
 
 def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
-    plan = LatencyPlan(prompts=[[3]], num_new=2, timeout_s=600)
+    plan = TextPlan(case="latency", batches=[[[3]]], num_new=2, timeout_s=600)
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     with pytest.raises(PeerFailedError, match=r"^counting:dies: MemoryError: no room for it \("):
         measure_texts(program(tmp_path, "dies"), [], plan, rules, settings={})
@@ -86,11 +92,12 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
     path = program(tmp_path).file
     generating = tmp_path / "generating.py"
     generating.write_text(path.read_text() + "    def stream(self, ids, num_new): return []\n")
-    plan = LatencyPlan(
-        prompts=[[3, 5], [60, 70, 1]],
+    plan = TextPlan(
+        case="latency",
+        batches=[[[3, 5]], [[60, 70, 1]]],
         num_new=3,
         timeout_s=600,
-        continuations=[[10, 20, 30], [40, 50, 60]],
+        continuations=[[[10, 20, 30]], [[40, 50, 60]]],
     )
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     peers = [find_peer(str(generating), {"num_threads": 1}), program(tmp_path, "odd")]
@@ -100,7 +107,7 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
     assert "generates by itself" in generates["failure"]
     assert odd["quality"] == {"compared": 6, "equal": 2}
     # sums of what was read, the given tokens among them: 8, 18, 38 and 131, 171, 221
-    assert likeliest(program(tmp_path), plan) == [[8, 18, 38], [34, 74, 27]]
+    assert likeliest(program(tmp_path), plan) == [[[8, 18, 38]], [[34, 74, 27]]]
 
 
 def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
@@ -193,7 +200,7 @@ def test_joules_are_those_of_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the text, not of imports, loading, or the untimed answer before."""
-    counted, answer = [0.0], LatencyPlan.ask
+    counted, answer = [0.0], TextPlan.ask
 
     def answer_and_count(*asked: Any) -> Any:
         counted[0] += 2.5
@@ -201,7 +208,7 @@ def test_joules_are_those_of_the_answers(
 
     meter = CountedEnergy(lambda: counted[0])
     monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.EnergyMeter", lambda: meter)
-    monkeypatch.setattr(LatencyPlan, "ask", answer_and_count)
+    monkeypatch.setattr(TextPlan, "ask", answer_and_count)
     results = measure(tmp_path)
     (one,) = results["measurements"]
     assert [found["cpu_joules"] for found in one["repetitions"]] == [5.0]

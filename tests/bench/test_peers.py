@@ -58,9 +58,9 @@ class StandIns:
         with started(program, 60) as process:
             process.ask("start", settings=program.settings)
             process.ask("load")
-            found = [process.ask("measure", ids=ids, **asked)["ids"] for ids in PROMPTS]
+            found = [process.ask("measure", prompts=[ids], **asked)["ids"][0] for ids in PROMPTS]
             if batch:
-                assert process.ask("measure_batch", prompts=PROMPTS, **asked)["ids"] == found
+                assert process.ask("measure", prompts=PROMPTS, **asked)["ids"] == found
             process.ask("end")
         return found
 

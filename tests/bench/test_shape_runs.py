@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan
+from moe_runtime.benchmarks.cases.texts import TextPlan
 from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
@@ -26,7 +26,7 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
 
 def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is given from now on to each prompt or batch, with its number; all are asked as ever."""
-    plan, given = LatencyPlan if case == "latency" else ThroughputPlan, list[Any]()
+    plan, given = TextPlan, list[Any]()
     real = plan.ask
 
     def ask(self: Any, process: Any, number: int, ids: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases.texts import ThroughputPlan, measure_texts
+from moe_runtime.benchmarks.cases.texts import TextPlan, measure_texts
 from moe_runtime.benchmarks.suite.peers import find_peer, started
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
@@ -43,7 +43,9 @@ def test_the_numbers_are_of_all_sequences(tmp_path: Path) -> None:
         find_peer(f"{tmp_path / 'counting.py'}{variant}", {"num_threads": 1})
         for variant in ("", ":odd", ":alone")
     ]
-    plan = ThroughputPlan(batches=[[[3, 5], [60, 70, 1]], [[9]]], num_new=4, timeout_s=600)
+    plan = TextPlan(
+        case="throughput", batches=[[[3, 5], [60, 70, 1]], [[9]]], num_new=4, timeout_s=600
+    )
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
     results = measure_texts(peers[0], peers[1:], plan, rules, settings={})
     ours, odd, alone = results["measurements"]
@@ -67,9 +69,9 @@ def ask_both_ways(model: Path, prompts: list[list[int]], name: str) -> list[list
     with started(program, 120.0) as process:
         process.ask("start", settings=program.settings)
         process.ask("load")
-        batch = process.ask("measure_batch", prompts=prompts, num_new=5, given=None)["ids"]
+        batch = process.ask("measure", prompts=prompts, num_new=5, given=None)["ids"]
         alone = [
-            process.ask("measure", ids=ids, num_new=5, given=given)["ids"]
+            process.ask("measure", prompts=[ids], num_new=5, given=[given])["ids"][0]
             for ids, given in zip(prompts, batch, strict=True)
         ]
     return [batch, alone]

@@ -12,7 +12,7 @@ from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_o
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.inference.sequence_cache import BlockCopies
+from moe_runtime.inference.cache_copies import BlockCopies
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine, EngineHandle

@@ -336,5 +336,5 @@ def test_what_memory_had_no_room_for_is_on_the_disk(
 
 def test_a_model_that_keeps_no_prefixes_has_none_for_a_disk(pocket: Any, tmp_path: Path) -> None:
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
-    with pytest.raises(UnsupportedModelError, match="keeps no prefixes"):
+    with pytest.raises(UnsupportedModelError, match="no prefixes are kept"):
         Engine(pocket, EngineOptions(reuses_prefixes=False), prefix_disk=disk)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_events import ask, drained, greedy, hold, request_of
 
-from moe_runtime.inference.sequence_cache import BlockCopies
+from moe_runtime.inference.cache_copies import BlockCopies
 from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.passes import ModelPasses

@@ -1,6 +1,7 @@
 """Who runs and who waits, without a model: order, room, and what a step reads of prompts."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_ten_thousand_random_steps_leave_nobody_behind(monkeypatch: pytest.Monke
     monkeypatch.setattr(prefixes, "LEAST_SHARED", 16)
     draw = random.Random(0)
     scheduler = scheduler_of(160, most_running=5)
-    passes: Any = None  # not needed without a disk
+    passes: Any = SimpleNamespace(states=None)
     known = Prefixes(scheduler.account, passes, exact=False, disk=None)
     held = 0
 

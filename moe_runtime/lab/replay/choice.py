@@ -28,7 +28,7 @@ LEAST_GAIN = 0.02
 LEAST_GAIN_ONLINE = 0.1
 ESTIMATE_S, LISTENING_S = 2e-5, 1.2e-4
 """Seconds that it takes of each layer of a step on a processor of two cores: to estimate, and for
-listening and experts that pass through, as `benchmarks/mixes.py` finds on the pocket model."""
+listening and experts that pass through, as measured on the pocket model."""
 LINK_BYTES_PER_S = 1e9
 """What a disk gives, to tell whether the misses that an online policy saves are worth its time."""
 

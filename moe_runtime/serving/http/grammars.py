@@ -129,8 +129,9 @@ _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
 """A text of a grammar, or what stands for parts of a call."""
-_ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>")
-"""Where an error of the library goes on with lines of the grammar, or with the parser's state."""
+_ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>|\. Enable ")
+"""Where an error of the library goes on with lines of the grammar, the parser's state, or its own
+options."""
 _SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
@@ -344,8 +345,9 @@ def of_tools(
 
 
 def _schema_of(function: Function) -> dict[str, Any]:
-    """What its arguments are: none where it names no parameters, as in OpenAI's API."""
-    return _NO_ARGUMENTS if function.parameters is None else function.parameters or _ANY_OBJECT
+    """What its arguments are: an object, and none where it names no parameters, as in OpenAI's
+    API."""
+    return _NO_ARGUMENTS if function.parameters is None else _ANY_OBJECT | function.parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,11 @@ def peer_of(checkpoint: Path, slots: int | None = None) -> Iterator[Any]:
 
 
 def one_by_one(peer: Any) -> list[list[int]]:
-    return [host.measure(peer, ids, NUM_NEW, None)["ids"] for ids in PROMPTS]
+    return [host.measure(peer, [ids], NUM_NEW, None)["ids"][0] for ids in PROMPTS]
 
 
 def side_by_side(peer: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return host.measure_batch(peer, prompts, NUM_NEW, None)["ids"]
+    return host.measure(peer, prompts, NUM_NEW, None)["ids"]
 
 
 @emulated

@@ -350,6 +350,27 @@ def test_a_function_that_names_no_parameters_takes_none(plain: Grammars) -> None
         assert writes(plain, grammar, call % '{"a": 1}') == takes_any
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"const": 1}}, "required": ["a"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"required": ["a"]}}},
+        {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"additionalProperties": {"type": "integer"}},
+    ],
+    ids=lambda parameters: ",".join(parameters),
+)
+def test_arguments_are_an_object_where_the_schema_leaves_it_out(
+    plain: Grammars, parameters: dict[str, Any]
+) -> None:
+    function = Function(name="city", parameters=parameters)
+    call = '<tool_call>\n{"name": "city", "arguments": %s}\n</tool_call>'
+    grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False) or ""
+    assert writes(plain, grammar, call % '{"a": 1}')
+    for value in ("1", '"a"', "[]", "null"):
+        assert not writes(plain, grammar, call % value)
+
+
 @pytest.mark.parametrize("word", ["path", "binary", "password", "int64", "url", "regex"])
 def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str) -> None:
     schema = {"type": "object", "properties": {"format": {"type": "string", "format": word}}}
@@ -386,7 +407,7 @@ def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
     for grammar in (needed(whole, is_strict=True), of_response_format(asked) or ""):
         with pytest.raises(FieldError) as refused:
             grammars.compile(grammar, "tools")
-        for ours in ("x-guidance", "%json", "start:", "tool_call", "whitespace"):
+        for ours in ("x-guidance", "%json", "start:", "tool_call", "whitespace", "coerce"):
             assert ours not in str(refused.value)
 
 

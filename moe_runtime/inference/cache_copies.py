@@ -1,0 +1,269 @@
+"""Copies of what a sequence's cache keeps, from which another sequence goes on.
+
+Shape suffixes: G key heads, Q new tokens, S tokens, D key width, V value width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
+
+from moe_runtime.inference.sequence_cache import OF_EACH_STATE, filled
+
+
+def drop_after(cache: DynamicCache, num_tokens: int) -> None:
+    """Leaves the layers that keep every token so many."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and not layer.is_sliding and layer.is_initialized:
+            grown: Any = layer
+            grown.keys, grown.values = (
+                part[..., :num_tokens, :] for part in (grown.keys, grown.values)
+            )
+
+
+class BlockCopies:
+    """Copies blocks of tokens out of the layers of one model's caches that keep every token, and
+    into them.
+
+    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` layer by layer:
+    many small tensors would leave gaps behind.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+
+    def learn(self, cache: DynamicCache) -> int:
+        """Looks at a cache with tokens in it; gives the bytes of a block."""
+        cached = self._cached(cache)
+        size = self._num_tokens
+        forms = [
+            (torch.Size((*part.shape[:-2], size, part.shape[-1])), part.dtype) for part in cached
+        ]
+        assert self._forms in ([], forms), "caches of one model have different layers"
+        self._forms = forms
+        return sum(self._sizes())
+
+    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
+        """The bytes of the block with a number, 0 the first."""
+        num_bytes, size = self.learn(cache), self._num_tokens
+        cached = self._cached(cache)
+        device = cached[0].device if cached else None
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        for place, part in zip(self._parts(block), cached, strict=True):
+            place.copy_(part.narrow(-2, index * size, size))
+        return block
+
+    def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
+        """Puts a copied block after what is in a cache."""
+        parts = self._parts(block)
+        for place, index in enumerate(filled(cache, with_windows=False)):
+            cache.update(parts[2 * place], parts[2 * place + 1], index)
+
+    def _cached(self, cache: DynamicCache) -> list[torch.Tensor]:
+        return [part for pair in filled(cache, with_windows=False).values() for part in pair]
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        forms = zip(block.split(self._sizes()), self._forms, strict=True)
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in forms]
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
+
+
+_ALIGNMENT = 64
+"""Parts of a state begin at multiples of so many bytes."""
+
+
+class _Part(NamedTuple):
+    """Where a tensor of a layer lies in a state; ``num_tokens`` of a window at most."""
+
+    layer: int
+    name: str
+    number: int
+    first: int
+    shape: torch.Size
+    dtype: torch.dtype
+    num_tokens: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class StateCopies:
+    """Copies what caches of one model keep besides the tokens of `BlockCopies`: windows, and
+    running states.
+
+    A copy is one tensor of bytes, of the same size wherever in a text.
+
+    Attributes:
+        num_bytes: of a copy; 0 where the caches keep nothing else.
+        can_cut: whether states can be had of tokens within a pass.
+    """
+
+    def __init__(self, model: torch.nn.Module, cache: DynamicCache) -> None:
+        """Looks at a cache with tokens in it."""
+        self.num_bytes = 0
+        self._parts: list[_Part] = []
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._device: torch.device | None = None
+        grow = True
+        for number, found in enumerate(cache.layers):
+            layer: Any = found
+            is_window = isinstance(found, DynamicLayer) and found.is_sliding
+            if is_window and layer.is_initialized:
+                grow = grow and hasattr(layer, "growing_keys")
+                most = layer.sliding_window - 1
+                for name in ("keys", "values"):
+                    like = getattr(layer, name)
+                    shape = torch.Size((*like.shape[:-2], most, like.shape[-1]))
+                    self._add(number, name, 0, shape, like, most)
+            if isinstance(found, LinearAttentionLayer):
+                names = (*OF_EACH_STATE, "dtype", "device")
+                self._facts[number] = {name: copy.copy(getattr(layer, name)) for name in names}
+                for name in ("conv_states", "recurrent_states"):
+                    for index, like in getattr(layer, name).items():
+                        if like is not None:
+                            self._add(number, name, index, like.shape, like)
+        updating: list[Any] = [module for module in model.modules() if _updates_states(module)]
+        self._layers = {module.layer_idx: module for module in updating}
+        states: list[Any] = [cache.layers[number] for number in self._facts]
+        self.can_cut = (
+            grow
+            and len(updating) == len(states)
+            and self._layers.keys() == self._facts.keys()
+            and all(layer.number_of_states == 1 for layer in states)
+        )
+
+    def new(self) -> torch.Tensor:
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def take(self, state: torch.Tensor, cache: DynamicCache, end: int, behind: int = 0) -> bool:
+        """Copies what a cache keeps after ``end`` tokens, ``behind`` more of which were read since.
+
+        Gives False where it is not there any more.
+        """
+        for part, place in self._places(state, end) if not behind else ():
+            if part.num_tokens is None:
+                place.copy_(getattr(cache.layers[part.layer], part.name)[part.number])
+        return not (behind and self._facts) and self.take_windows(state, cache, end, behind)
+
+    def take_windows(
+        self, state: torch.Tensor, cache: DynamicCache, end: int, behind: int = 0
+    ) -> bool:
+        for part, place in self._places(state, end):
+            if part.num_tokens is None:
+                continue
+            layer = cache.layers[part.layer]
+            cached: Any = getattr(layer, part.name)
+            growing = getattr(layer, f"growing_{part.name}", None)
+            if growing is not None and cached is growing.view:  # which has more before it
+                cached = growing.room[..., : growing.start + cached.shape[-2], :]
+            first = cached.shape[-2] - behind - place.shape[-2]
+            if first < 0:
+                return False
+            place.copy_(cached.narrow(-2, first, place.shape[-2]))
+        return True
+
+    @contextlib.contextmanager
+    def within(
+        self, cache: DynamicCache, first: int, states: Mapping[int, torch.Tensor]
+    ) -> Iterator[None]:
+        """Has layers read a pass from token ``first`` in parts, and copies running states after
+        them.
+
+        ``states`` are by the tokens that they follow. The rest of the model reads the pass whole;
+        windows are not copied.
+        """
+        layers = self._layers if states else {}
+        own = {number: vars(module).get("forward") for number, module in layers.items()}
+
+        def copy_states(number: int, end: int) -> None:
+            for part, place in self._places(states[first + end], first + end):
+                if part.layer == number and part.num_tokens is None:
+                    place.copy_(getattr(cache.layers[number], part.name)[part.number])
+
+        ends = [end - first for end in states]
+        try:
+            for number, module in layers.items():
+                after = functools.partial(copy_states, number)
+                read = functools.partial(_in_parts, module.forward, ends, after)
+                vars(module)["forward"] = read
+            yield
+        finally:
+            for number, forward in own.items():
+                vars(layers[number]).pop("forward", None)
+                if forward is not None:
+                    vars(layers[number])["forward"] = forward
+
+    def put(self, state: torch.Tensor, cache: DynamicCache, num_tokens: int) -> None:
+        """Makes a cache that has the blocks of so many tokens go on after them."""
+        for number, facts in self._facts.items():
+            for name, fact in facts.items():
+                setattr(cache.layers[number], name, copy.copy(fact))
+        windows: dict[int, list[torch.Tensor]] = {}
+        for part, place in self._places(state, num_tokens):
+            layer: Any = cache.layers[part.layer]
+            if part.num_tokens is None:
+                getattr(layer, part.name)[part.number] = place.clone()
+            else:
+                windows.setdefault(part.layer, []).append(place)
+        for number, (keys, values) in windows.items():
+            cache.update(keys, values, number)
+            layer = cache.layers[number]
+            layer.cumulative_length = num_tokens
+
+    def _add(
+        self,
+        layer: int,
+        name: str,
+        index: int,
+        shape: torch.Size,
+        like: torch.Tensor,
+        num_tokens: int | None = None,
+    ) -> None:
+        first = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        part = _Part(layer, name, index, first, shape, like.dtype, num_tokens)
+        self._parts.append(part)
+        self.num_bytes, self._device = first + part.num_bytes, like.device
+
+    def _places(self, state: torch.Tensor, end: int) -> Iterator[tuple[_Part, torch.Tensor]]:
+        for part in self._parts:
+            place = state[part.first : part.first + part.num_bytes].view(part.dtype)
+            place = place.view(part.shape)
+            if part.num_tokens is not None:
+                place = place.narrow(-2, 0, min(end, part.num_tokens))
+            yield part, place
+
+
+def _updates_states(module: Any) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "update_conv_state" in code.co_names
+
+
+def _in_parts(
+    forward: Callable[..., Any],
+    ends: Sequence[int],
+    copy_states: Callable[[int], None],
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """What ``forward`` gives for tokens ``[1, Q, D]``, called for some after others."""
+    first, made = 0, []
+    for end in sorted({*ends, hidden_states.shape[1]}):
+        made.append(forward(hidden_states[:, first:end], *args, **options))
+        first = end
+        if end in ends:
+            copy_states(end)
+    if isinstance(made[0], tuple):
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+    return torch.cat(made, dim=1)
