@@ -415,13 +415,11 @@ def _plan(
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     experts = slot_maps["host"]
     reserve = extra_bytes + reserve_for(
-        checkpoint.config,
-        checkpoint.dtype,
+        checkpoint,
+        experts,
+        signature_of(checkpoint, experts),
         max_tokens=max_tokens,
         dense_bytes=dense_bytes,
-        signature=signature_of(checkpoint, experts),
-        written_values=experts.largest_quantised,
-        scratch_bytes=experts.scratch_bytes,
     )
     names = {"host": "this machine", "device": "the device"}
     dense_place = "device" if "device" in free else "host"
