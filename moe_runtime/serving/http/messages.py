@@ -190,7 +190,7 @@ def count_tokens(body: MessagesBody, model: ServedModel) -> int:
         asked = _chat(body, template)
         tools = asked.tools or ()
         variables = asked.chat_template_kwargs
-        prompt = chat.prompt_of(asked, asked.messages, tools, model, variables)
+        prompt, _ = chat.prompt_of(asked, asked.messages, tools, model, variables)
         return len(encode_text(prompt, model, "messages", add_special_tokens=False))
 
 
