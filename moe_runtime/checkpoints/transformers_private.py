@@ -177,9 +177,8 @@ def picture_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
     """The processor of a vision-language checkpoint, which takes texts and pictures only: those of
     videos and sounds need packages that pictures do not. None where the model has none; 5.23."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    kind = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type) or "", None)
+    kind: Any = transformers.PROCESSOR_MAPPING.get(type(config), None)
     if kind is None or "image_processor" not in kind.get_attributes():
         return None
     pictures = transformers.AutoImageProcessor.from_pretrained(

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, P pictures.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import io
@@ -244,6 +245,17 @@ class Positions:
         after_T = numbers_T[known_3T.shape[1] :] + self._shift
         rows_3T = torch.cat([known_3T, after_T.expand(3, -1)], dim=1)
         return torch.cat([numbers_T[None], rows_3T])
+
+
+def bytes_of_data_url(url: str) -> bytes:
+    """The file in ``data:image/png;base64,...``; a PictureError where it is none."""
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise PictureError("expected data:image/png;base64,... or another kind of image")
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise PictureError("expected base64 after the comma of the data URL") from None
 
 
 def _decode(data: bytes, name: str) -> Any:

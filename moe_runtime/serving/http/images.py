@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError, blamed_on
-from moe_runtime.inference.pictures import MOST_BYTES, MOST_PICTURES, Picture, PictureError
+from moe_runtime.inference.pictures import (
+    MOST_BYTES,
+    MOST_PICTURES,
+    Picture,
+    PictureError,
+    bytes_of_data_url,
+)
 from moe_runtime.serving.http.api_errors import FieldError, unsupported
 from moe_runtime.serving.http.schema import ImagePart, Message
 
@@ -47,13 +51,7 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
 
 def _bytes_of(url: str, place: str, model: ServedModel) -> bytes:
     if url.startswith("data:"):
-        head, _, data = url.partition(",")
-        if not head.endswith(";base64"):
-            raise FieldError(place, "expected data:image/png;base64,... or another kind of image")
-        try:
-            return base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
-            raise FieldError(place, "expected base64 after the comma of the data URL") from None
+        return bytes_of_data_url(url)
     if not url.startswith(("http://", "https://")):
         raise FieldError(place, f"expected a data URL, got {clipped(url)}")
     if not model.fetches_pictures:

@@ -137,3 +137,37 @@ def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(client: open
     other = ask(client, [pc.picture(8), *first[1:]])
     assert cached_tokens(again) > cached_tokens(other)
     assert logprobs(one) != pytest.approx(logprobs(other), abs=1e-3)
+
+
+TURN: Any = [pc.picture(5), "What is it?"]
+
+
+def test_the_responses_api_gives_the_same_text(client: openai.OpenAI) -> None:
+    wanted = ask(client, TURN)
+    image = {"type": "input_image", "image_url": pc.data_url(TURN[0]), "detail": "auto"}
+    content: Any = [image, {"type": "input_text", "text": TURN[1]}]
+    asked: Any = {"model": "seeing", "temperature": 0, "max_output_tokens": NUM_NEW}
+    found = client.responses.create(input=[{"role": "user", "content": content}], **asked)
+    assert found.output_text == wanted.choices[0].message.content
+    again = client.responses.create(input="Sure?", previous_response_id=found.id, **asked)
+    kept = ask(client, TURN, found.output_text, "Sure?")
+    assert again.output_text == kept.choices[0].message.content
+
+
+def test_the_messages_api_gives_the_same_text(site: Served, client: openai.OpenAI) -> None:
+    import anthropic
+
+    wanted = ask(client, TURN)
+    head, _, data = pc.data_url(TURN[0]).partition(",")
+    source = {"type": "base64", "media_type": head[5:].partition(";")[0], "data": data}
+    content: Any = [{"type": "image", "source": source}, {"type": "text", "text": TURN[1]}]
+    messages: Any = [{"role": "user", "content": content}]
+    with anthropic.Anthropic(base_url=site.address, api_key="none", max_retries=0) as speaker:
+        counted = speaker.messages.count_tokens(model="seeing", messages=messages)
+        found = speaker.messages.create(
+            model="seeing", messages=messages, max_tokens=NUM_NEW, extra_body={"temperature": 0}
+        )
+    text = "".join(block.text for block in found.content if block.type == "text")
+    assert text == wanted.choices[0].message.content
+    assert wanted.usage is not None
+    assert counted.input_tokens == wanted.usage.prompt_tokens
