@@ -12,7 +12,6 @@ import typer
 from moe_runtime.benchmarks.commands.shared import (
     CaseRun,
     cap_bytes,
-    case,
     keep_results,
     show_results,
 )
@@ -39,7 +38,6 @@ _SPREADS = (
 Tokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH")]
 
 
-@case(seconds=None, output="Write everything measured, single requests too, to this file.")
 def bench_serve(
     run: CaseRun,
     url: str = "http://127.0.0.1:8000",

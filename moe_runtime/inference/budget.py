@@ -75,12 +75,16 @@ def plan_memory(
     num_experts: int,
     max_tokens: int | None = None,
     option: str | None = None,
+    embedding_bytes: int = 0,
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
+    Where not all experts fit, the ``embedding_bytes`` of the dense weights stay in their files.
     ``max_tokens`` and ``option`` are named in the error. Raises CapacityError: the budget is too
     small; names the smallest that works.
     """
+    if dense_bytes + reserve_bytes + num_experts * slot_bytes > budget_bytes:
+        dense_bytes -= embedding_bytes
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
         reserved = "activations"
@@ -355,7 +359,7 @@ def known_positions(config: PreTrainedConfig) -> int | None:
 CONTEXT_STEP = 1024
 """More than that by default comes in such steps."""
 CONTEXT_SHARE = 16
-"""It takes a sixteenth of the room for experts at most, and what all of them leave."""
+"""It takes what all experts leave, or a sixteenth of their room where not all of them fit."""
 
 
 class Context(NamedTuple):
@@ -391,6 +395,7 @@ def default_context(
     reserve_bytes: int,
     slot_bytes: int,
     num_experts: int,
+    embedding_bytes: int,
     step_bytes: int,
 ) -> Context:
     """The context where none is asked for.
@@ -399,6 +404,7 @@ def default_context(
         known: positions that the model knows, if it says so.
         reserve_bytes: of `tokens_to_plan_for` no number.
         slot_bytes: of each of ``num_experts``.
+        embedding_bytes: of the dense ones, which stay in their files where not all experts fit.
         step_bytes: of `context_step_bytes`.
     """
     least = DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
@@ -406,11 +412,12 @@ def default_context(
         return Context(least, "as the model names no length")
     if least == known:
         return Context(least, "all that the model knows")
-    room = max(0, budget_bytes - dense_bytes - reserve_bytes)
+    room = budget_bytes - dense_bytes - reserve_bytes
     beside = room - num_experts * slot_bytes
-    more = max(beside, room // CONTEXT_SHARE) // step_bytes * CONTEXT_STEP
+    spare = beside if beside >= 0 else max(0, room + embedding_bytes) // CONTEXT_SHARE
+    more = spare // step_bytes * CONTEXT_STEP
     if least + more >= known:
         return Context(known, "all that the model knows")
-    if more * step_bytes <= beside * CONTEXT_STEP:
+    if beside >= 0:
         return Context(least + more, f"of the model's {known}, what all experts leave")
     return Context(least + more, f"of the model's {known}, the rest of memory is for experts")

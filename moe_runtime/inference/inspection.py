@@ -69,6 +69,7 @@ class CheckpointSummary:
     expert_dtype: str
     bits_per_weight: float
     dense_bytes: int
+    embedding_bytes: int
     expert_bytes: int
     bytes_per_expert: int
     slot_bytes: int
@@ -83,7 +84,8 @@ class CheckpointSummary:
     @property
     def smallest_budget_bytes(self) -> int:
         """The smallest host budget with which the model runs on a CPU."""
-        return smallest_budget(self.dense_bytes, self.reserve_bytes, self.slot_bytes)
+        least_bytes = self.dense_bytes - self.embedding_bytes
+        return smallest_budget(least_bytes, self.reserve_bytes, self.slot_bytes)
 
     def tokens_for(self, budget_bytes: int) -> int:
         """Tokens up to ``max_tokens`` that a host budget suffices for; 0 where it never does."""
@@ -101,6 +103,7 @@ class CheckpointSummary:
             reserve_bytes=self.reserve_bytes,
             slot_bytes=self.slot_bytes,
             num_experts=self.total_experts,
+            embedding_bytes=self.embedding_bytes,
             step_bytes=self.context_step_bytes,
         )
 
@@ -124,6 +127,7 @@ class CheckpointSummary:
             slot_bytes=self.slot_bytes,
             num_experts=self.total_experts,
             max_tokens=self.max_tokens,
+            embedding_bytes=self.embedding_bytes,
         )
         return plan.num_slots
 
@@ -195,6 +199,7 @@ def _summary_of(
         expert_dtype=" and ".join(experts.type_names),
         bits_per_weight=_bits_per_weight(experts),
         dense_bytes=dense_bytes,
+        embedding_bytes=experts.embedding_bytes,
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=cached.slot_bytes,

@@ -167,6 +167,8 @@ class Controller:
     LEAST_STALL = 0.1
     """Share of a step that must be waiting for a trial: not all of it can be saved, and predicting
     and reading early take some hundredths of a step."""
+    LEAST_STALL_S = 2e-3
+    """Seconds of a step that must be waiting: of shorter waits predicting takes what it saves."""
     HOPELESS = 1.1  # So many times slower is no accident, even of a few steps
     STEPS_ON = 256
     STEPS_OFF = 64
@@ -207,7 +209,7 @@ class Controller:
             return
         stall_s = sum(cost.stall_s for cost in self._recent)
         share = stall_s / sum(cost.seconds for cost in self._recent)
-        if share >= self.LEAST_STALL:
+        if share >= self.LEAST_STALL and stall_s >= self.WINDOW * self.LEAST_STALL_S:
             self._begin_trial()
         elif not self.num_trials:
             self.verdict = f"off: steps wait {share:.1%} of their time, too little to save"

@@ -167,7 +167,7 @@ def test_omitted_it_is_what_the_model_knows() -> None:
 
 
 def test_more_context_comes_from_what_experts_leave(tmp_path: Path) -> None:
-    """At most a sixteenth of their room, and all that they cannot fill; inspect says the same."""
+    """What they all leave, or a sixteenth of their room; inspect says the same."""
     (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
     sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}
     folder = save(tiny_model(dataclasses.replace(family, config=sizes)), tmp_path, sharded=False)

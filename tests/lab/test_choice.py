@@ -89,24 +89,28 @@ def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept() -> None:
 def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "KEPT_STEPS", 6)
     monkeypatch.setattr(recent, "FILE_STEPS", 6)
-    monkeypatch.setattr(recent, "PERIOD", 100)
     record(4)
     record(4, first_expert=3)
     kept = kept_routing()
     assert kept.expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
     assert kept.token_request.tolist() == [0, 0, 0, 1, 1, 1]
     record(20)
-    # looked at are the first six passes, and of each hundred the first ones
-    monkeypatch.setattr(recent, "PERIOD", 10)
-    monkeypatch.setattr(recent, "BURST", 2)
-    record(24)  # passes 1 to 6, 10, 11, 20, 21, of which the first is a prompt
-    assert [t % 8 for t in (4, 5, 9, 10, 19, 20)] == kept_routing().expert_ids[:, 0, 0].tolist()
-    assert kept_routing().token_position.tolist() == [4, 5, 9, 10, 19, 20]
     monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
     monkeypatch.setattr(recent, "FILE_TOKENS", 8)
     recording = RecentRouting(MODEL, CHECKPOINT)
     take_steps(recording, 6, num_sequences=3)
     assert [step.num_tokens for step in recording._steps] == [3, 3]
+
+
+def test_listening_takes_a_hundredth_of_the_time_behind_the_first_burst() -> None:
+    now_s = 0.0
+    recording = RecentRouting(MODEL, CHECKPOINT, clock=lambda: now_s)
+    bursts_s = 2 * recent.BURST * MODEL.num_layers * recent.LAYER_S
+    assert [recording.wants_step() for _ in range(200)] == [k < recent.BURST for k in range(200)]
+    now_s = 99 * bursts_s
+    assert not recording.wants_step()
+    now_s = 101 * bursts_s
+    assert sum(recording.wants_step() for _ in range(200)) == recent.BURST
 
 
 def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

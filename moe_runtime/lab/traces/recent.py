@@ -24,9 +24,11 @@ KEPT_STEPS, KEPT_TOKENS = 512, 4096
 """Decode steps and tokens that a run keeps in memory at most, the latest ones."""
 FILE_STEPS, FILE_TOKENS = 12288, 12288
 """The same of the file, which holds those of many runs; the latest step is kept in any case."""
-PERIOD, BURST = 1024, 64
-"""Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
-listening to the layers takes time of theirs."""
+BURST = 64
+"""Passes that are looked at one after another: the first ones of a run, and later ones while all
+take at most ``MOST_SHARE`` of its time."""
+MOST_SHARE, LAYER_S = 0.01, 2e-5
+"""``LAYER_S`` is what listening to a layer takes on a processor of two cores."""
 WRITE_EVERY_S = 300.0
 """Seconds between two writes of a run."""
 _MAX_BYTES = 256 << 20
@@ -79,10 +81,10 @@ class RecentRouting:
         self._signature = signature
         self._path = recent_path(signature, checkpoint)
         self._clock = clock
-        self._written_s = clock()
+        self._begun_s = self._written_s = clock()
         self._requests = 0
         self._running = 0
-        self._num_passes = 0
+        self._num_seen = 0  # passes that were looked at
         self._before: list[Trace] | None = None  # what earlier runs kept, once it was read
         self._steps: deque[Trace] = deque()
         # of each step what its layers said, until it is written
@@ -93,10 +95,15 @@ class RecentRouting:
     def wants_step(self) -> bool:
         """Whether the pass that begins is looked at."""
         self._rows = None
-        self._num_passes += 1
-        if self._clock() - self._written_s >= WRITE_EVERY_S:
+        now_s = self._clock()
+        if now_s - self._written_s >= WRITE_EVERY_S:
             self._write()
-        return self._num_passes <= KEPT_STEPS or self._num_passes % PERIOD < BURST
+        burst_s = (self._num_seen + BURST) * self._signature.num_layers * LAYER_S
+        is_free = self._num_seen < BURST or self._num_seen % BURST > 0
+        if is_free or burst_s <= MOST_SHARE * (now_s - self._begun_s):
+            self._num_seen += 1
+            return True
+        return False
 
     def hold(self) -> None:
         """Nothing is held: of several runs at once the last one's routing is kept."""

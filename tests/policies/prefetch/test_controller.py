@@ -40,6 +40,8 @@ def test_nothing_is_tried_where_nothing_is_waited_for() -> None:
     assert not any(run(controller, 500, on=0.5, stall=0.01))
     assert controller.num_trials == 0
     assert "too little to save" in controller.verdict
+    # nor where steps are so short that predicting takes what waits take
+    assert not any(run(controller, 500, off=3e-3, on=2e-3))
 
 
 def test_what_costs_clearly_is_stopped_after_one_block() -> None:
