@@ -1,76 +1,90 @@
-"""The ranks of ``bench dispatch`` on this machine: this process is the first, its children follow.
+"""The ranks of ``bench dispatch`` here: this process is the first one, its children follow."""
 
-They meet in a file before torch makes their group, so that a rank that ended is named at once.
-"""
-
-import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    FileStore,  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
 )
 
-from moe_runtime.benchmarks.cases.dispatch import DispatchBenchPlan, ExchangeShape, measure_dispatch
-from moe_runtime.benchmarks.suite.memory_cap import INTERRUPTIONS, interruptions_held
+from moe_runtime.benchmarks.cases.dispatch import DispatchBenchPlan, measure_dispatch
+from moe_runtime.benchmarks.suite.memory_cap import interruptions_held
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.errors import RankFailureError
 
-_JOINING_S, _LEAVING_S = 120.0, 10.0
-_POLL_S, _SEEN_S = 0.01, 0.5
+_JOINING_S, _LEAVING_S, _SEEN_S = 120.0, 10.0, 0.5
 # A rank may compute long between two exchanges; one that ended breaks them at once.
 _EXCHANGES = timedelta(hours=6)
+Follow = Callable[[int, DispatchBenchPlan, int, str], None]
+
+
+def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> None:
+    """What a child does, after the first rank: it joins, and does what that one says."""
+    meet(number + 1, num_ranks, store, lambda: None)
+    measure_dispatch(plan, Rules(judged=()), {})
+    os._exit(0)  # threads of gloo abort an ordinary exit now and then
 
 
 @contextmanager
 def ranks_here(
-    plan: DispatchBenchPlan, num_ranks: int, store: str, *, limit_s: float = _JOINING_S
+    plan: DispatchBenchPlan, num_ranks: int, store: str, follow: Follow = follow
 ) -> Iterator[None]:
-    """A default group of this process, the first rank, and others that follow within the block."""
-    others: list[subprocess.Popen[bytes]] = []
+    """A default group of this process, the first rank, and others that follow within the block.
 
-    def find_ended() -> list[int]:
-        return [rank for rank, one in enumerate(others, 1) if one.poll() is not None]
+    Raises:
+        RankFailureError: a rank ended; the message has the last line of what it said.
+    """
+    with interruptions_held():  # children keep them held: this process ends them
+        others = start_processes(follow, (plan, num_ranks, store), num_ranks - 1, join=False)
+    assert others is not None
+    children: list[Any] = others.processes
+
+    def ended(number: int, why: str) -> RankFailureError:
+        said = f"rank {number + 1} of {num_ranks} ended: {why}"
+        return RankFailureError(said, ranks=(number + 1,))
+
+    def require_alive(timeout_s: float = 0.0) -> None:
+        try:
+            others.join(timeout_s)
+        except ProcessRaisedException as error:
+            raise ended(error.error_index, str(error).strip().splitlines()[-1]) from None
+        except ProcessExitedException as error:
+            raise ended(error.error_index, f"exit code {error.exit_code}") from None
 
     try:
-        for rank in range(1, num_ranks):
-            # What is started is in the list, whenever Ctrl-C comes.
-            with interruptions_held():
-                others.append(_start(plan, rank, num_ranks, store))
+        meet(0, num_ranks, store, require_alive)
         try:
-            join(0, num_ranks, store, limit_s, find_ended)
             yield
-        except (RuntimeError, RankFailureError) as error:
-            if reason := why_ended(num_ranks, store, find_ended):
-                raise reason from error
+        except RuntimeError:
+            # Torch notices a closed connection before the kernel says that the process has ended.
+            require_alive(_SEEN_S)
             raise
-        dist.destroy_process_group()
-        for one in others:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.wait(_LEAVING_S)
+        for one in children:
+            one.join(_LEAVING_S)
     finally:
         with interruptions_held():
-            for one in others:
+            for one in children:
                 one.kill()
-                one.wait()
+                one.join()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join(
-    rank: int, num_ranks: int, store: str, limit_s: float, find_ended: Callable[[], Sequence[int]]
+def meet(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    require_alive: Callable[[], None],
+    limit_s: float = _JOINING_S,
 ) -> None:
     """Waits for all ranks, then makes the default group; this process computes with one thread."""
     torch.set_num_threads(1)
@@ -78,84 +92,14 @@ def join(
     meeting.set(f"rank {rank}", "here")
     deadline = time.monotonic() + limit_s
     while missing := [one for one in range(num_ranks) if not meeting.check([f"rank {one}"])]:
-        ended = [one for one in find_ended() if one in missing]
-        if ended or time.monotonic() > deadline:
-            late = f"did not join within {limit_s:g} s"
-            raise RankFailureError(
-                f"{_names(ended or missing)} of {num_ranks} "
-                + ("ended before the group was made" if ended else late),
-                ranks=tuple(ended or missing),
-            )
-        time.sleep(_POLL_S)
-    group_store = PrefixStore("group", meeting)
-    dist.init_process_group(
-        "gloo", store=group_store, rank=rank, world_size=num_ranks, timeout=_EXCHANGES
-    )
-
-
-def why_ended(
-    num_ranks: int, store: str, find_ended: Callable[[], Sequence[int]]
-) -> RankFailureError | None:
-    """Names the ranks that ended, with the last line of the first one; None where none has."""
-    deadline = time.monotonic() + _SEEN_S
-    # Torch notices a closed connection before the kernel says that the process has ended.
-    while not (ended := find_ended()):
+        require_alive()
         if time.monotonic() > deadline:
-            return None
-        time.sleep(_POLL_S)
-    said = _log(store, ended[0]).read_text(encoding="utf-8", errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-    return RankFailureError(f"{_names(ended)} of {num_ranks} ended: {last}", ranks=tuple(ended))
-
-
-def follow(rank: int, num_ranks: int, store: str) -> None:
-    """What a child does: it reads its plan, joins, and does what the first rank says."""
-    # The first rank held them back when it started this process.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
-    said = json.load(sys.stdin)
-    shapes = [ExchangeShape(**shape) for shape in said["shapes"]]
-    first = said["first"]
-    join(rank, num_ranks, store, _JOINING_S, lambda: [0] if os.getppid() != first else [])
-    plan = DispatchBenchPlan(shapes=shapes, rounds=said["rounds"])
-    measure_dispatch(plan, Rules(judged=()), {})
-    dist.destroy_process_group()
-
-
-def _start(
-    plan: DispatchBenchPlan, rank: int, num_ranks: int, store: str
-) -> subprocess.Popen[bytes]:
-    words = [
-        "-P",
-        "-m",
-        "moe_runtime.benchmarks.cases.dispatch_ranks",
-        str(rank),
-        str(num_ranks),
-        store,
-    ]
-    with _log(store, rank).open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    shapes = [asdict(shape) for shape in plan.shapes]
-    asked = {"shapes": shapes, "rounds": plan.rounds, "first": os.getpid()}
-    assert child.stdin is not None
-    # One that has ended already is found when it does not join.
-    with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
-        stdin.write(json.dumps(asked).encode())
-    return child
-
-
-def _log(store: str, rank: int) -> Path:
-    return Path(f"{store}-rank-{rank}.log")
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-if __name__ == "__main__":
-    follow(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+            names = ", ".join(map(str, missing))
+            raise RankFailureError(
+                f"of {num_ranks} ranks {names} did not join within {limit_s:g} s",
+                ranks=tuple(missing),
+            )
+        time.sleep(0.01)
+    dist.init_process_group(
+        "gloo", store=meeting, rank=rank, world_size=num_ranks, timeout=_EXCHANGES
+    )

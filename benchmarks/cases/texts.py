@@ -6,8 +6,12 @@ after each: one that differs in more than the share agreed on gets no numbers. (
 that sum in another order sometimes disagree on two almost equal logits.)
 """
 
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
@@ -121,7 +125,10 @@ class TextSystem(BenchSystem):
     def repeat(self) -> Mapping[str, Number]:
         """Runs the peer once: it reads the first text untimed, then all of them."""
         plan = self._plan
-        with started(self.program, plan.timeout_s) as process:
+        with (
+            _as_taught(self.program, plan) as program,
+            started(program, plan.timeout_s) as process,
+        ):
             begun = process.ask("start", settings=self.program.settings)
             self.versions = begun["versions"]
             loaded = process.ask("load")
@@ -155,6 +162,18 @@ class TextSystem(BenchSystem):
                 f"{self.equal} of {self.compared} likeliest tokens equal moe_runtime's, expected "
                 f"{self._plan.agreement:.0%}; its times would be those of other work"
             )
+
+
+@contextmanager
+def _as_taught(program: PeerProgram, plan: TextPlan) -> Iterator[PeerProgram]:
+    """With recorded routing a repetition begins with what was taught, and nothing of the last."""
+    if plan.routing is None or program.cache is None:
+        yield program
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "cache"
+        shutil.copytree(program.cache, cache)
+        yield replace(program, cache=cache)
 
 
 def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Ids]:

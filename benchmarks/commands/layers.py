@@ -17,7 +17,7 @@ from moe_runtime.benchmarks.cases.layer_shapes import (
     TRAINING_SHAPES,
     LayerSizes,
 )
-from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, case
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
 from moe_runtime.cli import options
 from moe_runtime.cli.console import quiet_transformers
 from moe_runtime.config import parse_budget, require_known
@@ -42,7 +42,6 @@ OLDER = {
 }
 Model = Annotated[str | None, typer.Argument(metavar="MODEL")]
 Shape = Annotated[str | None, typer.Option(callback=options.named("shape", lambda: LAYER_SHAPES))]
-_QUICK = "Fewer and shorter calls, about a minute."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +63,8 @@ class Calls:
     threads: Threads = None
 
 
-@case(quick=_QUICK)
 def bench_experts(
-    run: CaseRun,
+    run: TimedRun,
     asked: Calls,
     model: Model = None,
     peer: Annotated[
@@ -145,8 +143,7 @@ def bench_experts(
     run.measure(measure, plan, settings, judged, peers, unasked=experts.PEERS)
 
 
-@case(quick=_QUICK)
-def bench_layer(run: CaseRun, asked: Calls, model: Model = None) -> None:
+def bench_layer(run: TimedRun, asked: Calls, model: Model = None) -> None:
     """Time `MoELayer` on the CPU, routing included, beside transformers' eager and grouped_mm.
 
     The formula is that of Qwen3-MoE, with the sizes of MODEL's first layer of experts or of a known
@@ -167,8 +164,7 @@ def bench_layer(run: CaseRun, asked: Calls, model: Model = None) -> None:
     run.measure(measure_layer, plan, settings, plan.metrics(), unasked=PEERS)
 
 
-@case(quick=_QUICK)
-def bench_ops(run: CaseRun, asked: Calls) -> None:
+def bench_ops(run: TimedRun, asked: Calls) -> None:
     """Time each op of a layer of experts on the CPU: sorting, products, combining, the whole.
 
     Weights are random. An op whose result differs from its reference's gets no numbers; two files
@@ -197,9 +193,8 @@ def bench_ops(run: CaseRun, asked: Calls) -> None:
     run.measure(measure_ops, plan, settings, plan.metrics())
 
 
-@case(quick=_QUICK)
 def bench_training(
-    run: CaseRun,
+    run: TimedRun,
     model: Model = None,
     shape: Annotated[
         str | None, typer.Option(callback=options.named("shape", lambda: TRAINING_SHAPES))

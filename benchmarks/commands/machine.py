@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, case, say_repetition
+from moe_runtime.benchmarks.commands.shared import CaseRun, QuickRun, TimedRun, say_repetition
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import ConfigFile
 from moe_runtime.cli.console import fetch_model, quiet_transformers, say_line
@@ -32,9 +32,8 @@ _REPEATED_S = 120.0
 """Seconds after which no repetition begins that a results file is to have."""
 
 
-@case(quick="Fewer experts, half a minute at most.", seconds=(120, 30))
 def bench_io(
-    run: CaseRun,
+    run: TimedRun,
     model: options.Model,
     experts: options.Count | None = None,
     in_flight: Annotated[int, typer.Option(min=1, max=256)] = 4,
@@ -66,9 +65,8 @@ def bench_io(
     run.measure(measure_reads, plan, settings, ["bytes_per_s"], **shown)
 
 
-@case(quick="Fewer rounds, about a minute.")
 def bench_dispatch(
-    run: CaseRun,
+    run: TimedRun,
     ranks: Annotated[int, typer.Option(min=2, max=64)] = 2,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 20)] = 2048,
     dim: Annotated[int, typer.Option(min=1, max=1 << 16)] = 1024,
@@ -131,7 +129,6 @@ def _names(what: str, text: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-@case(seconds=None)
 def bench_kernels(
     run: CaseRun,
     tune: bool = False,
@@ -204,9 +201,8 @@ def median_seconds(call: Callable[[], Any]) -> float:
     return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
-@case(quick="One seed, a tenth of the steps.", seconds=None)
 def bench_ablation(
-    run: CaseRun,
+    run: QuickRun,
     config_file: ConfigFile,
     vary: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE[,VALUE...]")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=1000)] | None = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, case, say_repetition
+from moe_runtime.benchmarks.commands.shared import QuickRun, say_repetition
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers
 from moe_runtime.cli.prompts import read_text
@@ -36,9 +36,8 @@ class QualityLoading(options.Loading):
     __doc__ = options.Loading.__doc__
 
 
-@case(quick=f"The first {_QUICK_CHUNKS} chunks of the text.", seconds=None)
 def bench_quality(
-    run: CaseRun,
+    run: QuickRun,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...")],
     text: Path,
     loading: QualityLoading,

@@ -1,16 +1,16 @@
 """What all commands of ``bench`` have in common: options, the run, its end, and tables.
 
-A command is a function with ``@case``, which gives it the options of all cases and a `CaseRun`.
+A command takes one of the runs here, which has the options of all cases.
 """
 
-import inspect
 import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.runner import Rules
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
-_OUTPUT_HELP = "Write everything measured to this file."
-Output = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT_HELP)]
-Precision = Annotated[
-    float,
-    typer.Option(
-        min=0.0001,
-        max=1.0,
-        help="Half of the 95 % confidence interval that is narrow enough, as a share of the mean.",
-    ),
-]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=4096, help="Threads of every system; all when omitted.")
 ]
@@ -52,26 +41,22 @@ def cap_bytes(cap: str | None) -> int | None:
     return limit
 
 
+@dataclass(kw_only=True)
 class CaseRun:
-    """One run of a case: the options that all cases have, and how it ends."""
+    """One run of a case, and how it ends.
 
-    def __init__(
-        self,
-        ctx: typer.Context,
-        *,
-        seconds: tuple[float, float],
-        output: Path | None,
-        as_json: bool,
-        max_s: float | None = None,
-        precision: float = 0.05,
-        quick: bool = False,
-    ) -> None:
-        self.ctx, self.quick, self.output = ctx, quick, output
-        self.session: Session = ctx.obj
-        self.as_json, self._precision = as_json, precision
-        self._max_s = max_s or seconds[quick]
-        self._facts: dict[str, Any] = {}
+    Args:
+        output: Write everything measured to this file.
+    """
+
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
+    as_json: options.Json = False
+
+    def check(self, ctx: typer.Context) -> None:
+        """Begins the run."""
+        self.ctx, self.session = ctx, cast(Session, ctx.obj)
         self.stop: StopRequest | None = None
+        self._facts: dict[str, Any] = {}
 
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
         """Refuses to replace the file of a peer, or of the model that it is given."""
@@ -81,22 +66,6 @@ class CaseRun:
             models = [Path(one.settings["model"]) for one in peers if one.settings.get("model")]
             read = [file for model in models for file in files_under(model)]
             require_not_read(self.output, "results", [*(one.file for one in peers), *read])
-
-    @contextmanager
-    def rules(self, *judged: str) -> Iterator["Rules"]:
-        """Rules of a measurement, which a signal stops within the block."""
-        from moe_runtime.benchmarks.suite.runner import Rules
-
-        self._facts = {"precision": self._precision, "max_s": self._max_s}
-        with self.stopping() as stop:
-            yield Rules(
-                judged=judged,
-                precision=self._precision,
-                max_s=self._max_s,
-                clock=time.monotonic,
-                on_repetition=say_repetition,
-                is_stopping=lambda: stop.is_set,
-            )
 
     @contextmanager
     def stopping(self) -> Iterator[StopRequest]:
@@ -130,6 +99,56 @@ class CaseRun:
             say_line(f"error: {', '.join(asked)}: asked for, and without numbers; exit code 1")
             raise typer.Exit(1)
 
+    def exit_if_stopped(self) -> None:
+        """Ends the command with the exit code of a signal, if one came."""
+        if self.stop is not None and self.stop.is_set:
+            raise typer.Exit(self.stop.exit_code)
+
+
+@dataclass(kw_only=True)
+class QuickRun(CaseRun):
+    """As `CaseRun`.
+
+    Args:
+        quick: A first look: less of everything, in a minute or so.
+        output: Write everything measured to this file.
+    """
+
+    quick: bool = False
+
+
+@dataclass(kw_only=True)
+class TimedRun(QuickRun):
+    """A run that repeats what it measures until the means are certain.
+
+    Args:
+        max_s: Seconds after which no repetition begins. [300; quick: 60]
+        precision: Half of the 95 % confidence interval that is narrow enough, as a share of the
+            mean.
+        quick: A first look: less of everything, in a minute or so.
+        output: Write everything measured to this file.
+    """
+
+    max_s: Annotated[float | None, typer.Option("--time", min=1.0)] = None
+    precision: Annotated[float, typer.Option(min=0.0001, max=1.0)] = 0.05
+
+    @contextmanager
+    def rules(self, *judged: str) -> Iterator["Rules"]:
+        """Rules of a measurement, which a signal stops within the block."""
+        from moe_runtime.benchmarks.suite.runner import Rules
+
+        max_s = self.max_s or (60.0 if self.quick else 300.0)
+        self._facts = {"precision": self.precision, "max_s": max_s}
+        with self.stopping() as stop:
+            yield Rules(
+                judged=judged,
+                precision=self.precision,
+                max_s=max_s,
+                clock=time.monotonic,
+                on_repetition=say_repetition,
+                is_stopping=lambda: stop.is_set,
+            )
+
     def measure(
         self,
         case: Callable[..., dict[str, Any]],
@@ -143,51 +162,6 @@ class CaseRun:
         with self.rules(*judged) as rules:
             results = case(plan, rules, settings, *more)
         self.end(results, **shown)
-
-    def exit_if_stopped(self) -> None:
-        """Ends the command with the exit code of a signal, if one came."""
-        if self.stop is not None and self.stop.is_set:
-            raise typer.Exit(self.stop.exit_code)
-
-
-def case(
-    *,
-    quick: str | None = None,
-    seconds: tuple[int, int] | None = (300, 60),
-    output: str = _OUTPUT_HELP,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function: adds the options that all cases have, and a `CaseRun`."""
-    kinds: dict[str, tuple[Any, Any]] = {}
-    if seconds is not None:
-        words = f"Seconds after which no repetition begins. [{seconds[0]}; quick: {seconds[1]}]"
-        kinds["max_s"] = Annotated[float | None, typer.Option("--time", min=1.0, help=words)], None
-        kinds["precision"] = Precision, 0.05
-    if quick is not None:
-        kinds["quick"] = Annotated[bool, typer.Option("--quick", help=quick)], False
-    kinds["output"] = (Annotated[Path | None, typer.Option("--output", "-o", help=output)], None)
-    kinds["as_json"] = options.Json, False
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        def command(ctx: typer.Context, **given: Any) -> None:
-            common = {name: given.pop(name) for name in kinds}
-            function(CaseRun(ctx, seconds=seconds or (0, 0), **common), **given)
-
-        parameters = [inspect.Parameter("ctx", _BY_NAME, annotation=typer.Context)]
-        own = [*inspect.signature(function).parameters.values()][1:]
-        parameters += (one.replace(kind=_BY_NAME) for one in own)
-        parameters += (
-            inspect.Parameter(name, _BY_NAME, default=default, annotation=kind)
-            for name, (kind, default) in kinds.items()
-        )
-        for name, value in (
-            *(("__name__", function.__name__), ("__doc__", function.__doc__)),
-            ("__signature__", inspect.Signature(parameters)),
-            ("__annotations__", {one.name: one.annotation for one in parameters}),
-        ):
-            setattr(command, name, value)
-        return command
-
-    return decorate
 
 
 def say_repetition(name: str, number: int) -> None:

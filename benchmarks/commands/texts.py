@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, Threads, cap_bytes, case
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun, cap_bytes
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
     from moe_runtime.benchmarks.cases.texts import Ids
     from moe_runtime.benchmarks.suite.peers import PeerProgram
-    from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
-    from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+    from moe_runtime.benchmarks.synthetic.shape_checkpoint import Shape
 
 _START_S = 300.0
 """A peer may compile what it needs when it is first imported."""
@@ -97,8 +96,7 @@ class TextOptions:
     config: options.Config = None
 
 
-@case(quick="Fewer and shorter prompts, about a minute.")
-def bench_latency(run: CaseRun, asked: TextOptions) -> None:
+def bench_latency(run: TimedRun, asked: TextOptions) -> None:
     """Time one sequence at a time: the first token, each further one, memory and bytes read.
 
     Every repetition is a process of its own, systems in turn, until the means are certain to
@@ -109,9 +107,8 @@ def bench_latency(run: CaseRun, asked: TextOptions) -> None:
     _measure(run, asked, "latency", 1, 2 if run.quick else 4)
 
 
-@case(quick="One batch and fewer tokens, about a minute.")
 def bench_throughput(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
     batches: options.Count | None = None,
@@ -130,7 +127,7 @@ def bench_throughput(
 
 
 def _measure(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     case_name: str,
     batch: int,
@@ -232,7 +229,7 @@ def _words(program: "PeerProgram") -> list[str]:
 
 
 def refuse_unrouted(
-    run: CaseRun,
+    run: TimedRun,
     asked: TextOptions,
     peers: "Sequence[PeerProgram]",
     place: "ChosenDevice",
@@ -315,18 +312,28 @@ class AskedModel(NamedTuple):
         """What is kept between runs: a network that was taught is for those that ask for it."""
         return self.cache / "taught" if "taught" in _words(program) else self.cache
 
+    def _settings_of(self, program: "PeerProgram") -> dict[str, Any]:
+        """Those of a peer: `trained` is what `auto` finds in the cache that was taught, and one
+        that reads GGUF files alone, and was given none, is given that of the shape."""
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS
+
+        if "trained" in _words(program):
+            return program.settings | {"predictor": "auto"}
+        lacks_file = program.settings["model"] == self.path
+        if self.gguf and program.file.stem in GGUF_PEERS and lacks_file:
+            return program.settings | {"model": str(self.gguf)}
+        return program.settings
+
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
-        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
+        """Peers with their caches and files."""
+        from moe_runtime.benchmarks.suite.peers import OURS
 
         return [
             replace(
                 one,
                 failure=self.failures.get(one.name),
                 cache=self._cache_of(one) if one.file.stem == OURS else None,
-                settings=one.settings | {"model": str(self.gguf)}
-                if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
-                else one.settings,
+                settings=self._settings_of(one),
             )
             for one in programs
         ]
@@ -351,6 +358,7 @@ def asked_model(
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
         from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
         from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
+        from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
         from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
             shape_checkpoint,
             shapes_folder,
@@ -360,7 +368,10 @@ def asked_model(
         require_takes_shapes(peers)
         require_not_read(output, "results", files_under(shapes_folder() / shape.name))
         (cache / "settings").mkdir()
-        write_settings(shape, cache / "settings")
+        if isinstance(shape, ModelShape):
+            write_settings(shape, cache / "settings")
+        else:
+            shape.write_settings(cache / "settings")
         ids = read_ids(str(cache / "settings"))
         failures = {one.name: _why_unable(one) for one in peers}
         is_gguf = isinstance(shape, GgufShape)
@@ -382,7 +393,7 @@ def asked_model(
             yield AskedModel(str(path), ids, cache, facts, failures, gguf)
 
 
-def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
+def _shape_of(name: str, layers: int | None) -> "Shape":
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.benchmarks.commands.shared import CaseRun, case
+from moe_runtime.benchmarks.commands.shared import TimedRun
 from moe_runtime.cli.commands.place import (
     Align,
     Fit,
@@ -61,9 +61,8 @@ _QUICK_PREDICTORS = ("popularity", "token-identity", "layer-affinity")
 _TIMED = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time", "capacity")
 
 
-@case(quick="Three of them, half a minute.", seconds=(120, 30))
 def bench_policies(
-    run: CaseRun,
+    run: TimedRun,
     trace: TraceFile,
     policy: str | None = None,
     capacity: str | None = None,
@@ -160,9 +159,8 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in policy.split(",")))
 
 
-@case(quick="Three of them, half a minute.", seconds=(120, 30))
 def bench_predictors(
-    run: CaseRun,
+    run: TimedRun,
     traces: Traces = None,
     predictor: Names = None,
     train: Path | None = None,
@@ -272,9 +270,8 @@ def _in_words(machine: "Machine") -> str:
     )
 
 
-@case(quick="Without the algorithms that search, half a minute.")
 def bench_placements(
-    run: CaseRun,
+    run: TimedRun,
     trace: TraceFile,
     gpus: Gpus,
     nodes: Nodes = 1,

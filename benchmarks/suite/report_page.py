@@ -20,6 +20,8 @@ _HOW_DRAWN = (
     "Bars: mean of the repetitions with its 95 % interval, where a repetition of several values "
     "counts with their median; dots: p50, p90 and p99 of all values."
 )
+_BOUNDS = {"bound_s": "|", "optimum_bound_s": "x"}
+"""Marks in bars of ``step_s``: no run that reads as much, or as the optimum does, is quicker."""
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
 
@@ -85,7 +87,13 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
     sections: dict[str, Section] = {}
     for found in judged:
         anchor = _anchor(f"{found[0].case}-{found[0].metric}", sections)
-        sections[anchor] = _metric_section(anchor, found, has_plots)
+        bounds = [
+            row
+            for row in rows
+            if found[0].metric == "step_s" and row.metric in _BOUNDS
+            if (row.case, row.work) == found[0].group[:2]
+        ]
+        sections[anchor] = _metric_section(anchor, found, has_plots, bounds)
     num_interrupted = sum(results["ended"] == "interrupted" for _, results in named)
     cpus = {str(results["machine"].get("cpu")) for _, results in named}
     return Page(
@@ -143,7 +151,9 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
 
 
-def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> Section:
+def _metric_section(
+    anchor: str, rows: Sequence[ResultRow], has_plot: bool, bounds: Sequence[ResultRow]
+) -> Section:
     first = rows[0]
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
@@ -158,14 +168,14 @@ def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> S
             + (", the best of them." if len(rows) > 1 else ".")
         ),
         how=_HOW_DRAWN if has_plot else "",
-        figure=draw_metric(rows) if has_plot else None,
+        figure=draw_metric(rows, bounds) if has_plot else None,
         alt=f"Bars of {name}, one for each system; the table has the numbers.",
         table=Table(header=["system", *_HEADER], rows=[[row.label, *row.cells()] for row in rows]),
     )
 
 
-def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
-    """A bar for each row, with its interval and its percentiles."""
+def draw_metric(rows: Sequence[ResultRow], bounds: Sequence[ResultRow] = ()) -> "Figure":
+    """A bar for each row, with its interval, its percentiles, and bounds of its system."""
     scale, unit = rows[0].scale
     with chart(1.0 + 0.55 * len(rows)) as (figure, axes):
         for place, row in enumerate(rows):
@@ -176,6 +186,15 @@ def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
                 axes.plot(ends, [place, place], color=INK, linewidth=1.4)
             spread = [found[part] * scale for part in ("p50", "p90", "p99")]
             axes.plot(spread, [place] * 3, "o", color=INK, markeredgecolor=SURFACE, markersize=5)
+        for name, marker in _BOUNDS.items():
+            of_system = {
+                row.label: row.summary["mean"] * scale for row in bounds if row.metric == name
+            }
+            places = [place for place, row in enumerate(rows) if row.label in of_system]
+            found = [of_system[rows[place].label] for place in places]
+            axes.plot(found, places, marker, color=INK, markersize=13, label=name)
+        if bounds:
+            axes.legend()
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")

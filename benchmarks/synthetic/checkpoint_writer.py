@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -27,23 +27,9 @@ from moe_runtime.benchmarks.synthetic.model_shapes import (
     StoredPart,
     TensorPlan,
 )
-from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.benchmarks.synthetic.texts import write_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
-
-
-class OwnShape(Protocol):
-    """A shape that writes its files itself."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-    def write(self, folder: Path) -> None: ...
-    def write_settings(self, folder: Path) -> None: ...
-    def is_complete(self, folder: Path) -> bool: ...
 
 
 def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
@@ -95,32 +81,23 @@ def _fp8() -> Callable[[Any], tuple[Any, Any]]:
 
 
 def _mxfp4(values: Any) -> tuple[Any, Any]:
-    """As the microscaling formats have it: the exponent of a group's largest number, less two."""
-    import torch
+    from moe_runtime.kernels.quantized import WeightFormat
+    from moe_runtime.kernels.quantized.rounding import quantize
 
-    groups = values.unflatten(-1, (-1, MXFP4_GROUP))
-    exponents = torch.frexp(groups.abs().amax(-1)).exponent - 1 - 2
-    quarters = torch.ldexp(groups, (2 - exponents)[..., None])
-    # the middles between the eight magnitudes are whole quarters, the largest magnitude is below 8
-    middles = torch.tensor([1, 3, 5, 7, 10, 14, 20])
-    magnitudes = (torch.arange(33)[:, None] > middles).sum(1, dtype=torch.uint8)
-    codes = magnitudes[quarters.abs().ceil_().int()] + 8 * (quarters < 0).to(torch.uint8)
-    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
-    return blocks, (exponents + 127).clamp(0, 254).to(torch.uint8)
+    found = quantize(values, WeightFormat("e2m1", "e8m0", group_cols=MXFP4_GROUP))
+    return found.codes, found.scales
 
 
 def write_checkpoint(
-    shape: ModelShape | OwnShape,
+    shape: ModelShape,
     folder: Path,
     *,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     make: Callable[[TensorPlan, int], Sequence[Any]] = make_parts,
 ) -> None:
-    """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end."""
+    """Writes the checkpoint of `shape` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not isinstance(shape, ModelShape):
-        return shape.write(folder)
     shards = _split_into_shards(list(shape.tensors()), shape.shard_bytes)
     weight_map: dict[str, str] = {}
     done = 0
@@ -142,35 +119,11 @@ def write_checkpoint(
     (folder / INDEX_NAME).write_text(_as_json(index))
 
 
-def write_settings(shape: ModelShape | OwnShape, folder: Path) -> None:
+def write_settings(shape: ModelShape, folder: Path) -> None:
     """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
-    if not isinstance(shape, ModelShape):
-        return shape.write_settings(folder)
     write_tokenizer(folder, shape.vocab_size)
-    for name, content in _settings_of(shape).items():
-        (folder / name).write_text(_as_json(content))
-
-
-def is_complete(shape: ModelShape | OwnShape, folder: Path, *, seed: int = 0) -> bool:
-    """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
-    if not isinstance(shape, ModelShape):
-        return shape.is_complete(folder)
-    index, settings = folder / INDEX_NAME, _settings_of(shape)
-    if not all((folder / name).is_file() for name in (INDEX_NAME, TOKENIZER_NAME, *settings)):
-        return False
-    try:
-        if any(json.loads((folder / name).read_text()) != one for name, one in settings.items()):
-            return False
-        content = json.loads(index.read_text())
-        metadata, names = content["metadata"], set(content["weight_map"].values())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-    if metadata != {"total_size": shape.total_bytes, "seed": seed}:
-        return False
-    files = [folder / name for name in names]
-    return all(file.is_file() for file in files) and (
-        sum(file.stat().st_size for file in files) >= shape.total_bytes
-    )
+    (folder / "config.json").write_text(_as_json(shape.config()))
+    (folder / "generation_config.json").write_text(_as_json({"do_sample": False}))
 
 
 def _split_into_shards(plans: list[TensorPlan], shard_bytes: int) -> list[list[TensorPlan]]:
@@ -203,11 +156,6 @@ def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, i
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + begin for name, begin in begins.items()}
-
-
-def _settings_of(shape: ModelShape) -> dict[str, object]:
-    """Contents of files by their names."""
-    return {"config.json": shape.config(), "generation_config.json": {"do_sample": False}}
 
 
 def _as_json(content: object) -> str:

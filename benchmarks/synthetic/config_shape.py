@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.benchmarks.synthetic.texts import write_tokenizer
 from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.strict_json import check_config, parse_object
@@ -18,8 +18,6 @@ from moe_runtime.files import read_bounded
 _MAX_BYTES = 1 << 20
 _LEAST_VOCABULARY = 257
 _STEM_LENGTH = 40
-_MARK = "shape.json"
-"""Written last: what the files beside it were made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class ConfigShape:
     total_bytes: int
 
     def write(self, folder: Path) -> None:
-        """Draws the weights and writes a checkpoint, its tokenizer last but one."""
+        """Draws the weights and writes a checkpoint."""
         import torch
 
         from moe_runtime.inference.budget import available_host_bytes
@@ -48,18 +46,10 @@ class ConfigShape:
             model.save_pretrained(folder)
         write_tokenizer(folder, self.vocab_size)
         (folder / "generation_config.json").write_text('{"do_sample": false}\n')
-        (folder / _MARK).write_text(self.content)
 
     def write_settings(self, folder: Path) -> None:
         write_tokenizer(folder, self.vocab_size)
         (folder / "config.json").write_text(self.content)
-
-    def is_complete(self, folder: Path) -> bool:
-        if not all((folder / name).is_file() for name in (_MARK, TOKENIZER_NAME, "config.json")):
-            return False
-        sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
-        is_same = (folder / _MARK).read_bytes() == self.content.encode()
-        return is_same and sum(sizes) >= self.total_bytes
 
 
 def read_config_shape(path: Path) -> ConfigShape:

@@ -166,11 +166,6 @@ class GgufShape:
         settings = {"model_type": "gpt2", "n_positions": positions}
         (folder / "config.json").write_text(f"{json.dumps(settings)}\n")
 
-    def is_complete(self, folder: Path) -> bool:
-        """Whether the file is there; it gets its name when it is whole."""
-        file = folder / FILE_NAME
-        return file.is_file() and file.stat().st_size >= self.total_bytes
-
     def _dims(self) -> dict[str, Any]:
         """Sizes with those that follow: Q queries, KV keys, S values and M all of linear layers."""
         of, queries = self.sizes, self.sizes["H"] * self.sizes["d"]

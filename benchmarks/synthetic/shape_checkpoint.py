@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 import platformdirs
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
-    OwnShape,
-    is_complete,
-    write_checkpoint,
-)
-from moe_runtime.benchmarks.synthetic.gguf_files import require_copy, write_gguf
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.benchmarks.synthetic.config_shape import ConfigShape
+from moe_runtime.benchmarks.synthetic.gguf_files import GgufShape, require_copy, write_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.config import format_bytes
+from moe_runtime.digests import digest
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.files import (
     check_output_folder,
@@ -24,6 +22,7 @@ from moe_runtime.files import (
     make_folders,
     partial_name,
     remove_abandoned,
+    write_text,
 )
 from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
 
@@ -32,7 +31,11 @@ _SPARE_BYTES = 2 << 30
 _LINES = 10
 """Lines of progress of a file."""
 
+_MARK = "shape.json"
+"""Written last: what the files beside it are."""
+
 Say = Callable[[str], None]
+Shape = ModelShape | ConfigShape | GgufShape
 
 
 class ShapeFiles(NamedTuple):
@@ -48,7 +51,7 @@ def shapes_folder() -> Path:
 
 @contextmanager
 def shape_checkpoint(
-    shape: ModelShape | OwnShape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
+    shape: Shape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
 ) -> Iterator[ShapeFiles]:
     """The files of a shape, which are there within the block."""
     place = folder / shape.name
@@ -65,7 +68,7 @@ def shape_checkpoint(
         for left in (folder, *folder.iterdir()):
             if left.is_dir():
                 remove_abandoned(left)
-        num_missing = (not is_complete(shape, kept.checkpoint)) + needs_copy
+        num_missing = (not _is_complete(shape, kept.checkpoint)) + needs_copy
         _require_room(folder, num_missing * shape.total_bytes, shape.name)
         new, writing = kept, nullcontext()
         if num_missing and keep:
@@ -78,10 +81,10 @@ def shape_checkpoint(
 
 
 def _write_missing(
-    shape: ModelShape | OwnShape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
+    shape: Shape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
 ) -> ShapeFiles:
     """Writes what is not kept yet; says where each file lies now."""
-    has_checkpoint, has_gguf = is_complete(shape, kept.checkpoint), kept.gguf.is_file()
+    has_checkpoint, has_gguf = _is_complete(shape, kept.checkpoint), kept.gguf.is_file()
     files = ShapeFiles(
         (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
     )
@@ -92,12 +95,29 @@ def _write_missing(
         size = format_bytes(shape.total_bytes)
         say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
         with replace_folder(new.checkpoint) as whole:
-            write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
+            if isinstance(shape, ModelShape):
+                write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
+            else:
+                shape.write(whole)
+            write_text(whole / _MARK, _made_of(shape, whole))
     if needs_gguf and not has_gguf:
         assert isinstance(shape, ModelShape), "require_copy refuses others"
         say(f"writing the same as {new.gguf}")
         write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
     return files
+
+
+def _made_of(shape: Shape, folder: Path) -> str:
+    """The shape, and its files with their sizes; with digests where they are no weights."""
+    files = sorted(one for one in folder.glob("*") if one.is_file() and one.name != _MARK)
+    plain = [one.suffix == ".json" and digest(one.read_bytes()) for one in files]
+    sizes = [(one.name, one.stat().st_size) for one in files]
+    return repr((shape, *zip(sizes, plain, strict=True)))
+
+
+def _is_complete(shape: Shape, folder: Path) -> bool:
+    mark = folder / _MARK
+    return mark.is_file() and mark.read_text() == _made_of(shape, folder)
 
 
 def _files_in(place: Path) -> ShapeFiles:

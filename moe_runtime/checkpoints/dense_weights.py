@@ -149,8 +149,10 @@ def load_dense(
     experts: ExpertMap,
     device: torch.device,
     progress: Progress | None,
+    stored: Mapping[str, str] | None = None,
 ) -> None:
-    """Loads all weights that are not routed experts into a model on the meta device."""
+    """Loads all weights that are not routed experts into a model on the meta device; rows of those
+    ``stored``, by their entries and parameters, stay in the files."""
     reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
@@ -159,15 +161,19 @@ def load_dense(
         dtype_plan=private.dtype_plan(model, checkpoint.dtype),
         weight_mapping=cast(Any, experts.weight_mapping),
     )
-    packed = experts.packed_dense
+    packed, stored = experts.packed_dense, stored or {}
     lazy = {
         name: _LazyTensor(entry, reader)
         for name, entry in experts.dense_entries.items()
-        if name not in packed
+        if name not in packed and name not in stored
     }
     try:
         if packed:
             keep_packed(model, experts, reader, checkpoint.dtype)
+        if stored:
+            from moe_runtime.checkpoints.embedding_rows import keep_rows
+
+            keep_rows(model, experts, stored)
         info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
         reader.close()
@@ -176,7 +182,7 @@ def load_dense(
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)
-    info.missing_keys.difference_update(packed.values())
+    info.missing_keys.difference_update(packed.values(), stored.values())
     info = private.finish_loading(model, config, info)
     if info.missing_keys:
         names = sorted(info.missing_keys)
@@ -293,6 +299,10 @@ class PackedTensor(AbsentTensor):
         """`(N, K)`; asked for in every step, and so past torch's own way."""
         return torch.Size(self.matrix.shape)
 
+    def alike(self) -> PackedTensor:
+        """Another tensor of the same codes."""
+        return PackedTensor(self.matrix, self.dtype)
+
     def values(self) -> Tensor:
         if torch.compiler.is_compiling():
             return self.matrix.dequantize(self.dtype)
@@ -314,9 +324,9 @@ class PackedTensor(AbsentTensor):
         own = args[0] if args else None
         if isinstance(own, PackedTensor):
             if func in _READING_CODES:
-                return PackedTensor(own.matrix, own.dtype)
-            if func is Tensor.__deepcopy__:
-                return packed_parameter(own.matrix, own.dtype)  # codes never change
+                return own.alike()
+            if func is Tensor.__deepcopy__:  # codes never change
+                return nn.Parameter(own.alike(), requires_grad=False)
             if func in _PUTTING_VALUES:
                 given = args[1]
                 if isinstance(given, PackedTensor) and given.matrix is own.matrix:
@@ -339,8 +349,9 @@ class PackedTensor(AbsentTensor):
 def refuse_change() -> Any:
     """Says that a weight is in memory as codes only."""
     raise UnsupportedUseError(
-        "this weight is quantised in the checkpoint, or in the code of cache_code, and stays so in "
-        "memory: its values can be read and copied, but not changed, trained, shared or replaced; "
+        "this weight is quantised in the checkpoint, or in the code of cache_code, or an embedding "
+        "in its file, and stays so: its values can be read and copied, but not changed, trained, "
+        "shared or replaced; "
         "train adapters beside it, without merging them, or load bf16 with cache_code none"
     )
 

@@ -45,6 +45,10 @@ A quantised matrix is several tensors: `gate.codes`, `gate.scales` and so on."""
 _aten = torch.ops.aten
 _REARRANGEMENTS = (_aten.cat, _aten.stack, _aten.clone)
 
+LEAST_EMBEDDING_BYTES = 256 * 2**20
+"""Of an embedding whose rows stay in the file where experts want its memory: a row takes some
+0.1 ms from a disk, and smaller ones make room for few experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
@@ -270,6 +274,8 @@ class ExpertMap:
     dense_names: set[str] = field(default_factory=set)  # of these, by the model's names
     buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
     packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
+    # of the dense entries, embeddings whose rows may stay in their files, and their parameters
+    embeddings: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[private.WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)  # of experts in the files, each once
     unused: dict[str, str] = field(default_factory=dict)  # weights, by the model's names
@@ -295,6 +301,10 @@ class ExpertMap:
                     num_cols = self.packings[key.layer][matrix].num_cols
                     sizes.append(math.prod(tensor.shape[:-1]) * num_cols)
         return max(sizes, default=0)
+
+    @property
+    def embedding_bytes(self) -> int:
+        return sum(self.dense_entries[name].num_bytes for name in self.embeddings)
 
     def matrices_in(self, key: ExpertKey, slot: Tensor) -> dict[str, Any]:
         """Views of an expert's matrices and biases; the parts of quantised ones become one."""
@@ -512,6 +522,11 @@ def _convert(
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name
+                if pattern is None and entry.num_bytes >= LEAST_EMBEDDING_BYTES:
+                    from moe_runtime.checkpoints.embedding_rows import may_stay_in_file
+
+                    if may_stay_in_file(model, name, entry):
+                        experts.embeddings[entry.name] = name
             else:
                 experts.unused[name] = entry.name
             continue

@@ -209,6 +209,13 @@ _REAL = frozenset(
     | {"repetition_penalty", "length_penalty", "diversity_penalty", "penalty_alpha"}
     | {"guidance_scale", "encoder_repetition_penalty"}
 )
+# of these, what a request may ask for; the first three only where tokens are sampled
+_RANGES = {
+    "temperature": (1e-20, math.inf, "0, or at least 1e-20"),
+    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
+    "min_p": (0.0, 1.0, "from 0 to 1"),
+    "repetition_penalty": (1e-20, 1e20, "from 1e-20 to 1e20"),
+}
 _FLAGS = frozenset(
     {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"}
     | {"output_scores", "output_logits", "output_attentions", "output_hidden_states"}
@@ -289,7 +296,8 @@ def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
-    """Refuses settings of generation of another kind than they must be."""
+    """Refuses settings of generation of another kind than they must be, or out of range."""
+    greedy = values.get("do_sample") is not True or values.get("temperature") == 0
     for name, value in values.items():
         if value is None:
             continue
@@ -297,6 +305,10 @@ def check_generation_settings(values: dict[str, Any], file: Path) -> None:
             _refuse(file, name, "a whole number", value)
         if name in _REAL and not _is_real(value):
             _refuse(file, name, "a number", value)
+        if name in _RANGES and not (greedy and name != "repetition_penalty"):
+            low, high, words = _RANGES[name]
+            if not low <= value <= high:
+                _refuse(file, name, words, value)
         if name in _FLAGS and not isinstance(value, bool):
             _refuse(file, name, "true or false", value)
         if name in _TOKENS:

@@ -53,6 +53,7 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
     default has no `--no-` form. `--debug` is added. A group's method `check` gets the context.
     """
     hints = get_type_hints(function, include_extras=True)
+    by_name = inspect.Parameter.KEYWORD_ONLY
     groups: dict[str, Any] = {
         n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)
     }
@@ -67,17 +68,19 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
         for field in dataclasses.fields(fields):
             own = param.replace(name=field.name, default=field.default)
             parameters.append(_with_help(own, kinds[field.name], helps_of_group))
-    by_name = inspect.Parameter.KEYWORD_ONLY
+    if "ctx" not in hints:
+        parameters.append(inspect.Parameter("ctx", by_name, annotation=typer.Context))
     debug = inspect.Parameter("debug", by_name, default=False, annotation=_DEBUG)
     signature = inspect.Signature([*(p.replace(kind=by_name) for p in parameters), debug])
 
     def command(**given: Any) -> None:
         del given["debug"]  # `StrictCommand` reads it
+        ctx = given["ctx"] if "ctx" in hints else given.pop("ctx")
         for name, kind in groups.items():
             fields = {field.name for field in dataclasses.fields(kind)}
             given[name] = group = kind(**{field: given.pop(field) for field in fields})
             if hasattr(group, "check"):
-                group.check(given["ctx"])
+                group.check(ctx)
         function(**given)
 
     annotations = {p.name: p.annotation for p in signature.parameters.values()}

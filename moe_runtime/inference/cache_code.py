@@ -57,7 +57,13 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
             f"cache_code planes is for models on the CPU; expected none on {place.type}"
         )
     dense, packed = experts.dense_entries, experts.packed_dense
-    coded = ExpertMap(experts.modules, experts.top_k, dense_entries=dense, packed_dense=packed)
+    coded = ExpertMap(
+        experts.modules,
+        experts.top_k,
+        dense_entries=dense,
+        packed_dense=packed,
+        embeddings=experts.embeddings,
+    )
     # a process may have some of the experts, and of a layer none
     own: list[list[ExpertKey]] = [[] for _ in experts.modules]
     for key in experts.layouts:

@@ -57,7 +57,7 @@ def test_a_model_is_made_kept_and_computed_as_transformers_does(tmp_path: Path) 
         assert said[1] == f"{folder} is there from an earlier run, and stays"
     (folder / "shape.json").write_text("{}")
     with files(said):
-        assert (folder / "shape.json").read_text() == shape.content
+        assert shape.name in (folder / "shape.json").read_text()
     ids = AutoTokenizer.from_pretrained(folder)("a list of words", return_tensors="pt").input_ids
     assert int(ids.max()) < 300
     with torch.no_grad():

@@ -11,18 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from rank_followers import join_and_end, never_join
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases import dispatch_ranks
 from moe_runtime.benchmarks.cases.dispatch import (
     LOADS,
     DispatchBenchPlan,
     DispatchSide,
     ExchangeShape,
+    measure_dispatch,
 )
-from moe_runtime.benchmarks.cases.dispatch_ranks import join, ranks_here
+from moe_runtime.benchmarks.cases.dispatch_ranks import meet, ranks_here
 from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 from moe_runtime.errors import RankFailureError
 
@@ -80,94 +81,53 @@ def test_the_command_measures_two_ranks(
     assert skewed[0] < skewed[1]
 
 
-@pytest.fixture
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
-    with pytest.raises(RankFailureError, match=r"^ranks 1, 2 of 3 did not join within 0.05 s$"):
-        join(0, 3, str(tmp_path / "store"), 0.05, lambda: [])
-    # Nobody waits for one that ended, whatever the limit.
-    with pytest.raises(RankFailureError, match=r"^rank 2 of 3 ended before") as caught:
-        join(1, 3, str(tmp_path / "other"), 1e9, lambda: [2])
-    assert caught.value.ranks == (2,)
+    with pytest.raises(RankFailureError, match=r"^of 3 ranks 1, 2 did not join within 0.05 s$"):
+        meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
-def stand_in(folder: Path, script: str) -> str:
-    """A program in place of Python, which the ranks are started with."""
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return str(program)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_rank_that_cannot_start_is_named_with_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = stand_in(tmp_path, "echo one; echo 'MemoryError: no room' >&2; exit 1")
-    monkeypatch.setattr(sys, "executable", program)
+def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path: Path) -> None:
     with (
         pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
-        ranks_here(PLAN, 2, str(tmp_path / "store")),
+        ranks_here(PLAN, 2, str(tmp_path / "store"), never_join),
     ):
         pytest.fail("the group was made")
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_rank_that_dies_within_the_block_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = stand_in(tmp_path, 'test "$4" = 2 && exit 1; exec sleep 1000')
-    monkeypatch.setattr(sys, "executable", program)
-    monkeypatch.setattr(dispatch_ranks, "join", lambda *_: None)
-    others, children = set(psutil.Process().children()), list[psutil.Process]()
-
-    def exchange() -> None:
-        children.extend(set(psutil.Process().children()) - others)
-        while not any(one.status() == psutil.STATUS_ZOMBIE for one in children):
-            time.sleep(0.01)
-        raise RuntimeError("Connection closed by peer")
-
+def test_a_rank_that_dies_within_the_block_is_named(tmp_path: Path) -> None:
+    others = set(psutil.Process().children())
     with (
-        pytest.raises(RankFailureError, match="rank 2 of 3 ended: it said nothing"),
-        ranks_here(PLAN, 3, str(tmp_path / "store")),
+        pytest.raises(RankFailureError, match=r"rank 2 of 3 ended: exit code 3$"),
+        ranks_here(PLAN, 3, str(tmp_path / "store"), join_and_end),
     ):
-        exchange()
-    assert len(children) == 2
-    assert not any(one.is_running() for one in children)
+        measure_dispatch(PLAN, Rules(judged=()), {})
+    left = [one for one in set(psutil.Process().children()) - others if _follows(one)]
+    assert left == []
+
+
+def _follows(process: psutil.Process) -> bool:
+    return "spawn_main" in " ".join(process.cmdline())
 
 
 def test_an_interrupt_while_ranks_start_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
-    """The ranks are programs that never join; all processes are of one terminal."""
-    program = stand_in(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 1000")
-    code = (
-        "import sys; sys.argv[0] = 'moe-runtime'; real = sys.executable\n"
-        "from moe_runtime.benchmarks.cases import dispatch_ranks\n"
-        f"sys.executable = {program!r}\n"
-        "from moe_runtime.cli.main import main\n"
-        "sys.exit(main(['bench', 'dispatch', '--ranks', '3', '--experts', '6']))\n"
-    )
-    process = subprocess.Popen(
+    """All processes are of one terminal."""
+    words = ["bench", "dispatch", "--ranks", "3", "--experts", "6"]
+    code = f"import sys; from moe_runtime.cli.main import main; sys.exit(main({words}))"
+    process = psutil.Popen(
         [sys.executable, "-P", "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    pids = tmp_path / "pids"
-    while process.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):
+    started: list[psutil.Process] = []
+    while process.poll() is None and len(started) < 2:
+        started = [one for one in process.children() if _follows(one)]
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "")
-    started = list(map(int, pids.read_text().split()))
-    assert len(started) == 2
-    assert not any(map(psutil.pid_exists, started))
+    assert not any(one.is_running() for one in started)

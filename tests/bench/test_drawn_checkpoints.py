@@ -7,7 +7,6 @@ from safetensors import safe_open
 
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
     TensorPlan,
-    is_complete,
     locate_tensors,
     make_parts,
     write_checkpoint,
@@ -67,21 +66,6 @@ def test_scales_are_those_announced(shape: ModelShape) -> None:
         assert values.std() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5 + 2**-8)
 
 
-def test_completeness_notices_seed_truncation_and_absence(
-    shape: ModelShape, tmp_path: Path
-) -> None:
-    write_checkpoint(shape, tmp_path, seed=3)
-    assert is_complete(shape, tmp_path, seed=3)
-    assert not is_complete(shape, tmp_path, seed=4)
-    shard = sorted(tmp_path.glob("*.safetensors"))[-1]
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    assert not is_complete(shape, tmp_path, seed=3)
-    shard.unlink()
-    assert not is_complete(shape, tmp_path, seed=3)
-    assert not is_complete(shape, tmp_path / "absent", seed=3)
-
-
 def test_shapes_have_the_sizes_that_were_published() -> None:
     # Qwen3-30B-A3B-FP8: three matrices of 2048 x 768 bytes and 96 bf16 scales
     experts = {"olmoe-1b-7b": 12_582_912, "gpt-oss-20b": 13_236_480}
@@ -113,7 +97,6 @@ def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_
 
     shape = SHAPES[name]
     write_checkpoint(shape, tmp_path, seed=3)
-    assert is_complete(shape, tmp_path, seed=3)
     assert (
         sum(one.read_bits().nbytes for one in locate_tensors(tmp_path).values())
         == shape.total_bytes
@@ -173,4 +156,4 @@ def test_mxfp4_codes_are_the_nearest_numbers() -> None:
     # bf16 is off by at most 2**-9 of a number
     assert ((stored - numbers).abs() <= nearest + numbers.abs() * 2**-8).all()
     peaks = numbers.abs().amax(-1) / steps[..., 0]
-    assert ((peaks > 4 * (1 - 2**-8)) & (peaks < 8 * (1 + 2**-8))).all()
+    assert ((peaks > 3.5 * (1 - 2**-8)) & (peaks < 7 * (1 + 2**-8))).all()

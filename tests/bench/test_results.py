@@ -105,6 +105,20 @@ def test_the_page_says_what_its_bars_show() -> None:
         assert [bar.get_width() for bar in axes.patches] == [5.0, 4.0]  # of uneven and even
 
 
+def test_bounds_are_marked_in_the_bars_of_their_systems() -> None:
+    metrics = {"step_s": Metric("s"), "bound_s": Metric("s", is_judged=False)}
+    found = {"plain": {"step_s": 3.0}, "bounded": {"step_s": 2.0, "bound_s": 1.5}}
+    measured = [
+        describe_system(name, MeasuredSystem(repetitions=[numbers]), metrics)
+        for name, numbers in found.items()
+    ]
+    page = results_page([("r", make_results("latency", {}, "time", measured))], has_plots=True)
+    figure = page.sections[0].figure
+    assert figure is not None
+    (marks,) = [line for line in figure.axes[0].lines if line.get_label() == "bound_s"]
+    assert marks.get_path().vertices.tolist() == [[1.5, 1.0]]
+
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FILES = sorted(FOLDER.iterdir())
 

@@ -274,6 +274,25 @@ def test_odd_settings_of_generation(checkpoint, name, value):
     assert name in message
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1), ("temperature", 1e-30), ("top_p", 0), ("top_p", 1.5), ("min_p", -0.5),
+        ("min_p", 2), ("repetition_penalty", 0), ("repetition_penalty", -2),
+    ],
+)  # fmt: skip
+def test_settings_of_sampling_that_no_request_may_ask_for(checkpoint, name, value):
+    """They would be refused at each request, as if a client had asked for them."""
+    file = checkpoint / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, name: value}))
+    message = refused(checkpoint)
+    assert f"generation_config.json: expected {name} to be " in message
+    assert message.endswith(f"found {value}")
+    if name != "repetition_penalty":  # nothing is sampled
+        file.write_text(json.dumps({"do_sample": False, name: value}))
+        load(checkpoint).moe.close()
+
+
 def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
     model = load(checkpoint)

@@ -88,8 +88,8 @@ def serve(
         port: 0 takes any free port.
         api_keys: File with a key in each line; requests must have one of them.
         cors: Pages of this origin may read answers in a browser, * for all; repeatable.
-        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; the model's
-            maximum when omitted, at most 4096.
+        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; when
+            omitted 4096, or more where experts leave it.
         max_running: Requests that are answered at a time.
         max_waiting: Requests that may wait; more get 429.
         step_tokens: Maximum prompt tokens per step. A higher value gives more throughput; a lower
@@ -254,7 +254,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
     ]
-    for model, some in zip(models, stats, strict=True):
+    for model, some, loaded in zip(models, stats, ready.loaded, strict=True):
         working = model.engine.statistics()
         kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
         rows += [
@@ -266,7 +266,8 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
             ),
             (
                 "requests",
-                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together",
+                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together: "
+                f"{loaded.moe.facts.context.reason}",
             ),
         ]
         chosen = sampling_words(model.defaults)
