@@ -22,6 +22,7 @@ from moe_runtime.files import (
     make_folders,
     partial_name,
     remove_abandoned,
+    write_text,
 )
 from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
 
@@ -98,7 +99,7 @@ def _write_missing(
                 write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
             else:
                 shape.write(whole)
-            (whole / _MARK).write_text(_made_of(shape, whole))
+            write_text(whole / _MARK, _made_of(shape, whole))
     if needs_gguf and not has_gguf:
         assert isinstance(shape, ModelShape), "require_copy refuses others"
         say(f"writing the same as {new.gguf}")
