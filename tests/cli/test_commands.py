@@ -124,6 +124,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         expert_dtype="bfloat16",
         bits_per_weight=16.0,
         dense_bytes=1000,
+        embedding_bytes=0,
         expert_bytes=3200,
         bytes_per_expert=100,
         slot_bytes=100,
