@@ -45,8 +45,17 @@ def parse_lengths(text: str, name: str) -> Lengths:
 
 
 class LoadRequest(NamedTuple):
+    """``said`` goes before the prompt, prompts and answers in turn; ``later`` are the prompts of
+    the turns to come."""
+
     prompt: str
     max_tokens: int
+    said: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+
+    def next_turn(self, answer: str) -> LoadRequest:
+        prompt, *later = self.later
+        return LoadRequest(prompt, self.max_tokens, (*self.said, self.prompt, answer), tuple(later))
 
 
 class TokenCount(NamedTuple):
@@ -81,13 +90,16 @@ def make_requests(
     count: TokenCount,
     texts: Sequence[str],
     random: Random,
+    num_turns: int = 1,
 ) -> list[LoadRequest]:
-    """Requests with texts in turn, or else with drawn words."""
+    """Requests with texts in turn, or else with drawn words; later turns are as long as answers."""
     found = []
     for number in range(num_requests):
         drawn = count.words(random.randint(*prompt)) if not texts else 0
         text = texts[number % len(texts)] if texts else draw_words(drawn, random)
-        found.append(LoadRequest(text, random.randint(*output)))
+        size = random.randint(*output)
+        later = [f" {draw_words(count.words(size), random)}" for _ in range(num_turns - 1)]
+        found.append(LoadRequest(text, size, later=tuple(later)))
     return found
 
 
@@ -117,6 +129,8 @@ class TimedAnswer:
     """What became of one request. Times are those of the event loop, in seconds."""
 
     sent_s: float
+    turn: int = 0
+    text: str = ""
     ended_s: float = 0.0
     pieces_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -192,7 +206,7 @@ class LoadClient:
     async def ask(self, request: LoadRequest) -> TimedAnswer:
         """Sends a request and reads its answer to the end; a failure is part of what it returns."""
         loop = asyncio.get_running_loop()
-        answer = TimedAnswer(loop.time())
+        answer = TimedAnswer(loop.time(), turn=len(request.said) // 2)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(request, answer)
@@ -208,9 +222,11 @@ class LoadClient:
 
     async def _stream(self, request: LoadRequest, answer: TimedAnswer) -> None:
         loop = asyncio.get_running_loop()
-        path, prompt = "completions", {"prompt": request.prompt}
+        texts = *request.said, request.prompt
+        path, prompt = "completions", {"prompt": "".join(texts)}
         if self._chat:
-            messages = [{"role": "user", "content": request.prompt}]
+            roles = itertools.cycle(("user", "assistant"))
+            messages = [{"role": next(roles), "content": text} for text in texts]
             path, prompt = "chat/completions", {"messages": messages}
         body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
         body |= {"model": model} if (model := next(self._models, None)) else {}
@@ -283,6 +299,7 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
         parts = [choice.get("delta") or choice for choice in choices or ()]
         if any(part.get(name) for part in parts for name in _TEXTS):
             answer.pieces_s.append(now_s)
+        answer.text += "".join(part.get("text") or part.get("content") or "" for part in parts)
     except (*_NOT_THE_API, AttributeError) as error:
         raise RequestFailed("not understood", f"{data:.100}: {error}") from None
 

@@ -62,6 +62,7 @@ class LoadSettings:
     texts: Sequence[str]
     seed: int
     num_warm_up: int = 0
+    num_turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ async def run_load(
         # Each level asks what no level before it asked, so that no prefix cache knows it.
         random = Random(f"{settings.seed} {number}")
         given = settings.prompt, settings.output, count, settings.texts, random
-        requests = make_requests(size, *given)
+        requests = make_requests(size, *given, settings.num_turns)
         times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
         return await run_level(
             client.ask, requests, level, times, on_answer=on_answer, is_stopping=is_stopping
@@ -150,8 +151,13 @@ async def run_level(
     answers: list[TimedAnswer] = []
 
     async def one(request: LoadRequest) -> None:
-        answers.append(await ask(request))
-        on_answer(level, answers)
+        while True:
+            answer = await ask(request)
+            answers.append(answer)
+            on_answer(level, answers)
+            if not request.later or answer.error is not None:
+                return
+            request = request.next_turn(answer.text)
 
     async def client_of(rest: Iterator[LoadRequest]) -> None:
         for request in rest:
@@ -172,7 +178,8 @@ async def run_level(
         if not task.cancelled():
             task.result()
     last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
-    return MeasuredLevel(level, began_s, last_s - began_s, len(requests), answers)
+    num_requests = sum(1 + len(request.later) for request in requests)
+    return MeasuredLevel(level, began_s, last_s - began_s, num_requests, answers)
 
 
 async def _run(
@@ -250,7 +257,8 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
         "output_tokens_per_s": _rate(tokens_out, seconds),
         "total_tokens_per_s": _rate(tokens_in + tokens_out, seconds),
         "are_tokens_counted": all(answer.is_counted for answer in good),
-        "time_to_first_token_s": spread(answer.first_token_s for answer in good),
+        "time_to_first_token_s": spread(one.first_token_s for one in good if not one.turn),
+        "later_first_token_s": spread(one.first_token_s for one in good if one.turn),
         "inter_token_s": spread(gap for answer in good for gap in answer.gaps_s),
         "time_per_output_token_s": spread(value for value in per_token if value is not None),
         "end_to_end_s": spread(answer.whole_s for answer in good),

@@ -38,9 +38,13 @@ from moe_runtime.config import (
     require_types,
 )
 from moe_runtime.inference.budget import (
+    Context,
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
+    context_step_bytes,
+    default_context,
+    known_positions,
     plan_memory,
     reserve_for,
     resident_bytes,
@@ -151,7 +155,8 @@ def load(
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
             of a batch together; more are refused with a ``CapacityError`` before computing. By
-            default the length that the model knows, 4096 at most.
+            default 4096, and up to the length that the model knows as far as all experts leave room
+            for it, or where not all fit, as it takes a sixteenth of theirs.
         io_threads: reads in flight at once.
         warm_up: reads experts as far as there are slots and compiles kernels before it returns.
         teach: with ``policy="auto"``: once enough routing is kept, a process of the lowest
@@ -200,7 +205,7 @@ def load(
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
-    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
+    tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     set_up_libraries(checkpoint.dtype)
     # memory of imported libraries; everything after this line counts as the runtime's
@@ -254,7 +259,17 @@ def load(
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes
-    plans = _plan(checkpoint, slot_maps, budgets, free, dense_bytes, max_tokens, extra_bytes)
+    plans, context = _plan(
+        checkpoint,
+        slot_maps,
+        budgets,
+        free,
+        dense_bytes,
+        # processes that divide the experts must not choose each for itself
+        max_tokens if partition is None else tokens_to_plan_for(checkpoint.config, max_tokens),
+        extra_bytes,
+    )
+    max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
     rules.require_effect(model, blocks, top_k=experts.top_k, lacks_slots=lacks_slots)
     # a barrier: all processes have measured free memory before one of them allocates
@@ -313,6 +328,7 @@ def load(
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
         choice=choice,
+        context=context,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -409,34 +425,53 @@ def _plan(
     budgets: dict[str, Budget],
     free: dict[str, int],
     dense_bytes: int,
-    max_tokens: int,
+    max_tokens: int | None,
     extra_bytes: int,
-) -> dict[str, MemoryPlan]:
+) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    experts = slot_maps["host"]
-    reserve = extra_bytes + reserve_for(
-        checkpoint.config,
-        checkpoint.dtype,
-        max_tokens=max_tokens,
-        dense_bytes=dense_bytes,
-        signature=signature_of(checkpoint, experts),
-        written_values=experts.largest_quantised,
-        scratch_bytes=experts.scratch_bytes,
-    )
+    experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
+    signature = signature_of(checkpoint, experts)
+
+    def reserve(num_tokens: int) -> int:
+        return extra_bytes + reserve_for(
+            config,
+            dtype,
+            max_tokens=num_tokens,
+            dense_bytes=dense_bytes,
+            signature=signature,
+            written_values=experts.largest_quantised,
+            scratch_bytes=experts.scratch_bytes,
+        )
+
     names = {"host": "this machine", "device": "the device"}
+    sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
     dense_place = "device" if "device" in free else "host"
-    return {
+    embedding_bytes = 0 if "device" in free else experts.embedding_bytes
+    context = Context(tokens_to_plan_for(config, max_tokens), "as max_tokens says")
+    if max_tokens is None:
+        context = default_context(
+            known_positions(config),
+            sizes[dense_place],
+            dense_bytes=dense_bytes,
+            reserve_bytes=reserve(context.max_tokens),
+            slot_bytes=slot_maps[dense_place].slot_bytes,
+            num_experts=len(experts.layouts),
+            embedding_bytes=embedding_bytes,
+            step_bytes=context_step_bytes(config, dtype, signature.top_k),
+        )
+    plans = {
         place: plan_memory(
-            resolve_budget(budgets[place], free_bytes, names[place]),
+            size,
             dense_bytes=dense_bytes if place == dense_place else 0,
-            reserve_bytes=reserve if place == dense_place else 0,
+            reserve_bytes=reserve(context.max_tokens) if place == dense_place else 0,
             slot_bytes=slot_maps[place].slot_bytes,
             num_experts=len(experts.layouts),
-            max_tokens=max_tokens,
-            embedding_bytes=0 if "device" in free else experts.embedding_bytes,
+            max_tokens=context.max_tokens,
+            embedding_bytes=embedding_bytes,
         )
-        for place, free_bytes in free.items()
+        for place, size in sizes.items()
     }
+    return plans, context
 
 
 def _open_stores(

@@ -52,8 +52,8 @@ def chat(
     Args:
         system: System message at the beginning of the conversation.
         max_new_tokens: Most tokens of an answer.
-        max_tokens: Memory for the whole conversation, in tokens; the model's maximum when omitted,
-            at most 4096.
+        max_tokens: Memory for the whole conversation, in tokens; when omitted 4096, or more where
+            experts leave it.
     """
     console.quiet_transformers(ctx.obj)
     console.fetch_model(model, weights=False)
@@ -118,6 +118,8 @@ class _Terminal:
         """Until the lines end."""
         if self._is_terminal:
             print(f"choice of tokens: {self._sampling}", file=sys.stderr)
+            context = self._loaded.moe.facts.context
+            print(f"context: {context.max_tokens} tokens, {context.reason}", file=sys.stderr)
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
         for line in _lines(is_terminal=self._is_terminal):
             if not line.strip():
