@@ -32,7 +32,8 @@ and `GenerationMixin` is in one of them. Where transformers itself refuses (a pa
 missing, a GPU that is not there), the answer is its own error.
 
 Vision-language models take pictures: `pixel_values` and what else their processor gives, or files
-in [commands and requests](serving.md#api). `tests/inference/test_pictures.py` compares five families.
+in [commands and requests](serving.md#api).
+`tests/inference/test_pictures.py` compares five families.
 
 This page is written by
 `PYTHONPATH=tests/support/checkpoints python tests/support/features/transformers_features.py`.
