@@ -56,6 +56,10 @@ class Picture:
     kinds: tuple[int, ...]
     digest: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPicture:
