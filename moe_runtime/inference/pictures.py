@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.checkpoints.transformers_private import picture_processor
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.files import read_bounded
+from moe_runtime.files import at_home, read_bounded
 
 MOST_PICTURES = 32
 MOST_BYTES = 20 << 20
@@ -55,6 +56,10 @@ class Picture:
     kinds: tuple[int, ...]
     digest: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPicture:
@@ -71,15 +76,21 @@ class PlacedPicture:
 class PictureReader:
     """Reads pictures for one model."""
 
-    def __init__(self, folder: Path, config: Any, tokenizer: Any) -> None:
+    def __init__(self, folder: Path, config: Any, tokenizer: Any, beside: Path) -> None:
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._beside = beside
 
     @classmethod
-    def of(cls, folder: Path, config: Any, tokenizer: Any) -> PictureReader | None:
-        """None where the checkpoint says of no pictures how they are read."""
+    def of(
+        cls, folder: Path, config: Any, tokenizer: Any, *, beside: Path = Path()
+    ) -> PictureReader | None:
+        """None where the checkpoint says of no pictures how they are read.
+
+        Names of files begin in the folder ``beside``.
+        """
         has_files = any((folder / name).exists() for name in _FILES)
         is_seeing = getattr(config, "vision_config", None) is not None
-        return cls(folder, config, tokenizer) if has_files and is_seeing else None
+        return cls(folder, config, tokenizer, beside) if has_files and is_seeing else None
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -105,9 +116,20 @@ class PictureReader:
         """What a chat template writes where a picture is."""
         return self._processor.image_token
 
-    def open(self, file: str | Path) -> Picture:
-        """A picture of a file; an OSError or a PictureError says why it is none."""
-        return self.read(read_bounded(file, max_bytes=MOST_BYTES), str(file))
+    def open_all(self, names: Sequence[str | Path]) -> list[Picture]:
+        """The pictures of files or data URLs; an OSError or a PictureError says why one is none."""
+        if len(names) > MOST_PICTURES:
+            raise PictureError(
+                f"a conversation may have {MOST_PICTURES} pictures, got {len(names)}"
+            )
+        return [self._open(str(name)) for name in names]
+
+    def _open(self, name: str) -> Picture:
+        if name.startswith("data:"):
+            return self.read(bytes_of_data_url(name))
+        if name.startswith(("http://", "https://")):
+            raise PictureError(f"{clipped(name)}: expected a file or a data URL")
+        return self.read(read_bounded(self._beside / at_home(name), max_bytes=MOST_BYTES), name)
 
     def read(self, data: bytes, name: str = "the picture") -> Picture:
         """A picture of a file's bytes.

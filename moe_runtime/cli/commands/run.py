@@ -152,12 +152,10 @@ def picture_reader(model: str, tokenizer: Any) -> "PictureReader":
 
 
 def read_pictures(model: str, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
-    from moe_runtime.inference.pictures import MOST_PICTURES, Pictures
+    from moe_runtime.inference.pictures import Pictures
 
-    if len(files) > MOST_PICTURES:
-        raise ValueError(f"--image: at most {MOST_PICTURES} pictures, got {len(files)}")
     reader = picture_reader(model, tokenizer)
-    return Pictures(reader, [reader.open(file) for file in files])
+    return Pictures(reader, reader.open_all(files))
 
 
 def find_sampling(
