@@ -56,7 +56,8 @@ def serve(
     prefix_cache: bool = True,
     share_prefixes: bool = False,
     prefix_disk: options.Size | None = None,
-    max_body: str = "1MiB",
+    max_body: str | None = None,
+    allow_remote_images: bool = False,
     max_seconds: Annotated[float, typer.Option(min=0.001)] = 3600.0,
     drain_seconds: options.NotNegative | None = None,
     warm_up: bool = False,
@@ -104,7 +105,10 @@ def serve(
             Their users can tell by cached_tokens and by time what others sent.
         prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too: in
             $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
-        max_body: Longest body of a request; 1MiB is a text of 200,000 tokens.
+        max_body: Longest body of a request. 1MiB by default, a text of 200,000 tokens; 64MiB if a
+            model takes pictures.
+        allow_remote_images: Fetch pictures from the http addresses in requests, as this machine
+            reaches them.
         max_seconds: Seconds that a request may take, waiting included.
         drain_seconds: How long running answers may take after SIGTERM or Ctrl-C. No limit by
             default.
@@ -119,7 +123,7 @@ def serve(
             "pip install 'moe-runtime[serve]'"
         )
     keys = read_keys(api_keys)
-    body_bytes = options.bytes_of(max_body, "--max-body")
+    body_bytes = None if max_body is None else options.bytes_of(max_body, "--max-body")
     disk_bytes = None
     if prefix_disk is not None:
         disk_bytes = options.bytes_of(prefix_disk, "--prefix-disk", needs_unit=True)
@@ -158,7 +162,8 @@ def serve(
             exact=exact,
             decode_rows=decode_rows,
         ),
-        limits=Limits(body_bytes=body_bytes, seconds=max_seconds),
+        limits=Limits(seconds=max_seconds),
+        body_bytes=body_bytes,
         # Without a key, pages of other sites whose names were made to lead here must not ask.
         access=Access(
             keys=keys,
@@ -169,6 +174,7 @@ def serve(
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,
         adapter_bytes=adapter_bytes,
+        fetches_pictures=allow_remote_images,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(console.loading_bar())
