@@ -39,7 +39,7 @@ def test_a_formula_is_not_called_in_python(folder: Path, monkeypatch: pytest.Mon
     with torch.no_grad():
         prompt = model(ids, use_cache=True)
         model(ids[:, :1], past_key_values=prompt.past_key_values)
-    assert all(module._step is not None for module in experts)
+    assert all(module._step_kernel is not None for module in experts)
 
 
 def test_a_gate_with_values_of_its_own_is_called(folder: Path) -> None:
