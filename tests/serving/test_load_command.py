@@ -17,9 +17,14 @@ import pytest
 from command_line import all_commands
 from http_server import Served
 
-from moe_runtime.benchmarks.load import generator
-from moe_runtime.benchmarks.load.client import Lengths, TimedAnswer
-from moe_runtime.benchmarks.load.generator import Level, LoadSettings, MeasuredLevel
+from moe_runtime.benchmarks.cases import load as generator
+from moe_runtime.benchmarks.cases.load import (
+    Lengths,
+    Level,
+    LoadSettings,
+    MeasuredLevel,
+    TimedAnswer,
+)
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
 
