@@ -5,9 +5,11 @@ import functools
 import gc
 import importlib.util
 import os
+import random
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -156,13 +158,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    """Start every test from the same random state, whatever ran before it."""
-    import random
-
+def _same_start() -> Iterator[None]:
+    """Start every test from the same random state and threads, whatever ran before it."""
     random.seed(0)
     # Tests of the light rooms must not pay for importing these.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    torch, num_threads = sys.modules.get("torch"), None
+    if torch is not None:
+        torch.manual_seed(0)
+        num_threads = torch.get_num_threads()
+    yield
+    if torch is not None and torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)

@@ -52,8 +52,17 @@ def parse_lengths(text: str, name: str) -> Lengths:
 
 
 class LoadRequest(NamedTuple):
+    """``said`` goes before the prompt, prompts and answers in turn; ``later`` are the prompts of
+    the turns to come."""
+
     prompt: str
     max_tokens: int
+    said: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+
+    def next_turn(self, answer: str) -> LoadRequest:
+        prompt, *later = self.later
+        return LoadRequest(prompt, self.max_tokens, (*self.said, self.prompt, answer), tuple(later))
 
 
 class TokenCount(NamedTuple):
@@ -88,13 +97,16 @@ def make_requests(
     count: TokenCount,
     texts: Sequence[str],
     random: Random,
+    num_turns: int = 1,
 ) -> list[LoadRequest]:
-    """Requests with texts in turn, or else with drawn words."""
+    """Requests with texts in turn, or else with drawn words; later turns are as long as answers."""
     found = []
     for number in range(num_requests):
         drawn = count.words(random.randint(*prompt)) if not texts else 0
         text = texts[number % len(texts)] if texts else draw_words(drawn, random)
-        found.append(LoadRequest(text, random.randint(*output)))
+        size = random.randint(*output)
+        later = [f" {draw_words(count.words(size), random)}" for _ in range(num_turns - 1)]
+        found.append(LoadRequest(text, size, later=tuple(later)))
     return found
 
 
@@ -132,6 +144,8 @@ class TimedAnswer:
     is_finished: bool = False
     error: str | None = None
     message: str = ""
+    turn: int = 0
+    text: str = ""
 
     @property
     def first_token_s(self) -> float:
@@ -199,7 +213,7 @@ class LoadClient:
     async def ask(self, request: LoadRequest) -> TimedAnswer:
         """Sends a request and reads its answer to the end; a failure is part of what it returns."""
         loop = asyncio.get_running_loop()
-        answer = TimedAnswer(loop.time())
+        answer = TimedAnswer(loop.time(), turn=len(request.said) // 2)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(request, answer)
@@ -215,9 +229,11 @@ class LoadClient:
 
     async def _stream(self, request: LoadRequest, answer: TimedAnswer) -> None:
         loop = asyncio.get_running_loop()
-        path, prompt = "completions", {"prompt": request.prompt}
+        texts = *request.said, request.prompt
+        path, prompt = "completions", {"prompt": "".join(texts)}
         if self._chat:
-            messages = [{"role": "user", "content": request.prompt}]
+            roles = itertools.cycle(("user", "assistant"))
+            messages = [{"role": next(roles), "content": text} for text in texts]
             path, prompt = "chat/completions", {"messages": messages}
         body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
         body |= {"model": model} if (model := next(self._models, None)) else {}
@@ -290,6 +306,7 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
         parts = [choice.get("delta") or choice for choice in choices or ()]
         if any(part.get(name) for part in parts for name in _TEXTS):
             answer.pieces_s.append(now_s)
+        answer.text += "".join(part.get("text") or part.get("content") or "" for part in parts)
     except (*_NOT_THE_API, AttributeError) as error:
         raise RequestFailed("not understood", f"{data:.100}: {error}") from None
 
@@ -356,6 +373,7 @@ class LoadSettings:
     texts: Sequence[str]
     seed: int
     num_warm_up: int = 0
+    num_turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +428,7 @@ async def run_load(
         # Each level asks what no level before it asked, so that no prefix cache knows it.
         random = Random(f"{settings.seed} {number}")
         given = settings.prompt, settings.output, count, settings.texts, random
-        requests = make_requests(size, *given)
+        requests = make_requests(size, *given, settings.num_turns)
         times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
         return await run_level(
             client.ask, requests, level, times, on_answer=on_answer, is_stopping=is_stopping
@@ -444,8 +462,13 @@ async def run_level(
     answers: list[TimedAnswer] = []
 
     async def one(request: LoadRequest) -> None:
-        answers.append(await ask(request))
-        on_answer(level, answers)
+        while True:
+            answer = await ask(request)
+            answers.append(answer)
+            on_answer(level, answers)
+            if not request.later or answer.error is not None:
+                return
+            request = request.next_turn(answer.text)
 
     async def client_of(rest: Iterator[LoadRequest]) -> None:
         for request in rest:
@@ -466,7 +489,8 @@ async def run_level(
         if not task.cancelled():
             task.result()
     last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
-    return MeasuredLevel(level, began_s, last_s - began_s, len(requests), answers)
+    num_requests = sum(1 + len(request.later) for request in requests)
+    return MeasuredLevel(level, began_s, last_s - began_s, num_requests, answers)
 
 
 async def _run(
@@ -544,7 +568,8 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
         "output_tokens_per_s": _rate(tokens_out, seconds),
         "total_tokens_per_s": _rate(tokens_in + tokens_out, seconds),
         "are_tokens_counted": all(answer.is_counted for answer in good),
-        "time_to_first_token_s": spread(answer.first_token_s for answer in good),
+        "time_to_first_token_s": spread(one.first_token_s for one in good if not one.turn),
+        "later_first_token_s": spread(one.first_token_s for one in good if one.turn),
         "inter_token_s": spread(gap for answer in good for gap in answer.gaps_s),
         "time_per_output_token_s": spread(value for value in per_token if value is not None),
         "end_to_end_s": spread(answer.whole_s for answer in good),

@@ -163,6 +163,7 @@ def _runs_in_group(group: int) -> bool:
 
 METRICS = {
     "time_to_first_token_s": Metric("s"),
+    "later_first_token_s": Metric("s"),
     "inter_token_s": Metric("s"),
     "time_per_output_token_s": Metric("s", is_judged=False),
     "end_to_end_s": Metric("s"),
@@ -241,7 +242,8 @@ def _numbers(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
         "output_tokens": answer.output_tokens,
     }
     if answer.pieces_s:
-        found["time_to_first_token_s"] = answer.first_token_s
+        name = "later_first_token_s" if answer.turn else "time_to_first_token_s"
+        found[name] = answer.first_token_s
     if answer.gaps_s:
         found["inter_token_s"] = answer.gaps_s
     if answer.per_token_s is not None:

@@ -29,9 +29,9 @@ _LINES = 10
 """Lines of progress of a level."""
 _MOST_CLIENTS = 4096
 _START_S = 900.0
-_ASKED = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
+_ASKED = ("requests", "turns", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
 _SPREADS = (
-    *("time_to_first_token_s", "inter_token_s", "time_per_output_token_s"),
+    *("time_to_first_token_s", "later_first_token_s", "inter_token_s", "time_per_output_token_s"),
     "end_to_end_s",
 )
 Tokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH")]
@@ -48,6 +48,7 @@ def bench_serve(
     rate: str | None = None,
     requests: options.Count = 32,
     warm_up: options.Natural = 0,
+    turns: options.Count = 1,
     prompt_tokens: Tokens = "128",
     output_tokens: Tokens = "64",
     prompts: Path | None = None,
@@ -77,6 +78,7 @@ def bench_serve(
             instead of --concurrency, several with commas between.
         requests: Requests for each number of clients or rate.
         warm_up: Requests before all others, which are not measured.
+        turns: Turns of the conversation that a request begins; later ones are as long as answers.
         prompt_tokens: Tokens of a prompt, which is made of common words.
         output_tokens: Most tokens of an answer.
         prompts: File with a prompt in each line, to send in turn; - is standard input.
@@ -123,6 +125,7 @@ def bench_serve(
         levels=[Level(None, one) for one in rates] or [Level(int(one), None) for one in clients],
         num_requests=requests,
         num_warm_up=warm_up,
+        num_turns=turns,
         prompt=parse_lengths(prompt_tokens, "--prompt-tokens"),
         output=parse_lengths(output_tokens, "--output-tokens"),
         texts=() if prompts is None else read_prompts(None, None, prompts),
@@ -130,9 +133,9 @@ def bench_serve(
     )
 
     def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
-        done = len(answers)
-        if done * _LINES // requests > (done - 1) * _LINES // requests:
-            say_line(f"{name_of(level)}: {done} of {requests} requests")
+        done, most = len(answers), requests * turns
+        if done * _LINES // most > (done - 1) * _LINES // most:
+            say_line(f"{name_of(level)}: {done} of {most} requests")
 
     limit = cap_bytes(cap)
     with run.stopping() as stop, ExitStack() as running:

@@ -42,14 +42,15 @@ class StoredRows:
             IndexError: a token is not one of the N.
             CheckpointError: the file has changed, or the disk reports an error.
         """
-        tokens, places = ids.unique(return_inverse=True)
-        rows = torch.empty(len(tokens), self.shape[1], dtype=self.dtype)
-        for token, row in zip(tokens.tolist(), rows, strict=True):
+        tokens = ids.flatten().tolist()
+        places = {token: place for place, token in enumerate(dict.fromkeys(tokens))}
+        rows = torch.empty(len(places), self.shape[1], dtype=self.dtype)
+        for token, row in zip(places, rows, strict=True):
             if not 0 <= token < self.shape[0]:
                 raise IndexError("index out of range in self")  # as torch has it
             self._read(token, row)
         self._file.require_unchanged()
-        return rows[places]
+        return rows[[places[token] for token in tokens]].view(*ids.shape, self.shape[1])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All rows."""

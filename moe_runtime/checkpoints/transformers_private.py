@@ -9,6 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -170,3 +171,26 @@ def cache_name(forward: Callable[..., object]) -> str:
 def page_size_name(settings: Any) -> str:
     """What the tokens of a page are called in the settings of continuous batching."""
     return "page_size" if hasattr(settings, "page_size") else "block_size"  # until 5.20
+
+
+def picture_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
+    """The processor of a vision-language checkpoint, which takes texts and pictures only: those of
+    videos and sounds need packages that pictures do not. None where the model has none; 5.23."""
+    import transformers
+
+    kind: Any = transformers.PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None or "image_processor" not in kind.get_attributes():
+        return None
+    pictures = transformers.AutoImageProcessor.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
+    parts = {"tokenizer": tokenizer, "image_processor": pictures}
+
+    class PictureProcessor(kind):
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            return [parts.get(name) for name in kind.get_attributes()]
+
+        def check_argument_for_proper_class(self, *_: Any) -> None: ...
+
+    return PictureProcessor.from_pretrained(folder, local_files_only=True)

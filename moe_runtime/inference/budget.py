@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import psutil
@@ -356,6 +356,19 @@ def known_positions(config: PreTrainedConfig) -> int | None:
     return known if isinstance(known, int) else None
 
 
+CONTEXT_STEP = 1024
+"""More than that by default comes in such steps."""
+CONTEXT_SHARE = 16
+"""It takes what all experts leave, or a sixteenth of their room where not all of them fit."""
+
+
+class Context(NamedTuple):
+    """Tokens that memory is set aside for, and why so many."""
+
+    max_tokens: int
+    reason: str
+
+
 def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
     Raises ValueError: fewer than one."""
@@ -365,3 +378,46 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     return max_tokens
+
+
+def context_step_bytes(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
+    """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default."""
+    room = room_for(2 * CONTEXT_STEP) - room_for(CONTEXT_STEP)
+    activations = activation_bytes_per_token(config, dtype, top_k)
+    return room * kv_bytes_per_token(config, dtype) + CONTEXT_STEP * activations
+
+
+def default_context(
+    known: int | None,
+    budget_bytes: int,
+    *,
+    dense_bytes: int,
+    reserve_bytes: int,
+    slot_bytes: int,
+    num_experts: int,
+    embedding_bytes: int,
+    step_bytes: int,
+) -> Context:
+    """The context where none is asked for.
+
+    Args:
+        known: positions that the model knows, if it says so.
+        reserve_bytes: of `tokens_to_plan_for` no number.
+        slot_bytes: of each of ``num_experts``.
+        embedding_bytes: of the dense ones, which stay in their files where not all experts fit.
+        step_bytes: of `context_step_bytes`.
+    """
+    least = DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
+    if known is None:
+        return Context(least, "as the model names no length")
+    if least == known:
+        return Context(least, "all that the model knows")
+    room = budget_bytes - dense_bytes - reserve_bytes
+    beside = room - num_experts * slot_bytes
+    spare = beside if beside >= 0 else max(0, room + embedding_bytes) // CONTEXT_SHARE
+    more = spare // step_bytes * CONTEXT_STEP
+    if least + more >= known:
+        return Context(known, "all that the model knows")
+    if beside >= 0:
+        return Context(least + more, f"of the model's {known}, what all experts leave")
+    return Context(least + more, f"of the model's {known}, the rest of memory is for experts")

@@ -4,6 +4,7 @@ Sampling, stopping and the KV cache are those of ``transformers``, for any of it
 """
 
 import contextlib
+import inspect
 import math
 import time
 import warnings
@@ -18,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, blamed_on
 from moe_runtime.inference.budget import known_positions
 from moe_runtime.inference.incremental_text import IncrementalText
+from moe_runtime.inference.pictures import Pictures
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits divided by it in fp32 stay finite below 1e18."""
@@ -87,6 +89,7 @@ def generate_text(
     min_p: float = 0.0,
     seed: int | None = None,
     chat: bool = False,
+    pictures: Pictures | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> GenerationResult:
     """Continues a prompt.
@@ -100,6 +103,7 @@ def generate_text(
         min_p: samples among tokens at least so likely, as a share of the most likely one.
         seed: makes sampling repeatable; the global random state is left as it was.
         chat: puts the prompt into the tokenizer's chat template.
+        pictures: that come before the text of the message; ``chat`` must be set.
         on_text: called with each piece of text as soon as it is final.
 
     Raises:
@@ -111,13 +115,14 @@ def generate_text(
     """
     check_options(max_new_tokens, temperature, top_p, seed)
     started = time.perf_counter()
-    inputs = encode_prompt(tokenizer, prompt, chat=chat)
+    inputs = encode_prompt(tokenizer, prompt, chat=chat, pictures=pictures)
     num_prompt_tokens = inputs["input_ids"].shape[1]
     check_length(model.config, num_prompt_tokens, max_new_tokens)
     check_vocabulary(model.config, inputs["input_ids"])
     before = None if chat else inputs["input_ids"][0].tolist()
     stream = _TimedStreamer(tokenizer, on_text, before)
 
+    known = {"attention_mask", *inspect.signature(model.forward).parameters}
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         # top_k = 0 switches off the filter that transformers would otherwise add.
@@ -128,7 +133,7 @@ def generate_text(
     try:
         with _seeded(seed), _before_first_pass(model):
             model.generate(
-                **{name: tensor.to(model.device) for name, tensor in inputs.items()},
+                **{name: inputs[name].to(model.device) for name in inputs if name in known},
                 max_new_tokens=max_new_tokens,
                 num_beams=1,
                 streamer=stream,
@@ -212,19 +217,28 @@ def sampling_words(values: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
-    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64. Raises
+def encode_prompt(
+    tokenizer: Any, prompt: str, *, chat: bool = False, pictures: Pictures | None = None
+) -> dict[str, torch.Tensor]:
+    """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64, and what the
+    model is given of pictures before the text of a message. Raises
     CheckpointError: the tokenizer or its chat template fails. Raises ValueError: the prompt has no
     tokens or is no text, or the tokenizer has no chat template."""
     prompt.encode()  # half a surrogate pair is no text
     if chat:
-        return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
+        content: Any = prompt
+        if pictures is not None:
+            marks = [{"type": "image"} for _ in pictures.pictures]
+            content = [*marks, {"type": "text", "text": prompt}]
+        return encode_messages(tokenizer, [{"role": "user", "content": content}], pictures)
     with blamed_on("this model's tokenizer cannot encode the prompt"):
         encoded = tokenizer(prompt, return_tensors="pt")
     return _tensors(encoded)
 
 
-def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def encode_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], pictures: Pictures | None = None
+) -> dict[str, torch.Tensor]:
     """As ``encode_prompt`` for a conversation, up to where the model is to go on. Raises
     CheckpointError: the chat template fails. Raises ValueError: there is none, or the conversation
     has no tokens."""
@@ -234,10 +248,16 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str,
             "run without --chat"
         )
     with blamed_on("this model's chat template cannot be used; give a plain prompt"):
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    return _tensors(encoded)
+        if pictures is None:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            return _tensors(encoded)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = pictures.write(text)
+    with blamed_on("this model's tokenizer cannot encode the prompt"):
+        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    return _tensors(encoded) | pictures.inputs(encoded["input_ids"][0].tolist())
 
 
 def _tensors(encoded: Any) -> dict[str, torch.Tensor]:

@@ -15,6 +15,11 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 from moe_runtime.config import MISSES, STAND_IN, require_known
 from moe_runtime.inference.budget import (
+    CONTEXT_STEP,
+    Context,
+    context_step_bytes,
+    default_context,
+    known_positions,
     plan_memory,
     reserve_for,
     reserve_per_token,
@@ -48,6 +53,8 @@ class CheckpointSummary:
         slot_bytes: a slot that holds any expert, alignment included.
         stand_in_bytes: copies that ``misses="stand-in"`` keeps; 0 without.
         reserve_bytes: KV cache and activations of ``max_tokens`` tokens, buffers, and stand-ins.
+        known_tokens: positions up to which `context_for` may go; None where it may not.
+        context_step_bytes: by which the reserve grows with each 1024 tokens more.
         token_bytes: what the reserve is smaller by, at least, for each token less.
         signature: what traces and predictors of this model agree on.
     """
@@ -70,6 +77,8 @@ class CheckpointSummary:
     reserve_bytes: int
     max_tokens: int
     token_bytes: int
+    known_tokens: int | None
+    context_step_bytes: int
     signature: ModelSignature
 
     @property
@@ -83,6 +92,21 @@ class CheckpointSummary:
         short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)
         return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
 
+    def context_for(self, budget_bytes: int) -> Context:
+        """Tokens for which ``load`` sets memory aside with a host budget, and why so many."""
+        if self.known_tokens is None:
+            return Context(self.max_tokens, "as asked for, or the least by default")
+        return default_context(
+            self.known_tokens,
+            budget_bytes,
+            dense_bytes=self.dense_bytes,
+            reserve_bytes=self.reserve_bytes,
+            slot_bytes=self.slot_bytes,
+            num_experts=self.total_experts,
+            embedding_bytes=self.embedding_bytes,
+            step_bytes=self.context_step_bytes,
+        )
+
     def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes for so many slots, and why."""
         return resolve_policy(
@@ -95,10 +119,11 @@ class CheckpointSummary:
         Raises:
             CapacityError: the budget is too small to run.
         """
+        more = self.context_for(budget_bytes).max_tokens - self.max_tokens
         plan = plan_memory(
             budget_bytes,
             dense_bytes=self.dense_bytes,
-            reserve_bytes=self.reserve_bytes,
+            reserve_bytes=self.reserve_bytes + more * self.context_step_bytes // CONTEXT_STEP,
             slot_bytes=self.slot_bytes,
             num_experts=self.total_experts,
             max_tokens=self.max_tokens,
@@ -147,6 +172,7 @@ def _summary_of(
     verify: bool,
     progress: Progress | None,
 ) -> CheckpointSummary:
+    known = known_positions(checkpoint.config) if max_tokens is None else None
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
@@ -190,6 +216,8 @@ def _summary_of(
             scratch_bytes=cached.scratch_bytes,
         ),
         max_tokens=max_tokens,
+        known_tokens=known,
+        context_step_bytes=context_step_bytes(checkpoint.config, checkpoint.dtype, experts.top_k),
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype, experts.top_k),
         signature=signature_of(checkpoint, experts),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,6 +26,7 @@ from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
     DRAFTS,
+    MISSES,
     SHARES,
     STAND_IN,
     Budget,
@@ -37,9 +38,13 @@ from moe_runtime.config import (
     require_types,
 )
 from moe_runtime.inference.budget import (
+    Context,
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
+    context_step_bytes,
+    default_context,
+    known_positions,
     plan_memory,
     reserve_for,
     resident_bytes,
@@ -150,7 +155,8 @@ def load(
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
             of a batch together; more are refused with a ``CapacityError`` before computing. By
-            default the length that the model knows, 4096 at most.
+            default 4096, and up to the length that the model knows as far as all experts leave room
+            for it, or where not all fit, as it takes a sixteenth of theirs.
         io_threads: reads in flight at once.
         warm_up: reads experts as far as there are slots and compiles kernels before it returns.
         teach: with ``policy="auto"``: once enough routing is kept, a process of the lowest
@@ -188,13 +194,8 @@ def load(
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
-    check_draft(draft, place, trace, is_alone=group is None and placement is None)
-    if misses != "device":
-        from moe_runtime.inference.device.misses import check_misses
-
-        check_misses(misses, place, is_alone=group is None and placement is None)
     rules = LossyRules.of(routing, skip_below, misses)
-    rules.check(place, is_alone=group is None and placement is None, draft=draft)
+    check_place(place, rules, draft, misses, trace, is_alone=group is None and placement is None)
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -204,7 +205,7 @@ def load(
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
-    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
+    tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     set_up_libraries(checkpoint.dtype)
     # memory of imported libraries; everything after this line counts as the runtime's
@@ -258,7 +259,17 @@ def load(
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes
-    plans = _plan(checkpoint, slot_maps, budgets, free, dense_bytes, max_tokens, extra_bytes)
+    plans, context = _plan(
+        checkpoint,
+        slot_maps,
+        budgets,
+        free,
+        dense_bytes,
+        # processes that divide the experts must not choose each for itself
+        max_tokens if partition is None else tokens_to_plan_for(checkpoint.config, max_tokens),
+        extra_bytes,
+    )
+    max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
     rules.require_effect(model, blocks, top_k=experts.top_k, lacks_slots=lacks_slots)
     # a barrier: all processes have measured free memory before one of them allocates
@@ -317,6 +328,7 @@ def load(
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
         choice=choice,
+        context=context,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -413,34 +425,53 @@ def _plan(
     budgets: dict[str, Budget],
     free: dict[str, int],
     dense_bytes: int,
-    max_tokens: int,
+    max_tokens: int | None,
     extra_bytes: int,
-) -> dict[str, MemoryPlan]:
+) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    experts = slot_maps["host"]
-    reserve = extra_bytes + reserve_for(
-        checkpoint.config,
-        checkpoint.dtype,
-        max_tokens=max_tokens,
-        dense_bytes=dense_bytes,
-        signature=signature_of(checkpoint, experts),
-        written_values=experts.largest_quantised,
-        scratch_bytes=experts.scratch_bytes,
-    )
+    experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
+    signature = signature_of(checkpoint, experts)
+
+    def reserve(num_tokens: int) -> int:
+        return extra_bytes + reserve_for(
+            config,
+            dtype,
+            max_tokens=num_tokens,
+            dense_bytes=dense_bytes,
+            signature=signature,
+            written_values=experts.largest_quantised,
+            scratch_bytes=experts.scratch_bytes,
+        )
+
     names = {"host": "this machine", "device": "the device"}
+    sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
     dense_place = "device" if "device" in free else "host"
-    return {
+    embedding_bytes = 0 if "device" in free else experts.embedding_bytes
+    context = Context(tokens_to_plan_for(config, max_tokens), "as max_tokens says")
+    if max_tokens is None:
+        context = default_context(
+            known_positions(config),
+            sizes[dense_place],
+            dense_bytes=dense_bytes,
+            reserve_bytes=reserve(context.max_tokens),
+            slot_bytes=slot_maps[dense_place].slot_bytes,
+            num_experts=len(experts.layouts),
+            embedding_bytes=embedding_bytes,
+            step_bytes=context_step_bytes(config, dtype, signature.top_k),
+        )
+    plans = {
         place: plan_memory(
-            resolve_budget(budgets[place], free_bytes, names[place]),
+            size,
             dense_bytes=dense_bytes if place == dense_place else 0,
-            reserve_bytes=reserve if place == dense_place else 0,
+            reserve_bytes=reserve(context.max_tokens) if place == dense_place else 0,
             slot_bytes=slot_maps[place].slot_bytes,
             num_experts=len(experts.layouts),
-            max_tokens=max_tokens,
-            embedding_bytes=0 if "device" in free else experts.embedding_bytes,
+            max_tokens=context.max_tokens,
+            embedding_bytes=embedding_bytes,
         )
-        for place, free_bytes in free.items()
+        for place, size in sizes.items()
     }
+    return plans, context
 
 
 def _open_stores(
@@ -523,21 +554,40 @@ def check_names(
             check_name(str(predictor))
 
 
-def check_draft(
-    draft: str, place: torch.device, trace: str | Path | None, *, is_alone: bool
+def check_place(
+    place: torch.device,
+    rules: LossyRules,
+    draft: str,
+    misses: str,
+    trace: str | Path | None,
+    *,
+    is_alone: bool,
 ) -> None:
-    """Refuses drafts where nothing verifies them. Raises ValueError: so it is, or the name is
-    none."""
+    """Refuses options that models on this device, or experts divided among processes, do not have,
+    and pairs that contradict each other. Raises ValueError: one of these, or a name is unknown."""
     require_known("draft", draft, DRAFTS)
-    if draft == "none":
-        return
-    if place.type != "cpu":
-        raise ValueError(f"draft={draft!r} is for models on a CPU, not on {place}; leave it out")
-    if not is_alone:
-        raise ValueError(f"draft={draft!r} is for a single process; leave it out")
-    if trace is not None:
+    require_known("misses", misses, MISSES)
+    given = dict.fromkeys(rules.named, "cpu")
+    if draft != "none":
+        given[f"draft {draft}"] = "cpu"
+    if misses not in ("device", STAND_IN):
+        given[f"misses {misses}"] = "cuda"
+    kinds = {"cpu": "the CPU", "cuda": "a GPU"}
+    for name, kind in given.items():
+        if place.type != kind:
+            raise ValueError(
+                f"{name} is for models on {kinds[kind]}, got the device {place}: leave it out"
+            )
+        if not is_alone:
+            raise ValueError(f"{name} is for one process: leave it out, or group and placement")
+    if draft != "none" and rules.named:
         raise ValueError(
-            f"draft={draft!r} computes tokens that a trace must not have; leave one of the two out"
+            f"draft {draft} changes no text, and what {' and '.join(rules.named)} changes depends "
+            "on the drafts: leave one of them out"
+        )
+    if draft != "none" and trace is not None:
+        raise ValueError(
+            f"draft {draft} computes tokens that a trace must not have: leave one of the two out"
         )
 
 
@@ -601,61 +651,52 @@ MOST_PROMPT_TOKENS = 8192
 def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
-    """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens.
-    No listener is called, and counters begin at zero afterwards."""
-    is_done = False
-    try:
-        with _muted(model):
-            _read_experts(modules, progress)
-            # a class of several models has no pass of its own
-            if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
-                _compute(model, max_tokens)
-                _compute_prompts(model, modules, max_tokens)
-        model.moe.reset_stats()
-        is_done = True
-    finally:
-        if not is_done:
-            model.moe.close()
+    """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens."""
+    with _before_use(model):
+        _read_experts(modules, progress)
+        # a class of several models has no pass of its own
+        if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
+            _compute(model, max_tokens)
+            _compute_prompts(model, modules, max_tokens)
 
 
 def _copy_experts(
     model: Any, modules: Sequence[OffloadedExperts], progress: Progress | None
 ) -> None:
-    """Reads every expert once, and makes its stand-in. Counters begin at zero afterwards."""
-    total, num_done, is_done = model.moe.facts.expert_bytes, 0, False
+    """Reads every expert once, and makes its stand-in."""
+    total, num_done = model.moe.facts.expert_bytes, 0
     num_experts = sum(module.num_experts for module in modules)
-    try:
-        with _muted(model):
-            for module in modules:
-                assert module.store is not None
-                assert module.miss_rules is not None
-                with module.store.lease(module._keys, streaming=True) as lease:
-                    for group in lease:
-                        for key, weights in group:
-                            module.miss_rules.keep_copy(key, weights)
-                            num_done += 1
-                        if progress is not None:
-                            progress("making stand-ins", total * num_done // num_experts, total)
-        model.moe.reset_stats()
-        is_done = True
-    finally:
-        if not is_done:
-            model.moe.close()
+    with _before_use(model):
+        for module in modules:
+            assert module.store is not None
+            assert module.miss_rules is not None
+            with module.store.lease(module._keys, streaming=True) as lease:
+                for group in lease:
+                    for key, weights in group:
+                        module.miss_rules.keep_copy(key, weights)
+                        num_done += 1
+                    if progress is not None:
+                        progress("making stand-ins", total * num_done // num_experts, total)
 
 
 @contextmanager
-def _muted(model: Any) -> Iterator[None]:
-    """Mutes the listeners of passes and reads within a ``with`` block."""
+def _before_use(model: Any) -> Iterator[None]:
+    """Calls no listener of passes and reads within a ``with`` block. Counters begin at zero after
+    it; a failure closes the model."""
     stores = model._steps._stores
     listeners = [store.listener for store in stores]
-    try:
-        for store in stores:
-            store.listener = None
-        with model._steps.muted():
-            yield
-    finally:
-        for store, listener in zip(stores, listeners, strict=True):
-            store.listener = listener
+    with ExitStack() as failure:
+        failure.callback(model.moe.close)
+        try:
+            for store in stores:
+                store.listener = None
+            with model._steps.muted():
+                yield
+        finally:
+            for store, listener in zip(stores, listeners, strict=True):
+                store.listener = listener
+        model.moe.reset_stats()
+        failure.pop_all()
 
 
 def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:

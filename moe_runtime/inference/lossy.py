@@ -88,21 +88,6 @@ class LossyRules:
                 "memory: leave one of them out"
             )
 
-    def check(self, place: torch.device, *, is_alone: bool, draft: str) -> None:
-        """Refuses a device, several processes, and drafts, which promise the same text. Raises
-        ValueError: one of these."""
-        if self.named and draft != "none":
-            raise ValueError(
-                f"draft {draft} changes no text, and what {' and '.join(self.named)} changes "
-                "depends on the drafts: leave one of them out"
-            )
-        if self.named and place.type != "cpu":
-            raise ValueError(
-                f"{self._words} for models on the CPU, got the device {place}: leave it out"
-            )
-        if self.named and not is_alone:
-            raise ValueError(f"{self._words} for one process: leave it out, or group and placement")
-
     def require_effect(
         self, model: torch.nn.Module, block_names: Sequence[str], *, top_k: int, lacks_slots: bool
     ) -> None:

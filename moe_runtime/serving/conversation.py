@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.files import at_home
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.incremental_text import IncrementalText
+from moe_runtime.inference.pictures import Picture, PictureReader, Pictures, place
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
@@ -66,6 +69,7 @@ class Conversation:
         known_tokens: int | None = None,
         system: str | None = None,
         stops: Sequence[str] = (),
+        reader: PictureReader | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -78,8 +82,11 @@ class Conversation:
         self._is_harmony = is_harmony(str(tokenizer.chat_template))
         marks = HARMONY_MARKS if self._is_harmony else ()
         self._shown = tokenizer.convert_tokens_to_ids(list(marks))
+        self._reader = reader
         self.messages: list[dict[str, Any]] = []
         self.turns: list[Turn] = []
+        self._pictures: list[Picture] = []  # of all messages, in their order
+        self._waiting: list[tuple[str, Picture]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -87,11 +94,28 @@ class Conversation:
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
         self.turns = []
+        self._pictures.clear()
+        self._waiting.clear()
+
+    def show(self, file: str) -> None:
+        """Puts a picture before the text of the next message.
+
+        Raises:
+            ValueError: the model takes none, or the file is none.
+            OSError: it cannot be read.
+        """
+        if self._reader is None:
+            raise ValueError("this model takes no pictures")
+        (picture,) = self._reader.open_all([file])
+        self._waiting.append((os.path.abspath(at_home(file)), picture))
 
     def undo(self) -> bool:
         """Takes the last message and its answer back; gives whether there was one."""
         if not self.turns:
             return False
+        content = self.messages[-2]["content"]
+        if isinstance(content, list):
+            del self._pictures[1 - len(content) :]  # all its parts but the text
         del self.messages[-2:]
         self.turns.pop()
         return True
@@ -110,8 +134,14 @@ class Conversation:
                 remembered.
         """
         text.encode()  # half a surrogate pair is no text
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = encode_messages(self._tokenizer, messages)["input_ids"][0].tolist()
+        content: Any = text
+        if self._waiting:
+            marks = [{"type": "image", "image": file} for file, _ in self._waiting]
+            content = [*marks, {"type": "text", "text": text}]
+        messages = [*self.messages, {"role": "user", "content": content}]
+        shown = [*self._pictures, *(picture for _, picture in self._waiting)]
+        pictures = Pictures(self._reader, shown) if self._reader and shown else None
+        prompt = encode_messages(self._tokenizer, messages, pictures)["input_ids"][0].tolist()
         most = self._engine.most_request_tokens
         if len(prompt) >= most:
             is_whole = self._known_tokens is not None and most >= self._known_tokens
@@ -127,10 +157,13 @@ class Conversation:
             max_new_tokens=min(self._max_new_tokens, most - len(prompt)),
             stop_ids=self._end_ids,
             sampling=self._sampling,
+            pictures=place(prompt, shown),
         )
         answer, turn = self._answer(request, on_text, is_stopped)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.turns.append(turn)
+        self._pictures = shown
+        self._waiting.clear()
         return turn
 
     def _answer(

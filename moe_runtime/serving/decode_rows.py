@@ -175,6 +175,7 @@ class RowDecoding:
         return (
             not isinstance(sequence.cache, InRow)
             and request.adapter is None
+            and not request.pictures
             and min(whole, sequence.num_computed + PIECE) <= self._num_tokens
         )
 

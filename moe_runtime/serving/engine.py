@@ -386,7 +386,8 @@ class Engine:
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
-        is_plain = sequence.request.adapter is None
+            sequence.positions = self._passes.positions_of(sequence.request)
+        is_plain = sequence.request.adapter is None and not sequence.request.pictures
         if self._drafts is not None and is_plain and sequence.drafter is None:
             drafter = sequence.drafter = self._drafts.new_drafter()
             drafter.extend(sequence.tokens)

@@ -26,6 +26,7 @@ from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.pictures import Positions, kinds_of, tensors_of
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     attention_names,
@@ -49,6 +50,7 @@ from moe_runtime.inference.sequence_cache import (
 from moe_runtime.inference.steps import RequestNumbers, Step
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.kv_account import PIECE
+from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.scheduling import Failure, Sequence
 
@@ -112,6 +114,9 @@ class ModelPasses:
             UnsupportedModelError: the model does not generate text from tokens alone.
         """
         config = model.config
+        for part in model.modules():
+            if hasattr(part, "rope_deltas"):
+                part.rope_deltas = None  # of the pictures that an earlier caller gave
         if getattr(config, "is_encoder_decoder", False) or not model.can_generate():
             raise UnsupportedModelError(
                 f"a server needs a causal language model, and {type(model).__name__} is none; use "
@@ -122,6 +127,7 @@ class ModelPasses:
         self._device = model.device
         self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
+        self._known = frozenset(known)
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
@@ -184,7 +190,7 @@ class ModelPasses:
         """Computes the next token of each; gives logits ``[B, V]`` of what follows."""
         last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
         caches = [_cache_of(sequence) for sequence in sequences]
-        places = [sequence.num_computed for sequence in sequences]
+        positions = _positions([(sequence, 1) for sequence in sequences])
         if len(caches) == 1:
             own_states(cache := caches[0])
         else:
@@ -192,7 +198,7 @@ class ModelPasses:
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
         with self._adapted([(sequence, 1) for sequence in sequences]):
-            return self._step(last, cache, places)
+            return self._step(last, cache, positions)
 
     def verify(self, sequences: Items[Sequence], drafted: Items[list[int]]) -> torch.Tensor:
         """Computes the next token of each and what may follow it; gives logits ``[R, V]`` of what
@@ -206,9 +212,9 @@ class ModelPasses:
         caches = [_cache_of(sequence) for sequence in sequences]
         cache = BatchCache(caches, adds_mask=self._adds_mask, rows=rows)
         self.requests.name(cache, [sequence.number for sequence in sequences], rows)
-        ids, positions = ([[each] for each in some] for some in (tokens, places))
         with RowsAlone(len(tokens)):
-            return self._call(ids, cache, keep=1, positions=positions)[:, -1]
+            ids, positions = [[token] for token in tokens], torch.tensor(places)[:, None]
+            return self._call(ids, cache, keep=1, position_ids=positions)[:, -1]
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         assert self._graphs is not None
@@ -229,23 +235,40 @@ class ModelPasses:
         `Sequence.cuts` names are copied there.
         """
         sizes = [num_new for _, num_new in chosen]
-        ids, positions = [], []
+        ids = []
         for sequence, num_new in chosen:
             first = sequence.num_computed
             ids.extend(sequence.tokens[first : first + num_new])
-            positions.extend(range(first, first + num_new))
+        positions = _positions(chosen)
+        inputs = {} if positions is None else {"position_ids": positions[..., None, :]}
+        if len(chosen) == 1:
+            inputs |= self._seen(*chosen[0])
         caches = [_cache_of(sequence) for sequence, _ in chosen]
         cache = caches[0] if len(caches) == 1 else self._joined(caches, sizes)
         self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
         with self._adapted(chosen), self._cutting(chosen):
             if len(chosen) > 1:
                 ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
-                return self._call([ids], cache, keep=ends, positions=[positions])[0]
+                return self._call([ids], cache, keep=ends, **inputs)[0]
             if not chosen[0][0].wants_prompt_logprobs:
-                return self._call([ids], cache, keep=1)[:, -1]
-            logits_RV = self._call([ids], cache, keep=sizes[0])[0]
+                return self._call([ids], cache, keep=1, **inputs)[:, -1]
+            logits_RV = self._call([ids], cache, keep=sizes[0], **inputs)[0]
         _add_logprobs(*chosen[0], logits_RV)
         return logits_RV[-1:]
+
+    def positions_of(self, request: GenerationRequest) -> Positions | None:
+        return Positions.of(self._model, request.prompt_ids, request.pictures)
+
+    def _seen(self, sequence: Sequence, num_new: int) -> dict[str, torch.Tensor]:
+        """What the model is given of the pictures in the next tokens of a prompt."""
+        end = sequence.num_computed + num_new
+        placed = [one for one in sequence.pictures_left if one.end <= end]
+        inputs = tensors_of([one.picture for one in placed])
+        if placed and sequence.positions is None:
+            # masks are made of the kinds of all tokens so far
+            before = [one for one in sequence.request.pictures if one.end <= end]
+            inputs["mm_token_type_ids"] = kinds_of(end, before)
+        return {name: value for name, value in inputs.items() if name in self._known}
 
     @contextlib.contextmanager
     def _cutting(self, chosen: Items[tuple[Sequence, int]]) -> Iterator[None]:
@@ -271,13 +294,14 @@ class ModelPasses:
         with muted, torch.inference_mode():
             yield
 
-    def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
+    def _step(
+        self, ids: Items[int], cache: Any, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = [[token] for token in ids]
-        if len(rows) == 1:
-            return self._call(rows, cache, keep=1)[:, -1]
-        alone = RowsAlone(len(rows)) if self._exact > 1 else contextlib.nullcontext()
-        with alone:
-            return self._call(rows, cache, keep=1, positions=[[p] for p in places])[:, -1]
+        inputs = {} if positions is None else {"position_ids": positions[..., None]}
+        is_shared = len(rows) > 1 and self._exact > 1
+        with RowsAlone(len(rows)) if is_shared else contextlib.nullcontext():
+            return self._call(rows, cache, keep=1, **inputs)[:, -1]
 
     def _adapted(
         self, chosen: Items[tuple[Sequence, int]]
@@ -293,12 +317,11 @@ class ModelPasses:
         cache: Any,
         *,
         keep: int | torch.Tensor,
-        positions: list[list[int]] | None = None,
+        **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """Logits ``[B, Q, V]`` of the rows to keep: the last ones, or those named."""
         options: dict[str, Any] = {self._cache_name: cache}
-        if positions is not None:
-            options["position_ids"] = torch.tensor(positions, device=self._device)
+        options |= {name: value.to(self._device) for name, value in inputs.items()}
         if self._keeps_rows:
             options["logits_to_keep"] = keep
         tokens = torch.tensor(ids, device=self._device)
@@ -326,7 +349,7 @@ class ModelPasses:
             for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 rows.write(index, cache, place)
             together = self._row_logits(*rows.step(0, [9, 9], places))
-            alone = [self._step([9], cache, [0]) for cache in caches]
+            alone = [self._step([9], cache) for cache in caches]
             self.can_have_rows = _are_close(together, torch.cat(alone))
         self.can_have_rows &= not failure.has_failed
 
@@ -334,12 +357,10 @@ class ModelPasses:
         """Joins two sequences only if that gives what each gives alone."""
         caches, places = self._tried()
         own = copy.deepcopy(caches)
-        alone = torch.cat(
-            [self._step([9], cache, [place]) for cache, place in zip(own, places, strict=True)]
-        )
+        alone = torch.cat([self._step([9], cache) for cache in own])
         with Failure() as failure:  # an unknown model's code may fail in any way
             joined = copy.deepcopy(caches)
-            together = self._step([9, 9], self._joined(joined), places)
+            together = self._step([9, 9], self._joined(joined), torch.tensor(places))
             self.can_join = _are_close(together, alone) and all(
                 have_close_states(one, other, TOLERANCE)
                 for one, other in zip(joined, own, strict=True)
@@ -362,7 +383,8 @@ class ModelPasses:
         for size in sizes:
             rows = [row % len(caches) for row in range(size)]
             joined = [copy.deepcopy(caches[row]) for row in rows]
-            logits = self._step([9] * size, self._joined(joined), [places[row] for row in rows])
+            positions = torch.tensor([places[row] for row in rows])
+            logits = self._step([9] * size, self._joined(joined), positions)
             if not torch.equal(logits, alone[rows]):
                 break
             if not all(map(have_same_tokens, joined, [own[row] for row in rows])):
@@ -433,6 +455,22 @@ def _add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> 
     for row in range(0, len(targets), LOGPROB_ROWS):
         some = targets[row : row + LOGPROB_ROWS]
         sequence.add_logprobs(token_logprobs(logits_RV[row : row + len(some)], some, wanted))
+
+
+def _positions(parts: Items[tuple[Sequence, int]]) -> torch.Tensor | None:
+    """``[R]`` int64: where the next tokens of sequences are, so many of each; ``[4, R]`` where one
+    has pictures that count otherwise. None for one alone, whose cache tells."""
+    if not any(sequence.positions for sequence, _ in parts):
+        if len(parts) == 1:
+            return None
+        firsts = [(sequence.num_computed, num_new) for sequence, num_new in parts]
+        return torch.cat([torch.arange(first, first + num_new) for first, num_new in firsts])
+    rows = []
+    for sequence, num_new in parts:
+        first = sequence.num_computed
+        plain = torch.arange(first, first + num_new).expand(4, -1)
+        rows.append(sequence.positions.rows(first, num_new) if sequence.positions else plain)
+    return torch.cat(rows, dim=1)
 
 
 def _cache_of(sequence: Sequence) -> DynamicCache:

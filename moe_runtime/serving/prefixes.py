@@ -378,6 +378,9 @@ class Prefixes:
         """Finds a sequence's beginning before it gets room, which may be that very memory."""
         tokens = self._wanted(sequence)
         sequence.found = self._account.find(tokens, sequence.root)
+        while picture := sequence.picture_around(len(sequence.found) * self._account.block_tokens):
+            tokens = tokens[: picture.first]
+            sequence.found = self._account.find(tokens, sequence.root)
         if self._states is not None:
             tokens = tokens[: len(sequence.found) * self._account.block_tokens]
             sequence.found_state = self._account.state_after(tokens, sequence.root)
@@ -394,11 +397,11 @@ class Prefixes:
                 is_before
                 and other.root == sequence.root
                 and end <= min(num_wanted, other.read_end)
-                and sequence.tokens[:end] == other.tokens[:end]
+                and sequence.keys[:end] == other.keys[:end]
             ):
                 if self._states is None:
                     return True
-                pairs = zip(sequence.tokens[:num_wanted], other.tokens, strict=False)
+                pairs = zip(sequence.keys[:num_wanted], other.keys, strict=False)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 self._plan(other, common)
                 if any(end <= planned <= common for planned in other.cut_ends):
@@ -423,7 +426,7 @@ class Prefixes:
             for _ in range(min(at_once, len(found))):
                 self._append(cache, found.pop(), num_cached, grown)
                 num_cached += size
-        if self._files is not None and sequence.request.adapter is None:
+        if self._files is not None and _is_plain(sequence):
             owner = sequence.request.prefix_owner
             num_cached, state = self._read(tokens, owner, cache, num_cached, room, state)
         if self._states is not None:
@@ -456,7 +459,7 @@ class Prefixes:
     def forget_cuts(self, sequence: Sequence) -> None:
         """A pass failed: nothing was copied."""
         for end in sequence.cuts:
-            self._account.drop_state(sequence.tokens[:end], sequence.root)
+            self._account.drop_state(sequence.keys[:end], sequence.root)
         sequence.cuts.clear()
 
     def keep(self, sequence: Sequence) -> None:
@@ -506,7 +509,9 @@ class Prefixes:
     def _plan(self, sequence: Sequence, end: int) -> None:
         """A state is to be copied at the last block that ends within so many tokens."""
         size = self._account.block_tokens
-        if (end := end // size * size) > sequence.num_computed:
+        while picture := sequence.picture_around(end := end // size * size):
+            end = picture.first
+        if end > sequence.num_computed:
             sequence.cut_ends.add(end)
 
     def _keep_state(self, sequence: Sequence, end: int) -> bool:
@@ -515,7 +520,7 @@ class Prefixes:
             state = sequence.cuts[end] = self._states.new()
             return state
 
-        is_kept = self._account.keep_state(sequence.tokens[:end], make, sequence.root)
+        is_kept = self._account.keep_state(sequence.keys[:end], make, sequence.root)
         if is_kept:
             sequence.state_end = end
         return is_kept
@@ -531,24 +536,23 @@ class Prefixes:
             return
         state, behind = sequence.cuts.get(end), sequence.num_computed - end
         if state is not None and not self._states.take(state, cache, end, behind):
-            self._account.drop_state(sequence.tokens[:end], sequence.root)
+            self._account.drop_state(sequence.keys[:end], sequence.root)
             del sequence.cuts[end]
             sequence.state_end = last
         elif last > sequence.read_end:
-            self._account.drop_state(sequence.tokens[:last], sequence.root)
+            self._account.drop_state(sequence.keys[:last], sequence.root)
 
     def _drop_states(self, sequence: Sequence, num_kept: int) -> None:
         """Gives up what was copied after blocks for which there was no place."""
         end = sequence.state_end
         for each in {*sequence.cuts, end} if self._states is not None and end else ():
             if each > num_kept * self._account.block_tokens:
-                self._account.drop_state(sequence.tokens[:each], sequence.root)
+                self._account.drop_state(sequence.keys[:each], sequence.root)
         sequence.cuts.clear()
 
     def _wanted(self, sequence: Sequence) -> Items[int]:
         """Tokens that may be known: the last one is computed in any case, for what follows it."""
-        whole = sequence.request.prompt_ids if self._exact else sequence.tokens
-        return whole[: self._num_wanted(sequence)]
+        return sequence.keys[: self._num_wanted(sequence)]
 
     def _num_wanted(self, sequence: Sequence) -> int:
         if sequence.wants_prompt_logprobs:
@@ -559,7 +563,7 @@ class Prefixes:
         """Tokens that are computed, in a form that others find; the last state is after them."""
         end = sequence.num_computed
         end = min(end, sequence.read_end) if self._exact else end
-        return sequence.tokens[: end if self._states is None else sequence.state_end]
+        return sequence.keys[: end if self._states is None else sequence.state_end]
 
     def _read(
         self,
@@ -592,7 +596,7 @@ class Prefixes:
 
     def _write(self, cache: DynamicCache, tokens: Items[int], sequence: Sequence) -> None:
         request = sequence.request
-        if self._files is not None and request.adapter is None:
+        if self._files is not None and _is_plain(sequence):
             make = partial(self._copies.copy, cache)
             self._files.keep(tokens, make, request.prefix_owner, sequence.cuts)
 
@@ -600,3 +604,8 @@ class Prefixes:
         self._copies.append(cache, block)
         if not num_cached:  # now that the cache has tensors
             set_room(cache, room)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether the disk may have its prefixes."""
+    return sequence.request.adapter is None and not sequence.request.pictures

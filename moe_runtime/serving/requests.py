@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import COLDEST
+from moe_runtime.inference.pictures import PlacedPicture
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class GenerationRequest:
         client: whose turn it takes.
         prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
+        pictures: in the prompt, in their order.
 
     Raises:
         ValueError: a number is out of range, or the prompt is empty.
@@ -196,6 +198,7 @@ class GenerationRequest:
     client: str = ""
     prefix_owner: str = ""
     adapter: str | None = None
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -1,4 +1,4 @@
-"""Which sequences run or wait, and what the next step computes. No model, no tensors, no clock."""
+"""Which sequences run or wait, and what the next step computes. No model and no clock."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.inference.pictures import PlacedPicture, Positions, keys_of
 from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import (
     ConstraintError,
@@ -83,6 +84,8 @@ class Sequence:
         cut_ends: tokens after which such a state is to be copied while they are read.
         cuts: of the pass that runs, by these tokens, where they are copied.
         state_end: tokens after which its state was copied last.
+        keys: what tells its tokens from those of other sequences: pictures by what they show.
+        positions: of the tokens of a model that counts pictures otherwise; None where it does not.
         root: of the prefixes that it may find: its adapter and owner.
         is_apart: it always goes through the model alone.
         is_alone: it does now, also since a pass together with others failed.
@@ -102,6 +105,9 @@ class Sequence:
         self.number = number
         self.turn = 0
         self.tokens = list(request.prompt_ids)
+        placed = request.pictures
+        self.keys = keys_of(self.tokens, placed) if placed else self.tokens
+        self.positions: Positions | None = None
         self.answer: list[int] = []
         self.num_computed = self.num_found = 0
         self.read_end = len(self.tokens)
@@ -135,6 +141,23 @@ class Sequence:
         """Whether the prompt's log-probabilities are asked for and not yet sent."""
         return self.request.num_prompt_logprobs is not None and not self._is_read
 
+    @property
+    def pictures_left(self) -> list[PlacedPicture]:
+        """Those that are not computed yet: their pass is of this sequence alone."""
+        return [one for one in self.request.pictures if one.end > self.num_computed]
+
+    def picture_around(self, end: int) -> PlacedPicture | None:
+        """The picture that has tokens on both sides of a cut after so many."""
+        return next((one for one in self.request.pictures if one.first < end < one.end), None)
+
+    def without_cut(self, num_new: int) -> int:
+        """So many next tokens, or fewer so that no picture is cut; more where one is longer."""
+        picture = self.picture_around(self.num_computed + num_new)
+        if picture is None:
+            return num_new
+        end = picture.first if picture.first > self.num_computed else picture.end
+        return end - self.num_computed
+
     def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
         self.cache = cache
         self.num_computed = self.num_found = num_found
@@ -165,6 +188,8 @@ class Sequence:
     def add(self, token: NewToken) -> FinishReason | None:
         """The answer is one token longer; gives the reason if it ends with it."""
         self.tokens.append(token.token_id)
+        if self.keys is not self.tokens:
+            self.keys.append(token.token_id)
         self.answer.append(token.token_id)
         self._tell(token)
         request = self.request
@@ -215,7 +240,7 @@ def beside_prompts(
     if not chosen:
         return []
     first = chosen[0][0]
-    if first.is_alone or first.wants_prompt_logprobs:
+    if first.is_alone or first.wants_prompt_logprobs or first.pictures_left:
         return []
     return [sequence for sequence in decoding if not sequence.is_alone]
 
@@ -342,13 +367,15 @@ class Scheduler:
             if not left or not sequence.is_reading:
                 continue
             num_new = sequence.read_end - sequence.num_computed
-            if exact or sequence.is_alone or sequence.wants_prompt_logprobs:
+            is_apart = sequence.is_alone or sequence.wants_prompt_logprobs
+            if exact or is_apart or sequence.pictures_left:
                 if chosen:
                     continue
                 piece = most_tokens
                 if sequence.wants_prompt_logprobs:
                     piece = min(most_tokens, most_logprobs)
-                return [(sequence, min(num_new, piece - sequence.num_computed % piece))]
+                num_new = min(num_new, piece - sequence.num_computed % piece)
+                return [(sequence, sequence.without_cut(num_new))]
             chosen.append((sequence, min(num_new, left)))
             left -= chosen[-1][1]
         return chosen

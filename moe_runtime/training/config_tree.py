@@ -53,7 +53,6 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls, include_extras=True)
-    place = f"[{where}]" if where else "the file"
     for key in values:
         if key not in fields:
             raise ValueError(f"unknown key {_dotted(where, key)!r}; {nearest(key, fields)}")
@@ -63,7 +62,7 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
         )
         if required and name not in values:
             missing = _first_required(hints[name], _dotted(where, name))
-            raise ValueError(f"{place} lacks the key {missing!r}")
+            raise ValueError(f"{f'[{where}]' if where else 'the file'} lacks the key {missing!r}")
     converted = {
         key: _convert(hints[key], value, _dotted(where, key)) for key, value in values.items()
     }
@@ -71,7 +70,7 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
         return cls(**converted)
     except (ValueError, TypeError) as error:
         # The dataclass's own checks know their field, not the table it stands in.
-        raise ValueError(f"{place}: {error}") from None
+        raise ValueError(f"[{where}]: {error}" if where else str(error)) from None
 
 
 def _first_required(hint: Any, name: str) -> str:

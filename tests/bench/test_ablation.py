@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,13 +26,6 @@ gate = "switch"
 capacity_factor = 0.5
 loss_weights = { z = 0.0 }
 """
-
-
-@pytest.fixture(autouse=True)
-def _threads_of_before() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def measured(

@@ -82,23 +82,14 @@ def test_the_command_measures_two_ranks(
     assert skewed[0] < skewed[1]
 
 
-@pytest.fixture
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
     with pytest.raises(RankFailureError, match=r"^of 3 ranks 1, 2 did not join within 0.05 s$"):
         meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path: Path) -> None:
     with (
         pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
@@ -107,7 +98,6 @@ def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path: Path) ->
         pytest.fail("the group was made")
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_rank_that_dies_within_the_block_is_named(tmp_path: Path) -> None:
     others = set(psutil.Process().children())
     with (

@@ -97,6 +97,40 @@ def test_every_figure_is_that_of_the_delays() -> None:
     assert sent == pytest.approx([0, 0, 0.14, 0.24], abs=NEAR)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_turns_go_on_from_the_answers_before_them(chat: bool) -> None:
+    asked: list[Any] = []
+
+    def script(body: dict[str, Any]) -> Sequence[Part]:
+        asked.append(body["messages"] if chat else body["prompt"])
+        part = {"delta": {"content": "so"}} if chat else {"text": "so"}
+        return events({"choices": [part]}, "[DONE]", waits_s=[0.5 / len(asked)])
+
+    async def work() -> MeasuredLevel:
+        async with scripted(script) as http:
+            client = LoadClient(http, chat=chat, fields={}, timeout_s=100.0)
+            return await run_level(
+                client.ask,
+                [LoadRequest("one", 8, later=(" two", " three"))],
+                Level(1, None),
+                (),
+                on_answer=lambda *_: None,
+                is_stopping=lambda: False,
+            )
+
+    measured = run_virtually(work)
+    row = summarize(measured, {})
+    if chat:
+        texts, roles = ["one", "so", " two", "so", " three"], ["user", "assistant"] * 3
+        said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        assert asked == [said[:1], said[:3], said]
+    else:
+        assert asked == ["one", "oneso two", "oneso twoso three"]
+    assert (row["requests"], row["answered"]) == (3, 3)
+    assert row["time_to_first_token_s"]["mean"] == pytest.approx(0.5, abs=NEAR)
+    assert row["later_first_token_s"]["mean"] == pytest.approx((0.25 + 0.5 / 3) / 2, abs=NEAR)
+
+
 def test_an_open_loop_waits_for_nobody() -> None:
     """Answers take 10 s, and requests still go out as they arrive."""
     times = arrivals(6, 2.0, Random(1))

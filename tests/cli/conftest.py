@@ -1,6 +1,5 @@
 """A checkpoint on disk, and a stand-in for `moe_runtime.load` where it is not the subject."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,14 +80,3 @@ def fake_load(monkeypatch: pytest.MonkeyPatch) -> FakeLoad:
     # Not setattr, which would first resolve the lazy name and import the whole engine.
     monkeypatch.setitem(vars(moe_runtime), "load", fake)
     return fake
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only get in each other's way at these sizes, badly so on a busy machine."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)

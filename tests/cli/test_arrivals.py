@@ -88,6 +88,7 @@ CASES = {
             "prefix_disk": ("--prefix-disk 7MiB", ("prefix_disk_bytes", 7 * MIB)),
             "share_prefixes": ("--share-prefixes", ("shares_prefixes", True)),
             "max_body": ("--max-body 5MiB", 5 * MIB),
+            "allow_remote_images": ("--allow-remote-images", ("fetches_pictures", True)),
             "max_seconds": ("--max-seconds 7.5", 7.5),
             "drain_seconds": ("--drain-seconds 2.5", 2.5),
             **LOADING,

@@ -124,6 +124,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         expert_dtype="bfloat16",
         bits_per_weight=16.0,
         dense_bytes=1000,
+        embedding_bytes=0,
         expert_bytes=3200,
         bytes_per_expert=100,
         slot_bytes=100,
@@ -131,6 +132,8 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         reserve_bytes=500,
         max_tokens=4096,
         token_bytes=1,
+        known_tokens=None,
+        context_step_bytes=1024,
         signature=ModelSignature(
             model_type="olmoe", num_layers=4, num_experts=8, top_k=2, vocab_size=100
         ),

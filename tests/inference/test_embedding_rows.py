@@ -49,7 +49,7 @@ def test_rows_make_room_for_experts_and_no_bit_differs(folder: Path) -> None:
         stats = [model.moe.stats() for model in (resident, starved)]
         assert stats[0].dense_bytes - stats[1].dense_bytes == embedding.nbytes
         assert stats[1].expert_slots == 3
-        for ids in (TOKENS, TOKENS[:, :1]):
+        for ids in (TOKENS, TOKENS[:, :1], TOKENS[:, :0]):
             embedded = [m.get_input_embeddings()(ids) for m in (resident, starved)]
             assert torch.equal(*embedded)
             assert torch.equal(embedded[0], torch.nn.functional.embedding(ids, embedding))

@@ -1,7 +1,6 @@
 """generate_text produces what transformers produces, and reports it truthfully."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,6 @@ from moe_runtime.inference.generation import (
 )
 
 PROMPT = "The store reads"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only get in each other's way at these sizes, badly so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import misses as misses_module
 from moe_runtime.inference.device.device_experts import DeviceExperts
-from moe_runtime.inference.device.misses import Misses, MissPlan, check_misses
+from moe_runtime.inference.device.misses import Misses, MissPlan
+from moe_runtime.inference.loading import check_place
+from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
 
@@ -241,7 +243,7 @@ def test_a_disk_that_fails_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"misses is for models on a GPU; .*got 'auto'"):
+    with pytest.raises(ValueError, match="misses auto is for models on a GPU, got the device cpu"):
         moe_runtime.load(checkpoint, device="cpu", misses="auto")
     with pytest.raises(ValueError, match="unknown misses 'gpu'"):
         moe_runtime.load(checkpoint, device="cpu", misses="gpu")
@@ -250,8 +252,8 @@ def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
 
 
 def test_processes_that_divide_experts_leave_misses_to_the_device() -> None:
-    place = torch.device("cuda")
-    check_misses("device", place, is_alone=False)
-    check_misses("cpu", place, is_alone=True)
-    with pytest.raises(ValueError, match=r"misses is for one process; .*got 'cpu'"):
-        check_misses("cpu", place, is_alone=False)
+    place, rules = torch.device("cuda"), LossyRules()
+    check_place(place, rules, "none", "device", None, is_alone=False)
+    check_place(place, rules, "none", "cpu", None, is_alone=True)
+    with pytest.raises(ValueError, match="misses cpu is for one process"):
+        check_place(place, rules, "none", "cpu", None, is_alone=False)

@@ -1,10 +1,14 @@
 """``max_tokens`` is a promise: what needs room for more tokens is refused before it computes."""
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from moe_families import FAMILIES
+from tiny_checkpoints import save, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3MoeConfig, StaticCache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -160,6 +164,33 @@ def test_omitted_it_is_what_the_model_knows() -> None:
     load(pocket_path(), device="cpu", host_memory=smallest).moe.close()
     with pytest.raises(CapacityError, match="activations of 512 tokens"):
         load(pocket_path(), device="cpu", host_memory=smallest - 1)
+
+
+def test_more_context_comes_from_what_experts_leave(tmp_path: Path) -> None:
+    """What they all leave, or a sixteenth of their room; inspect says the same."""
+    (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
+    sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}
+    folder = save(tiny_model(dataclasses.replace(family, config=sizes)), tmp_path, sharded=False)
+    summary = inspect_checkpoint(folder)
+    given = inspect_checkpoint(folder, max_tokens=4096)
+    smallest, experts = summary.smallest_budget_bytes, 3 * 64 * summary.slot_bytes
+    assert summary.max_tokens == 4096
+    contexts = []
+    step = summary.context_step_bytes
+    for more in (0, experts // 2, experts, experts + 2 * step, experts + 60 * step):
+        budget = smallest + more
+        context = summary.context_for(budget)
+        with load(folder, device="cpu", host_memory=budget).moe as moe:
+            assert moe.facts.context == context
+            assert moe.stats().expert_slots == summary.slots_for(budget)
+        fewer = given.slots_for(budget) - summary.slots_for(budget)
+        assert fewer <= 1 + given.slots_for(budget) / 16
+        contexts.append(context.max_tokens)
+    assert contexts[0] == 4096
+    assert contexts[3] == 4096 + 2 * 1024
+    assert contexts[4] == 20_000
+    with load(folder, device="cpu", host_memory=smallest + experts, max_tokens=99).moe as moe:
+        assert moe.facts.context.max_tokens == 99
 
 
 def test_inspect_names_the_tokens_that_a_small_budget_suffices_for() -> None:

@@ -53,6 +53,7 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "rate": (["--rate", "0.5,3"], {"levels": [Level(None, 0.5), Level(None, 3.0)]}),
     "requests": (["--requests", "5"], {"num_requests": 5}),
     "warm_up": (["--warm-up", "3"], {"num_warm_up": 3}),
+    "turns": (["--turns", "3"], {"num_turns": 3}),
     "prompt_tokens": (["--prompt-tokens", "3:9"], {"prompt": Lengths(3, 9)}),
     "output_tokens": (["--output-tokens", "7"], {"output": Lengths(7, 7)}),
     "prompts": (["--prompts", "own.jsonl"], {"texts": ["a\nb", "c"]}),

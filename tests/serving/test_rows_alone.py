@@ -71,10 +71,10 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
         own = copy.deepcopy(caches)
         last = [ids[place] for ids, place in zip(tokens, places, strict=True)]
         rows = zip(last, own, places, strict=True)
-        alone = torch.cat([passes._step([token], cache, [place]) for token, cache, place in rows])
+        alone = torch.cat([passes._step([token], cache) for token, cache, _ in rows])
         for size in sorted({1, 2, 5, 17, most} & set(range(most + 1))):
             joined = passes._joined(copy.deepcopy(caches[:size]))
-            together = passes._step(last[:size], joined, places[:size])
+            together = passes._step(last[:size], joined, torch.tensor(places[:size]))
             assert torch.equal(together, alone[:size]), size
 
 

@@ -201,12 +201,13 @@ def response(client: socket.socket) -> tuple[int, Any]:
     return found.status, json.loads(found.read())
 
 
-def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
+def model_of(name: str, engine: Any, tokenizer: Any, size: int, **fields: Any) -> ServedModel:
     """A model as the server knows it."""
     vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
     templates, grammars = limited_processes()
     template = ChatTemplate(tokenizer, templates) if tokenizer.chat_template else None
-    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary, grammars))
+    found = Grammars(vocabulary, grammars)
+    return ServedModel(name, engine, vocabulary, template, found, **fields)
 
 
 @functools.cache

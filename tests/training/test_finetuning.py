@@ -291,7 +291,7 @@ def test_a_signal_leaves_a_checkpoint(
         ({"words": ["--host-memory", "1MiB"]}, "the smallest that works is"),
         ({"words": ["--lora", "2", "--host-memory", "1MiB"]}, "the smallest that works is"),
         ({"words": ["--lora", "2", "--lora-on", "gates"]}, "adapters are for attention and"),
-        ({"words": ["--zeroth-order", "--lora", "2"]}, "two ways to train"),
+        ({"words": ["--zeroth-order", "--lora", "2"]}, "error: lora and zeroth_order are"),
         ({"words": ["--zeroth-order", "--eps", "0"]}, "eps must be positive"),
         ({"words": ["--eps", "0.1"]}, "--eps belongs to --zeroth-order"),
         ({"words": ["--context", "1000"]}, "context must be at most 128"),

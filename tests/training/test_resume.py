@@ -5,11 +5,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from training_runs import CONFIG, error_of, states_equal, train, training_records, write_run
 from warm_python import warm_python
 
@@ -24,13 +22,6 @@ ENDLESS = ("run.steps=1000000", "run.checkpoint_every=5")
 NOISY = CONFIG.replace(
     "loss_weights = { load_balance = 0.01, z = 1e-3 }", 'gate = "noisy_topk"\ncapacity_factor = 1.0'
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def start_process(path: Path, *words: str) -> subprocess.Popen[str]:

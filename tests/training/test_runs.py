@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from training_runs import CONFIG, error_of, train, training_records, write_run
 from moe_runtime.cli.main import main
 from moe_runtime.training.metrics import METRICS_FILE
 from moe_runtime.training.optimizer import Optimizer
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def test_a_run_learns_and_leaves_everything_behind(

@@ -64,13 +64,6 @@ OFFLOADED = (*STEPS, "run.host_memory=256MiB")
 SIGNATURE = ModelSignature(model_type="x", num_layers=3, num_experts=8, top_k=2, vocab_size=99)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 class Stored:
     """Files that were written, and what they give when they are read.
 

@@ -25,6 +25,7 @@ _STOPPING = "stopping the answer; Ctrl-C once more leaves"
 _HELP = (
     ("/reset", "begin a new conversation"),
     ("/undo", "take the last message and its answer back"),
+    ("/image FILE", "put a picture before the next message"),
     ("/stats", "what the answers cost so far"),
     ("/save FILE", "write the conversation, as a line that `moe-runtime generate` takes"),
     ("/quit", "leave, as Ctrl-D does"),
@@ -52,8 +53,8 @@ def chat(
     Args:
         system: System message at the beginning of the conversation.
         max_new_tokens: Most tokens of an answer.
-        max_tokens: Memory for the whole conversation, in tokens; the model's maximum when omitted,
-            at most 4096.
+        max_tokens: Memory for the whole conversation, in tokens; when omitted 4096, or more where
+            experts leave it.
     """
     console.quiet_transformers(ctx.obj)
     console.fetch_model(model, weights=False)
@@ -66,11 +67,14 @@ def chat(
         sampling_words,
         stop_strings_of,
     )
+    from moe_runtime.inference.pictures import PictureReader
     from moe_runtime.serving.requests import SamplingOptions
 
     chosen = find_sampling(ctx, model, sampling, is_engine=True)
     tokenizer = load_tokenizer(model)
-    known = known_positions(read_config(find_checkpoint(model, weights=False)))
+    folder = find_checkpoint(model, weights=False)
+    model_config = read_config(folder)
+    known = known_positions(model_config)
     if max_tokens is not None and known is not None and max_tokens > known:
         raise ValueError(
             f"--max-tokens {max_tokens}: a conversation cannot be longer than the {known} "
@@ -100,6 +104,7 @@ def chat(
             max_new_tokens=max_new_tokens,
             known_tokens=known,
             system=system,
+            reader=PictureReader.of(folder, model_config, tokenizer),
         )
         _Terminal(conversation, loaded, sampling_words(chosen)).run()
 
@@ -118,6 +123,8 @@ class _Terminal:
         """Until the lines end."""
         if self._is_terminal:
             print(f"choice of tokens: {self._sampling}", file=sys.stderr)
+            context = self._loaded.moe.facts.context
+            print(f"context: {context.max_tokens} tokens, {context.reason}", file=sys.stderr)
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
         for line in _lines(is_terminal=self._is_terminal):
             if not line.strip():
@@ -145,7 +152,7 @@ class _Terminal:
 
     def _obey(self, command: str, *given: str) -> bool:
         """Does what a command says; gives whether the conversation goes on."""
-        extra = given[command == "/save" :]
+        extra = given[command in ("/save", "/image") :]
         if extra and command in _COMMANDS:
             raise ValueError(f"{command}: expected nothing more, got {' '.join(extra)!r}")
         if command in ("/quit", "/exit"):
@@ -159,6 +166,9 @@ class _Terminal:
             self._show_statistics()
         elif command == "/save":
             self._save("".join(given))
+        elif command == "/image":
+            require_file_name("".join(given), "/image")
+            self._conversation.show("".join(given))
         elif command == "/help":
             console.print_rows("commands", _HELP, to_stderr=True)
         else:

@@ -31,7 +31,8 @@ def inspect(
 
     Args:
         host_memory: Also show what this budget buys, such as 7GiB.
-        max_tokens: Tokens to set memory aside for; the model's maximum when omitted, at most 4096.
+        max_tokens: Tokens to set memory aside for; when omitted 4096, or more where experts leave
+            it.
         verify: Also read every weight of the model, and name the first that is NaN or infinite.
     """
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
@@ -117,7 +118,7 @@ def inspect(
         read = "every weight that the model uses was read, all values are finite"
         rows.append(("verified", read))
     console.print_rows(f"{summary.path}", rows, to_stderr=False)
-    names = ("--host-memory", "experts in memory", "per layer", "share")
+    names = ("--host-memory", "context", "experts in memory", "per layer", "share")
     columns = [(name, "right") for name in names]
     console.print_table("what a budget buys", columns, [_purchase_row(one) for one in purchases])
     if auto is not None:
@@ -130,7 +131,9 @@ def _purchase(summary: "CheckpointSummary", budget_bytes: int) -> dict[str, Any]
     slots = summary.slots_for(budget_bytes) if works else 0
     return {
         "budget_bytes": budget_bytes,
-        "max_tokens": summary.tokens_for(budget_bytes),
+        "max_tokens": summary.context_for(budget_bytes).max_tokens
+        if works
+        else summary.tokens_for(budget_bytes),
         "expert_slots": slots,
         "slots_per_layer": slots / summary.num_layers,
         "resident_share": slots / summary.total_experts,
@@ -142,6 +145,12 @@ def _purchase_row(bought: dict[str, Any]) -> tuple[str, ...]:
     if not bought["expert_slots"]:
         tokens = bought["max_tokens"]
         enough = f"; enough with --max-tokens {tokens}" if tokens else ""
-        return size, f"too small{enough}", "", ""
+        return size, "", f"too small{enough}", "", ""
     per_layer, share = bought["slots_per_layer"], bought["resident_share"]
-    return size, str(bought["expert_slots"]), f"{per_layer:.1f}", f"{share:.0%}"
+    return (
+        size,
+        str(bought["max_tokens"]),
+        str(bought["expert_slots"]),
+        f"{per_layer:.1f}",
+        f"{share:.0%}",
+    )

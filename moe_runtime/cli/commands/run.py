@@ -19,11 +19,13 @@ from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.streams import TextOutput
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
+from moe_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.inference.generation import GenerationResult
+    from moe_runtime.inference.pictures import PictureReader, Pictures
     from moe_runtime.types import RuntimeStats
 
 _OF_A_TEXT = (
@@ -38,6 +40,7 @@ def run(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p")] = None,
     prompt_file: Path | None = None,
     prompts: Path | None = None,
+    image: Annotated[list[Path] | None, typer.Option("--image")] = None,
     chat: bool = False,
     max_new_tokens: options.MaxNewTokens = 128,
     sampling: options.Sampling,
@@ -61,6 +64,8 @@ def run(
         prompt_file: File with the prompt; - reads standard input.
         prompts: File with a prompt in each line; in a .jsonl file a JSON string, or an object with
             a prompt. - reads standard input.
+        image: Picture before the text of each prompt, which goes into the chat template; repeat it
+            for several pictures.
         chat: Put the prompt into the model's chat template.
         max_tokens: Room for prompt and new tokens; just enough when omitted.
         placement: Map made by `moe-runtime place` that assigns experts to processes, under
@@ -80,7 +85,9 @@ def run(
                 # Every process samples, and all must draw the same tokens.
                 seed = from_first(group, "seed", lambda: secrets.randbelow(2**63))
             tokenizer = load_tokenizer(model)
-            room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
+            pictures = read_pictures(model, tokenizer, image) if image else None
+            form = {"chat": chat or bool(image), "pictures": pictures}
+            room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, **form)
             import moe_runtime
 
             several = {"placement": placement, "group": group}
@@ -89,7 +96,7 @@ def run(
             settings: dict[str, Any] = {**loading.settings(), **outputs, **given}
             loaded: Any = moe_runtime.load(model, **settings, max_tokens=room, progress=progress)
         with contextlib.closing(loaded.moe):
-            asked = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
+            asked = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, **form}
             results = _generate(loaded, tokenizer, texts, show=not as_json, **asked)
             stats = loaded.moe.stats()
         is_interrupted = results[-1].finish_reason == "interrupted"
@@ -129,6 +136,28 @@ def load_tokenizer(model: str) -> Any:
     return load(find_checkpoint(model, weights=False))
 
 
+def picture_reader(model: str, tokenizer: Any) -> "PictureReader":
+    """What reads pictures for a model, without its weights; one that takes none is refused."""
+    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+    from moe_runtime.inference.pictures import PictureReader
+
+    folder = find_checkpoint(model, weights=False)
+    found = PictureReader.of(folder, read_config(folder), tokenizer)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{model} takes no pictures; give a vision-language model whose processor transformers "
+            "has, or no picture"
+        )
+    return found
+
+
+def read_pictures(model: str, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
+    from moe_runtime.inference.pictures import Pictures
+
+    reader = picture_reader(model, tokenizer)
+    return Pictures(reader, reader.open_all(files))
+
+
 def find_sampling(
     ctx: typer.Context, model: str, asked: options.Sampling, *, is_engine: bool = False
 ) -> dict[str, Any]:
@@ -158,15 +187,14 @@ def _room_for(
     texts: list[str],
     num_new_tokens: int,
     max_tokens: int | None,
-    *,
-    chat: bool,
+    **form: Any,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
     num_prompt_tokens = max(
-        encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1] for text in texts
+        encode_prompt(tokenizer, text, **form)["input_ids"].shape[1] for text in texts
     )
     config = read_config(find_checkpoint(model, weights=False))
     check_length(config, num_prompt_tokens, num_new_tokens)

@@ -56,7 +56,8 @@ def serve(
     prefix_cache: bool = True,
     share_prefixes: bool = False,
     prefix_disk: options.Size | None = None,
-    max_body: str = "1MiB",
+    max_body: str | None = None,
+    allow_remote_images: bool = False,
     max_seconds: Annotated[float, typer.Option(min=0.001)] = 3600.0,
     drain_seconds: options.NotNegative | None = None,
     warm_up: bool = False,
@@ -87,8 +88,8 @@ def serve(
         port: 0 takes any free port.
         api_keys: File with a key in each line; requests must have one of them.
         cors: Pages of this origin may read answers in a browser, * for all; repeatable.
-        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; the model's
-            maximum when omitted, at most 4096.
+        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; when
+            omitted 4096, or more where experts leave it.
         max_running: Requests that are answered at a time.
         max_waiting: Requests that may wait; more get 429.
         step_tokens: Maximum prompt tokens per step. A higher value gives more throughput; a lower
@@ -104,7 +105,10 @@ def serve(
             Their users can tell by cached_tokens and by time what others sent.
         prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too: in
             $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
-        max_body: Longest body of a request; 1MiB is a text of 200,000 tokens.
+        max_body: Longest body of a request. 1MiB by default, a text of 200,000 tokens; 32MiB if a
+            model takes pictures.
+        allow_remote_images: Fetch pictures from the http addresses in requests, as this machine
+            reaches them.
         max_seconds: Seconds that a request may take, waiting included.
         drain_seconds: How long running answers may take after SIGTERM or Ctrl-C. No limit by
             default.
@@ -119,7 +123,7 @@ def serve(
             "pip install 'moe-runtime[serve]'"
         )
     keys = read_keys(api_keys)
-    body_bytes = options.bytes_of(max_body, "--max-body")
+    body_bytes = None if max_body is None else options.bytes_of(max_body, "--max-body")
     disk_bytes = None
     if prefix_disk is not None:
         disk_bytes = options.bytes_of(prefix_disk, "--prefix-disk", needs_unit=True)
@@ -158,7 +162,8 @@ def serve(
             exact=exact,
             decode_rows=decode_rows,
         ),
-        limits=Limits(body_bytes=body_bytes, seconds=max_seconds),
+        limits=Limits(seconds=max_seconds),
+        body_bytes=body_bytes,
         # Without a key, pages of other sites whose names were made to lead here must not ask.
         access=Access(
             keys=keys,
@@ -169,6 +174,7 @@ def serve(
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,
         adapter_bytes=adapter_bytes,
+        fetches_pictures=allow_remote_images,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(console.loading_bar())
@@ -248,7 +254,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
     ]
-    for model, some in zip(models, stats, strict=True):
+    for model, some, loaded in zip(models, stats, ready.loaded, strict=True):
         working = model.engine.statistics()
         kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
         rows += [
@@ -260,7 +266,8 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
             ),
             (
                 "requests",
-                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together",
+                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together: "
+                f"{loaded.moe.facts.context.reason}",
             ),
         ]
         chosen = sampling_words(model.defaults)

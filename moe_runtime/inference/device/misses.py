@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_runtime.config import MISSES, STAND_IN, require_known
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
@@ -157,23 +156,6 @@ def open_misses(
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses
-
-
-def check_misses(misses: str, place: torch.device, *, is_alone: bool) -> None:
-    """Refuses a name that nothing has, a model on the CPU, and experts divided among processes.
-    Raises ValueError: one of these."""
-    require_known("misses", misses, MISSES)
-    if misses == STAND_IN:
-        return
-    if place.type == "cpu" and misses != "device":
-        raise ValueError(
-            "misses is for models on a GPU; this one is on the CPU, where stand-in alone is known, "
-            f"got {misses!r}: leave it out"
-        )
-    if not is_alone and misses != "device":
-        raise ValueError(
-            f"misses is for one process; leave it out, or group and placement, got {misses!r}"
-        )
 
 
 WEIGHT = 0.1

@@ -23,7 +23,7 @@ from moe_runtime.checkpoints.transformers_private import (
     page_size_name,
 )
 from moe_runtime.errors import CapacityError, UnsupportedUseError
-from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
+from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.steps import CalledInSteps, Steps, refuse_tracing, too_long
@@ -319,6 +319,7 @@ class LoadedFacts:
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         load_s: seconds that loading took.
         choice: the eviction policy, and why ``auto`` took it.
+        context: tokens that memory is set aside for, and why so many.
     """
 
     signature: ModelSignature
@@ -329,6 +330,7 @@ class LoadedFacts:
     baseline_rss_bytes: int
     load_s: float
     choice: PolicyChoice
+    context: Context
 
 
 class RuntimeHandle:

@@ -45,6 +45,7 @@ from moe_runtime.inference.generation import (
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.lossy import LossyRules
+from moe_runtime.inference.pictures import Picture, PictureReader, Pictures, place
 from moe_runtime.serving.batches.answer_file import AnswerFile
 from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
@@ -250,13 +251,26 @@ def _message_of(message: Any) -> dict[str, Any]:
         raise ValueError(f"messages: {name} is not supported; known are role, content, name")
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-            is_text = is_text and part.get("type") == "text"
-            _require(is_text, "messages: parts of content must be text", part)
-        content = "\n".join(part["text"] for part in content)
+        content = [_part_of(part) for part in content]
+        if all(part["type"] == "text" for part in content):
+            content = "\n".join(part["text"] for part in content)
+        else:
+            is_user = message["role"] == "user"
+            _require(is_user, "messages: pictures may be in those of the user", message["role"])
+            return {**message, "content": content}
     _require(isinstance(content, str), "messages: content must be text", content)
     return {**message, "content": content}
+
+
+def _part_of(part: Any) -> dict[str, str]:
+    """A text, or a picture as a file or a data URL."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    value = part.get(kind) if kind else None
+    if kind == "image_url" and isinstance(value, dict):
+        value = value.get("url")
+    expected = "messages: parts of content must be text, image_url or image"
+    _require(kind in ("text", "image_url", "image") and isinstance(value, str), expected, part)
+    return {"type": "text", "text": value} if kind == "text" else {"type": "image", "image": value}
 
 
 def _require(is_sound: Any, expected: str, value: Any) -> None:
@@ -303,8 +317,10 @@ class Batch:
         chat: bool,
         sampling: SamplingOptions,
         stops: Sequence[str] = (),
+        reader: PictureReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._reader = reader
         self._name = name_of(model)
         self._names = {model, self._name}
         self._config = config
@@ -332,6 +348,7 @@ class Batch:
             sampling = dataclasses.asdict(request.sampling)
             asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
             asked += [stops, line.ignore_eos]
+            asked += [one.picture.digest.hex() for one in request.pictures]
             times[key := json.dumps(asked)] += 1
             text = json.dumps([*asked, times[key] - 1, arithmetic])
             digest = hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
@@ -377,7 +394,8 @@ class Batch:
     def _read(self, line: PromptLine) -> GenerationRequest:
         if line.model is not None and line.model not in self._names:
             raise ValueError(f"asks for model {line.model!r}, but this one is {self._name!r}")
-        ids, sampling = self._encode(line), dataclasses.replace(self._sampling, **line.sampling)
+        (ids, pictures), sampling = self._encode(line), self._sampling
+        sampling = dataclasses.replace(sampling, **line.sampling)
         check_length(self._config, len(ids), line.max_new_tokens)
         size = self._config.get_text_config().vocab_size
         wrong = [token for token in (*ids, *line.stop_ids, *sampling.logit_bias) if token >= size]
@@ -389,21 +407,33 @@ class Batch:
             min_new_tokens=line.min_new_tokens,
             stop_ids=line.stop_ids,
             sampling=sampling,
+            pictures=place(ids, pictures),
         )
 
     def _stop_ids(self, job: Job) -> frozenset[int]:
         own = frozenset() if job.line.ignore_eos else self.end_ids
         return job.request.stop_ids | own
 
-    def _encode(self, line: PromptLine) -> list[int]:
+    def _encode(self, line: PromptLine) -> tuple[list[int], Sequence[Picture]]:
         if isinstance(line.prompt, list):
-            return line.prompt
+            return line.prompt, ()
+        pictures = None
         if line.messages is not None:
-            encoded = encode_messages(self.tokenizer, line.messages)
+            pictures = self._pictures(line.messages)
+            encoded = encode_messages(self.tokenizer, line.messages, pictures)
         else:
             encoded = encode_prompt(self.tokenizer, line.prompt or "", chat=self._chat)
         check_vocabulary(self._config, encoded["input_ids"])
-        return encoded["input_ids"][0].tolist()
+        return encoded["input_ids"][0].tolist(), pictures.pictures if pictures else ()
+
+    def _pictures(self, messages: Sequence[Mapping[str, Any]]) -> Pictures | None:
+        contents = (one["content"] for one in messages if isinstance(one["content"], list))
+        parts = [part for content in contents for part in content if part["type"] == "image"]
+        if not parts:
+            return None
+        if self._reader is None:
+            raise ValueError(f"messages: {self._name} takes no pictures")
+        return Pictures(self._reader, self._reader.open_all([part["image"] for part in parts]))
 
     def _growing(self, job: Job) -> tuple[AnswerText, list[Piece]]:
         if job.id not in self._texts:
@@ -541,14 +571,18 @@ def _read(
     penalty = getattr(config, "repetition_penalty", None) or 1.0
     own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
     check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
+    tokenizer, model_config = load_tokenizer(folder), read_config(folder)
+    beside = Path(settings.file).parent
+    reader = PictureReader.of(folder, model_config, tokenizer, beside=beside)
     batch = Batch(
         lines,
-        load_tokenizer(folder),
-        read_config(folder),
+        tokenizer,
+        model_config,
         settings.model,
         chat=settings.chat,
         sampling=SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty),
         stops=stop_strings_of(config),
+        reader=reader,
     )
     checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
     return batch, batch.jobs(str(checkpoint.dtype)), own

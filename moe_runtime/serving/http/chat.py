@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.inference.pictures import Picture, PictureError, place
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
@@ -32,6 +33,7 @@ from moe_runtime.serving.http.generating import (
     encode_text,
     too_long,
 )
+from moe_runtime.serving.http.images import pictures_of
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
@@ -63,7 +65,7 @@ def prepare_parts(
     tools = _tools_in_use(body)
     if tools and template.tools is None and not template.is_harmony:
         raise unsupported("tools", "this model's way of calling them is not known")
-    prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
+    prompt, pictures = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_text(prompt, model, "messages", add_special_tokens=False)
     check_tokens(ids, model, "messages")
     functions = [tool.function for tool in tools]
@@ -80,6 +82,7 @@ def prepare_parts(
         body,
         model,
         [ids],
+        pictures=place(ids, pictures),
         max_tokens=most_new,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         matcher=grammar and model.grammars.compile(*grammar, owner),
@@ -136,8 +139,8 @@ def prompt_of(
     tools: Sequence[Tool],
     model: ServedModel,
     variables: Mapping[str, Any] | None,
-) -> str:
-    """A conversation as the model's chat template writes it."""
+) -> tuple[str, list[Picture]]:
+    """A conversation as the model's chat template writes it, and its pictures."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
@@ -146,13 +149,20 @@ def prompt_of(
     most = model.engine.most_request_tokens
     if len(messages) > most:  # surely too long, before its template is rendered
         raise too_long(f"messages: has {len(messages)} messages", most, "messages")
-    return template_of(model).render(
+    pictures = pictures_of(messages, model)
+    prompt = template_of(model).render(
         messages,
         tools,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
         variables=variables,
     )
+    if model.pictures is None or not pictures:
+        return prompt, []
+    try:
+        return model.pictures.write(prompt, pictures), pictures
+    except PictureError as error:
+        raise FieldError("messages", str(error)) from None
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:

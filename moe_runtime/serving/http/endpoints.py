@@ -342,7 +342,7 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     variables = body.chat_template_kwargs
-    prompt = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
+    prompt, _ = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 

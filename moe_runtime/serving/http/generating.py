@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.pictures import PlacedPicture
 from moe_runtime.serving.engine import EngineHandle
 from moe_runtime.serving.http.answer_text import (
     AnswerSections,
@@ -271,12 +272,13 @@ def choices_for(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
     matcher: LLMatcher | None = None,
+    pictures: tuple[PlacedPicture, ...] = (),
     shown_tokens: Sequence[str] = (),
 ) -> list[AnswerChoice]:
     """The sequences of a request: ``n`` for each prompt, as long as there is room by default.
 
     ``matcher`` is a grammar that answers keep to; ``shown_tokens`` are special tokens in their
-    text.
+    text. ``pictures`` are in the one prompt.
     """
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
@@ -308,6 +310,7 @@ def choices_for(
                     constraint=matcher and model.grammars.constraint(matcher),
                     priority=body.priority or 0,
                     adapter=model.name if model.parent is not None else None,
+                    pictures=pictures,
                 )
             except ValueError as error:
                 raise of_engine(error) from None

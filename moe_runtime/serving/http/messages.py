@@ -26,8 +26,11 @@ from moe_runtime.serving.http.schema import (
     Count,
     FunctionCall,
     FunctionName,
+    ImagePart,
+    ImageUrl,
     NamedTool,
     StopStrings,
+    TextPart,
     ToolCall,
     Unused,
 )
@@ -60,6 +63,29 @@ class TextBlock(_Block):
     citations: Unused = None
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Block):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        if isinstance(source, UrlSource):
+            return source.url
+        return f"data:{source.media_type};base64,{source.data}"
+
+
 class ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
@@ -82,7 +108,8 @@ class ToolResultBlock(_Block):
 
 
 _AnyBlock = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -190,7 +217,7 @@ def count_tokens(body: MessagesBody, model: ServedModel) -> int:
         asked = _chat(body, template)
         tools = asked.tools or ()
         variables = asked.chat_template_kwargs
-        prompt = chat.prompt_of(asked, asked.messages, tools, model, variables)
+        prompt, _ = chat.prompt_of(asked, asked.messages, tools, model, variables)
         return len(encode_text(prompt, model, "messages", add_special_tokens=False))
 
 
@@ -243,6 +270,18 @@ def _text(content: str | Sequence[TextBlock] | None, gap: str = "\n") -> str:
     return gap.join(block.text for block in content)
 
 
+def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[TextPart | ImagePart]:
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if len(texts) == len(blocks):
+        return _text(texts)
+    return [
+        TextPart(type="text", text=block.text)
+        if isinstance(block, TextBlock)
+        else ImagePart(type="image_url", image_url=ImageUrl(url=block.url))
+        for block in blocks
+    ]
+
+
 def _conversation(body: MessagesBody) -> ChatMessages:
     found = ChatMessages()
     if body.system:
@@ -252,23 +291,25 @@ def _conversation(body: MessagesBody) -> ChatMessages:
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         if not blocks:
             raise FieldError(f"messages.{at}.content", "is empty, send at least one block")
-        texts: list[TextBlock] = []
+        texts: list[TextBlock | ImageBlock] = []
         for number, block in enumerate(blocks):
             where = f"messages.{at}.content.{number}"
             if message.role == "assistant":
                 _add_to_answer(found, block, where)
-            elif isinstance(block, TextBlock):
+            elif isinstance(block, TextBlock) or (
+                isinstance(block, ImageBlock) and message.role == "user"
+            ):
                 texts.append(block)
             elif isinstance(block, ToolResultBlock) and message.role == "user":
                 if texts:
-                    found.say("user", _text(texts))
+                    found.say("user", _parts(texts))
                     texts = []
                 lead = "Error: " if block.is_error else ""
                 found.say("tool", lead + _text(block.content), tool_call_id=block.tool_use_id)
             else:
                 raise FieldError(where, f"{block.type} is no block of the role {message.role}")
         if texts:
-            found.say(message.role, _text(texts))
+            found.say(message.role, _parts(texts))
     return found
 
 
@@ -283,7 +324,7 @@ def _add_to_answer(found: ChatMessages, block: Any, where: str) -> None:
         call = FunctionCall(name=block.name, arguments=json_text(block.input))
         message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=block.id, function=call)]
     else:
-        raise FieldError(where, "tool_result is no block of the role assistant")
+        raise FieldError(where, f"{block.type} is no block of the role assistant")
 
 
 _KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}

@@ -31,9 +31,12 @@ from moe_runtime.serving.http.schema import (
     Count,
     FunctionCall,
     FunctionName,
+    ImagePart,
+    ImageUrl,
     Message,
     NamedTool,
     TextMap,
+    TextPart,
     ToolCall,
     TopLogprobs,
     Unused,
@@ -68,13 +71,21 @@ class InputText(Body):
     logprobs: Unused = None
 
 
+class InputImage(Body):
+    droppable = None
+    type: Literal["input_image"]
+    image_url: str
+    detail: Unused = None
+
+
 _Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
+_Part = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Texts
+    content: str | Annotated[list[_Part], Field(fail_fast=True)]
     phase: Unused = None
 
 
@@ -311,8 +322,23 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _text(content: str | Sequence[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | Sequence[InputText | InputImage]) -> str:
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, InputImage) for part in content):
+        raise FieldError("input", "input_image may be in a message of the user")
+    return "\n".join(part.text for part in content if isinstance(part, InputText))
+
+
+def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[TextPart | ImagePart]:
+    if isinstance(content, str) or all(isinstance(part, InputText) for part in content):
+        return _text(content)
+    return [
+        TextPart(type="text", text=part.text)
+        if isinstance(part, InputText)
+        else ImagePart(type="image_url", image_url=ImageUrl(url=part.image_url))
+        for part in content
+    ]
 
 
 def _conversation(body: ResponsesBody) -> ChatMessages:
@@ -329,7 +355,8 @@ def _add_item(found: ChatMessages, item: Any) -> None:
     if isinstance(item, FunctionOutputItem):
         found.say("tool", _text(item.output), tool_call_id=item.call_id)
     elif isinstance(item, InputMessage) and item.role != "assistant":
-        found.say(item.role, _text(item.content))
+        to_parts = _parts if item.role == "user" else _text
+        found.say(item.role, to_parts(item.content))
     elif isinstance(item, InputMessage):
         message = found.answer()
         assert not isinstance(message.content, list)

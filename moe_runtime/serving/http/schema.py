@@ -228,6 +228,20 @@ class TextPart(Body):
     cache_control: Unused = None
 
 
+class ImageUrl(Body):
+    url: str
+    detail: Unused = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    cache_control: Unused = None
+
+
+_Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -246,7 +260,7 @@ class Message(Body):
     droppable = None
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(exclude=True)] = None
     name: str | None = None

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
+from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
-from moe_runtime.serving.http.schema import Message, Tool
+from moe_runtime.serving.http.schema import ImagePart, Message, TextPart, Tool
 from moe_runtime.serving.http.tool_formats import tool_format_of
 from moe_runtime.serving.http.vocabulary import Vocabulary
 
@@ -124,13 +125,24 @@ class ChatTemplate:
             # gpt-oss's template has this name for it, and takes one of the two beside calls.
             plain["thinking"] = plain.pop("reasoning_content")
         is_text = isinstance(content, str)
-        plain["content"] = content if is_text else "\n".join(part.text for part in content or ())
+        plain["content"] = content if is_text else _parts(content or ())
         if message.role != "assistant" and content is None:
             raise FieldError(f"messages.{at}.content", "is missing")
         for number, call in enumerate(plain.get("tool_calls", ())):
             where = f"messages.{at}.tool_calls.{number}.function.arguments"
             call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
         return plain
+
+
+def _parts(content: Sequence[TextPart | ImagePart]) -> str | list[dict[str, str]]:
+    """What templates are given: one text, or parts where some are pictures."""
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    if len(texts) == len(content):
+        return "\n".join(texts)
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in content
+    ]
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
@@ -150,7 +162,8 @@ _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 class ServedModel:
     """One model that requests can name, or a ``parent`` with an adapter.
 
-    ``defaults`` are of sampling, as the checkpoint says, else as OpenAI does.
+    ``defaults`` are of sampling, as the checkpoint says, else as OpenAI does. ``pictures`` reads
+    those of requests, None for a model without; with ``fetches_pictures`` from addresses too.
     """
 
     name: str
@@ -161,6 +174,8 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=_OPENAI.copy)
     created_s: int = field(default_factory=lambda: int(time.time()))
     parent: str | None = None
+    pictures: PictureReader | None = None
+    fetches_pictures: bool = False
 
 
 def serve_model(
@@ -170,6 +185,9 @@ def serve_model(
     model: Any,
     templates: LimitedProcess,
     grammars: LimitedProcess,
+    pictures: PictureReader | None = None,
+    *,
+    fetches_pictures: bool = False,
 ) -> ServedModel:
     settings = model.generation_config
     warn_of_unused(settings, is_engine=True)
@@ -185,4 +203,6 @@ def serve_model(
         template=template,
         grammars=Grammars(vocabulary, grammars),
         defaults=_OPENAI | {name: value for name, value in found.items() if value is not None},
+        pictures=pictures,
+        fetches_pictures=fetches_pictures,
     )

@@ -22,11 +22,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
-from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
+from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer, read_config
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
+from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
@@ -299,6 +300,7 @@ def _twice(names: Iterable[str]) -> str | None:
 
 
 _BACKLOG = 2048
+_BODY_WITH_PICTURES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,6 +313,9 @@ class ServeSettings:
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
         adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
+        body_bytes: of the longest body; None for what `Limits` has, more where a model takes
+            pictures.
+        fetches_pictures: from addresses that requests name.
     """
 
     models: Sequence[str]
@@ -325,6 +330,8 @@ class ServeSettings:
     drain_s: float | None
     prefix_disk_bytes: int | None = None
     adapter_bytes: int | None = None
+    body_bytes: int | None = None
+    fetches_pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +380,10 @@ def run_server(
         listening = stack.enter_context(listen(settings.host, settings.port))
         folders = [find_checkpoint(model, progress=progress) for model in settings.models]
         tokenizers = [load_tokenizer(folder) for folder in folders]
+        readers = [
+            PictureReader.of(folder, read_config(folder), tokenizer)
+            for folder, tokenizer in zip(folders, tokenizers, strict=True)
+        ]
         given = {choice.name: AdapterFolder(choice.folder) for choice in choices}
         own = [
             {choice.name: given[choice.name] for choice in choices if choice.model == name}
@@ -409,15 +420,26 @@ def run_server(
             stack.enter_context(engine)
             with blamed_on(f"{folder}: the chat template cannot be used"):
                 model = serve_model(
-                    names[index], engine, tokenizers[index], loaded, templates, trials
+                    names[index],
+                    engine,
+                    tokenizers[index],
+                    loaded,
+                    templates,
+                    trials,
+                    readers[index],
+                    fetches_pictures=settings.fetches_pictures,
                 )
             models.append(model)
             adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
             all_loaded.append(loaded)
         most_open = settings.engine.most_running + settings.engine.most_waiting
+        limits = replace(settings.limits, choices=min(settings.limits.choices, most_open))
+        body_bytes = settings.body_bytes
+        if body_bytes is None:
+            body_bytes = _BODY_WITH_PICTURES if any(readers) else limits.body_bytes
         server = Server(
             models={model.name: model for model in (*models, *adapters)},
-            limits=replace(settings.limits, choices=min(settings.limits.choices, most_open)),
+            limits=replace(limits, body_bytes=body_bytes),
             access=settings.access,
             log=log,
         )

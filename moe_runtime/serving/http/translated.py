@@ -44,7 +44,7 @@ class ChatMessages:
         self.messages: list[Message] = []
         self._is_open = False
 
-    def say(self, role: Any, content: str, **fields: Any) -> None:
+    def say(self, role: Any, content: str | list[Any], **fields: Any) -> None:
         self.messages.append(Message(role=role, content=content, **fields))
         self._is_open = False
 

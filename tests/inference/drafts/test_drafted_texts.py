@@ -249,7 +249,7 @@ def test_the_text_of_a_prompt_is_that_without_drafts(
     [
         ({"draft": "bogus"}, "unknown draft 'bogus'"),
         ({"draft": "lookup", "trace": "trace.npz"}, "a trace must not have"),
-        ({"draft": "lookup", "placement": "map.json"}, "a single process"),
+        ({"draft": "lookup", "placement": "map.json"}, "is for one process"),
     ],
 )
 def test_drafts_that_nothing_could_verify_are_refused(

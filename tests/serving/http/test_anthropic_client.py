@@ -228,7 +228,7 @@ BLOCKS = [{"type": "image", "source": {"type": "url", "url": "x"}}]
         ({"max_tokens": None}, "max_tokens: is missing"),
         ({"messages": []}, "messages: is empty"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content: is empty"),
-        ({"messages": [{"role": "user", "content": BLOCKS}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": BLOCKS}]}, "this model takes no pictures"),
         ({"messages": [{"role": "user", "content": [TURNS[1]["content"][2]]}]}, "tool_use is no"),
         ({"messages": [{"role": "assistant", "content": TURNS[2]["content"][:1]}]}, "tool_result"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),

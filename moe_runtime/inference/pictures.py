@@ -1,0 +1,294 @@
+"""Pictures in prompts: files become the tensors and placeholder tokens of a model's own processor.
+
+Shape suffixes: T tokens, P pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.checkpoints.transformers_private import picture_processor
+from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
+from moe_runtime.files import at_home, read_bounded
+
+MOST_PICTURES = 32
+MOST_BYTES = 20 << 20
+MOST_PIXELS = 40_000_000
+"""Of a picture: a file of a few bytes may decode to gigabytes."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_WORD_BYTES, _WORDS = 8, 8
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask", "input_ids")
+"""What a processor gives of tokens, and not of pictures."""
+
+
+class PictureError(ValueError):
+    """A picture cannot be read, or is not where the prompt says."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A picture as a model's processor gives it.
+
+    Attributes:
+        tensors: arguments of the model's ``forward``; those of several are joined along the first
+            dimension.
+        text: what stands for it in a prompt, and ``ids`` the same as tokens.
+        kinds: of these tokens, which are the picture's own (1) and which are text (0).
+        digest: of its pixels.
+    """
+
+    tensors: Mapping[str, Tensor]
+    text: str
+    ids: tuple[int, ...]
+    kinds: tuple[int, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedPicture:
+    """A picture in a prompt, from the token ``first`` to that before ``end``."""
+
+    first: int
+    picture: Picture
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.picture.ids)
+
+
+class PictureReader:
+    """Reads pictures for one model."""
+
+    def __init__(self, folder: Path, config: Any, tokenizer: Any, beside: Path) -> None:
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._beside = beside
+
+    @classmethod
+    def of(
+        cls, folder: Path, config: Any, tokenizer: Any, *, beside: Path = Path()
+    ) -> PictureReader | None:
+        """None where the checkpoint says of no pictures how they are read.
+
+        Names of files begin in the folder ``beside``.
+        """
+        has_files = any((folder / name).exists() for name in _FILES)
+        is_seeing = getattr(config, "vision_config", None) is not None
+        return cls(folder, config, tokenizer, beside) if has_files and is_seeing else None
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """Made for the first picture. Raises CheckpointError: its files cannot be used. Raises
+        UnsupportedModelError: a package is missing, or transformers has none for this model."""
+        try:
+            with blamed_on(f"{self._folder}: the processor of pictures cannot be used"):
+                found = picture_processor(self._folder, self._config, self._tokenizer)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, ImportError):
+                raise
+            raise UnsupportedModelError(
+                "pictures need packages that are not installed: pip install "
+                "'moe-runtime[pictures]', and torchvision where this model's processor needs it"
+            ) from None
+        if found is None:
+            kind = self._config.model_type
+            raise UnsupportedModelError(f"transformers has no processor of pictures for {kind}")
+        return found
+
+    @property
+    def mark(self) -> str:
+        """What a chat template writes where a picture is."""
+        return self._processor.image_token
+
+    def open_all(self, names: Sequence[str | Path]) -> list[Picture]:
+        """The pictures of files or data URLs; an OSError or a PictureError says why one is none."""
+        if len(names) > MOST_PICTURES:
+            raise PictureError(
+                f"a conversation may have {MOST_PICTURES} pictures, got {len(names)}"
+            )
+        return [self._open(str(name)) for name in names]
+
+    def _open(self, name: str) -> Picture:
+        if name.startswith("data:"):
+            return self.read(bytes_of_data_url(name))
+        if name.startswith(("http://", "https://")):
+            raise PictureError(f"{clipped(name)}: expected a file or a data URL")
+        return self.read(read_bounded(self._beside / at_home(name), max_bytes=MOST_BYTES), name)
+
+    def read(self, data: bytes, name: str = "the picture") -> Picture:
+        """A picture of a file's bytes.
+
+        Raises:
+            PictureError: it is none of `FORMATS`, is damaged, or has too many bytes or pixels; the
+                message begins with ``name``.
+        """
+        pixels = _decode(data, name)
+        size = f"{pixels.width} {pixels.height} ".encode()
+        digest = hashlib.blake2b(size + pixels.tobytes(), digest_size=_WORD_BYTES * _WORDS).digest()
+        with blamed_on(f"{name}: this model's processor refuses the picture", PictureError):
+            found = self._processor(
+                text=[self.mark],
+                images=[pixels],
+                return_tensors="pt",
+                add_special_tokens=False,
+                return_text_replacement_offsets=True,
+            )
+        text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+        ids = found["input_ids"][0].tolist()
+        kinds = self._processor.create_mm_token_type_ids([ids])[0]
+        tensors = {
+            key: value
+            for key, value in found.items()
+            if isinstance(value, Tensor) and key not in _OF_TOKENS
+        }
+        return Picture(tensors, text, tuple(ids), tuple(kinds), digest)
+
+    def write(self, prompt: str, pictures: Sequence[Picture]) -> str:
+        """A prompt with all the tokens of its pictures in place of their marks.
+
+        Raises:
+            PictureError: it has other marks than pictures, as one that a user wrote.
+        """
+        parts = prompt.split(self.mark)
+        if len(parts) != len(pictures) + 1:
+            raise PictureError(
+                f"the prompt has {len(parts) - 1} times {self.mark} for {len(pictures)} pictures; "
+                "leave it out of texts"
+            )
+        rest = zip(pictures, parts[1:], strict=True)
+        return parts[0] + "".join(picture.text + part for picture, part in rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The pictures of one conversation, and who read them."""
+
+    reader: PictureReader
+    pictures: Sequence[Picture]
+
+    def write(self, prompt: str) -> str:
+        return self.reader.write(prompt, self.pictures)
+
+    def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """What a model is given of them beside the tokens of their prompt."""
+        kinds = kinds_of(len(ids), place(ids, self.pictures))
+        return {**tensors_of(self.pictures), "mm_token_type_ids": kinds}
+
+
+def place(ids: Sequence[int], pictures: Iterable[Picture]) -> tuple[PlacedPicture, ...]:
+    """Finds pictures in the tokens of their prompt, in their order. Raises CheckpointError: one is
+    not there."""
+    placed, at, ids = [], 0, tuple(ids)
+    for picture in pictures:
+        size = len(picture.ids)
+        starts = range(at, len(ids) - size + 1)
+        first = next((n for n in starts if ids[n : n + size] == picture.ids), None)
+        if first is None:
+            raise CheckpointError("the tokenizer does not keep the marks of a picture together")
+        placed.append(PlacedPicture(first, picture))
+        at = first + size
+    return tuple(placed)
+
+
+def keys_of(ids: Sequence[int], placed: Iterable[PlacedPicture]) -> list[int]:
+    """Numbers that tell prompts apart: tokens, and below zero what is in pictures."""
+    keys = list(ids)
+    for one in placed:
+        digest = one.picture.digest
+        words = [
+            int.from_bytes(digest[at : at + _WORD_BYTES], "little") >> 1
+            for at in range(0, len(digest), _WORD_BYTES)
+        ]
+        for at, word in zip(range(one.first, one.end), itertools.cycle(words), strict=False):
+            keys[at] = -1 - word
+    return keys
+
+
+def tensors_of(pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """Arguments of a model's ``forward`` for some pictures together."""
+    names = pictures[0].tensors if pictures else ()
+    return {name: torch.cat([one.tensors[name] for one in pictures]) for name in names}
+
+
+def kinds_of(num_tokens: int, placed: Iterable[PlacedPicture]) -> Tensor:
+    """``[1, T]`` int64: 1 for tokens of pictures, 0 for text."""
+    kinds = torch.zeros((1, num_tokens), dtype=torch.int64)
+    for one in placed:
+        kinds[0, one.first : one.end] = torch.tensor(one.picture.kinds)
+    return kinds
+
+
+class Positions:
+    """Where the tokens of one sequence with pictures are, in time, height and width.
+
+    After the prompt, these go on by one each, at a distance from the token's number.
+    """
+
+    def __init__(self, rows_3T: Tensor) -> None:
+        self._rows_3T = rows_3T
+        self._shift = int(rows_3T.max()) + 1 - rows_3T.shape[1]
+
+    @classmethod
+    def of(
+        cls, model: Any, ids: Sequence[int], placed: Sequence[PlacedPicture]
+    ) -> Positions | None:
+        """As the model's own ``get_rope_index`` gives them; None where it has none."""
+        owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+        if owner is None or not placed:
+            return None
+        tensors = tensors_of([one.picture for one in placed])
+        rows_31T, _ = owner.get_rope_index(
+            input_ids=torch.tensor([ids]),
+            mm_token_type_ids=kinds_of(len(ids), placed),
+            image_grid_thw=tensors.get("image_grid_thw"),
+        )
+        return cls(rows_31T[:, 0])
+
+    def rows(self, first: int, num_tokens: int) -> Tensor:
+        """``[4, T]`` int64 of some tokens: their numbers, and the three."""
+        known_3T = self._rows_3T[:, first : first + num_tokens]
+        numbers_T = torch.arange(first, first + num_tokens)
+        after_T = numbers_T[known_3T.shape[1] :] + self._shift
+        rows_3T = torch.cat([known_3T, after_T.expand(3, -1)], dim=1)
+        return torch.cat([numbers_T[None], rows_3T])
+
+
+def bytes_of_data_url(url: str) -> bytes:
+    """The file in ``data:image/png;base64,...``; a PictureError where it is none."""
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise PictureError("expected data:image/png;base64,... or another kind of image")
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise PictureError("expected base64 after the comma of the data URL") from None
+
+
+def _decode(data: bytes, name: str) -> Any:
+    from PIL import Image, ImageOps
+
+    if len(data) > MOST_BYTES:
+        raise PictureError(
+            f"{name}: has {len(data):,} bytes, a picture may have {MOST_BYTES:,}; "
+            "give a smaller one"
+        )
+    with blamed_on(f"{name}: is no whole picture in {', '.join(FORMATS)}", PictureError):
+        found = Image.open(io.BytesIO(data), formats=FORMATS)
+        if found.width * found.height > MOST_PIXELS:
+            raise PictureError(
+                f"{name}: is {found.width} x {found.height} pixels, a picture may have "
+                f"{MOST_PIXELS:,}; give a smaller one"
+            )
+        return ImageOps.exif_transpose(found).convert("RGB")

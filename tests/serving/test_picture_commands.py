@@ -1,0 +1,86 @@
+"""`run --image`, `chat` with `/image` and `generate`: one picture, one text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import picture_checkpoints as pc
+import pytest
+from PIL import Image
+
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
+
+OPTIONS = ["--host-memory", "1GiB", "--dtype", "float32", "-n", "8"]
+QUESTION = "What is it?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    name = "Qwen3VLMoeForConditionalGeneration"
+    return str(pc.save_seeing_checkpoint(name, tmp_path_factory.mktemp("seeing")))
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    file = tmp_path / "a picture.png"
+    file.write_bytes(pc.png(pc.picture(0)))
+    return file
+
+
+def text_of_run(model: str, capsys: Any, *words: str) -> str:
+    assert main(["run", model, "-p", QUESTION, "--json", *OPTIONS, *words]) == 0
+    return json.loads(capsys.readouterr().out)["text"]
+
+
+def test_all_commands_give_a_picture_the_same_text(
+    model: str, picture: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = text_of_run(model, capsys, "--image", str(picture))
+    assert seen != text_of_run(model, capsys, "--chat")
+    lines = f"/image {picture}\n{QUESTION}\n/undo\n/image {picture}\n{QUESTION}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{lines}/save {tmp_path / 'talk.jsonl'}\n"))
+    assert main(["chat", model, *OPTIONS, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{seen}\n{seen}\n"
+    (talk,) = (tmp_path / "talk.jsonl").read_text().splitlines()
+    user, _ = json.loads(talk)["messages"]
+    parts = [{"type": "image", "image": picture.name}, {"type": "text", "text": QUESTION}]
+    urls = pc.content_of([pc.picture(0), QUESTION])
+    other = pc.content_of([pc.picture(1), QUESTION])
+    asked = [[user], *([{"role": "user", "content": each}] for each in (parts, urls, other))]
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    output = tmp_path / "out.jsonl"
+    assert main(["generate", model, "--prompts", str(prompts), "-o", str(output), *OPTIONS]) == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    found = {json.dumps(each["messages"][0]["content"]): each["text"] for each in answers}
+    assert len(answers) == len({each["id"] for each in answers}) == len(asked)
+    assert [text == seen for text in found.values()].count(True) == len(asked) - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"no picture", "is no whole picture in PNG"),
+        (pc.png(pc.picture(0))[:-40], "is no whole picture in PNG"),
+        (pc.png(Image.new("1", (9000, 5000))), "9000 x 5000 pixels"),
+    ],
+    ids=["text", "cut", "too many pixels"],
+)
+def test_a_file_that_is_no_picture_is_refused_in_a_line(
+    model: str, picture: Path, capsys: Any, content: bytes, complaint: str
+) -> None:
+    picture.write_bytes(content)
+    assert main(["run", model, "-p", QUESTION, "--image", str(picture), *OPTIONS]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+    assert picture.name in line
+
+
+def test_what_takes_no_pictures_says_so(picture: Path, capsys: Any) -> None:
+    assert main(["run", str(pocket_path()), "-p", "x", "--image", str(picture)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "takes no pictures" in line
