@@ -20,6 +20,9 @@ from moe_runtime.types import ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from moe_runtime.checkpoints.checkpoint import Checkpoint
+    from moe_runtime.checkpoints.expert_map import ExpertMap
+
 AUTO_SHARE = 0.9
 """Share of the free memory that an ``auto`` budget takes."""
 
@@ -111,23 +114,21 @@ def plan_memory(
 
 
 def reserve_for(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    signature: ModelSignature,
     *,
     max_tokens: int,
     dense_bytes: int,
-    signature: ModelSignature,
-    written_values: int = 0,
-    scratch_bytes: int = 0,
 ) -> int:
     """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens of a batch.
 
     The KV cache is counted with ``room_for`` it, and twice for one layer, because growing it
     copies. Activations are a few copies of the hidden states, and the routed rows. Policies and
-    predictors count as the largest of them. ``written_values`` is the size of the largest quantised
-    matrix, whose values are written out for many rows; ``scratch_bytes`` are copied while one is
-    put in order.
+    predictors count as the largest of them. Values of the largest quantised matrix are written out
+    for many rows, and a part of an expert is copied while it is put in order.
     """
+    config, dtype = checkpoint.config, checkpoint.dtype
     kv_token = kv_bytes_per_token(config, dtype)
     activations = activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
@@ -136,7 +137,7 @@ def reserve_for(
     entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
     tokens = room_for(max_tokens) * kv_token + max_tokens * activations
-    written = written_values * dtype.itemsize + scratch_bytes
+    written = experts.largest_quantised * dtype.itemsize + experts.scratch_bytes
     return tokens + logits + buffers + entries + code + written
 
 

@@ -71,8 +71,8 @@ _KEPT_SHARE = 0.98
 """Of what is known of a grade, with each offer: what failed long ago is tried again."""
 _PRIOR_ROW_SHARE = 0.15
 """Of a step's time for a sequence, what a row more takes before it is measured."""
-LOSS_SHARE = 0.01
-"""Of all time, what drafts may have cost more than they saved; and the time of a step."""
+LOSS_SHARE, FIRST_LOSS = 0.01, 0.25
+"""Of all time, what drafts may have cost more than they saved; and of the time of a step."""
 _FIRST_STEPS = 4
 """Steps without drafts that come first."""
 _BASE_AGE, _AGE = 64, 512
@@ -125,7 +125,7 @@ class DraftControl:
             self._right[grade] = [value * _KEPT_SHARE for value in self._right[grade]]
         if base is None or base.count < _FIRST_STEPS or self._num_passes - base.latest > _BASE_AGE:
             return none
-        if self._lost_s > LOSS_SHARE * self._total_s + base.seconds:
+        if self._lost_s > LOSS_SHARE * self._total_s + FIRST_LOSS * base.seconds:
             return none
         gains = [
             (gain, -place, index)

@@ -188,6 +188,10 @@ def _summary_of(
     stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    signature = signature_of(checkpoint, experts)
+    reserve_bytes = reserve_for(
+        checkpoint, cached, signature, max_tokens=max_tokens, dense_bytes=dense_bytes
+    )
     return CheckpointSummary(
         path=checkpoint.folder,
         model_type=checkpoint.config.model_type,
@@ -204,22 +208,12 @@ def _summary_of(
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=cached.slot_bytes,
         stand_in_bytes=stand_in_bytes,
-        reserve_bytes=landing_bytes
-        + stand_in_bytes
-        + reserve_for(
-            checkpoint.config,
-            checkpoint.dtype,
-            max_tokens=max_tokens,
-            dense_bytes=dense_bytes,
-            signature=signature_of(checkpoint, experts),
-            written_values=cached.largest_quantised,
-            scratch_bytes=cached.scratch_bytes,
-        ),
+        reserve_bytes=landing_bytes + stand_in_bytes + reserve_bytes,
         max_tokens=max_tokens,
         known_tokens=known,
         context_step_bytes=context_step_bytes(checkpoint.config, checkpoint.dtype, experts.top_k),
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype, experts.top_k),
-        signature=signature_of(checkpoint, experts),
+        signature=signature,
     )
 
 

@@ -434,13 +434,7 @@ def _plan(
 
     def reserve(num_tokens: int) -> int:
         return extra_bytes + reserve_for(
-            config,
-            dtype,
-            max_tokens=num_tokens,
-            dense_bytes=dense_bytes,
-            signature=signature,
-            written_values=experts.largest_quantised,
-            scratch_bytes=experts.scratch_bytes,
+            checkpoint, experts, signature, max_tokens=num_tokens, dense_bytes=dense_bytes
         )
 
     names = {"host": "this machine", "device": "the device"}

@@ -11,11 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from warm_python import warm_python
 
+import moe_runtime
+from moe_runtime.checkpoints.opening import load_tokenizer, read_config
+from moe_runtime.inference.pictures import PictureReader
+from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
@@ -208,6 +213,23 @@ def model_of(name: str, engine: Any, tokenizer: Any, size: int, **fields: Any) -
     template = ChatTemplate(tokenizer, templates) if tokenizer.chat_template else None
     found = Grammars(vocabulary, grammars)
     return ServedModel(name, engine, vocabulary, template, found, **fields)
+
+
+@contextlib.contextmanager
+def served_pictures(folder: Path) -> Iterator[Served]:
+    """Serves a vision-language model, `seeing`; prompts are cut into pieces shorter than most
+    pictures."""
+    tokenizer = load_tokenizer(folder)
+    pictures = PictureReader.of(folder, read_config(folder), tokenizer)
+    loaded: Any = moe_runtime.load(
+        folder, device="cpu", dtype="float32", host_memory="1GiB", max_tokens=2048
+    )
+    options = EngineOptions(prompt_tokens=16, idle_prompt_tokens=16)
+    with loaded.moe, Engine(loaded, options) as engine:
+        model = model_of("seeing", engine, tokenizer, len(tokenizer), pictures=pictures)
+        with served([model], Limits(body_bytes=1 << 24)) as found:
+            yield found
+        engine.check()
 
 
 @functools.cache

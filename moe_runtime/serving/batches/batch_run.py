@@ -265,11 +265,11 @@ def _message_of(message: Any) -> dict[str, Any]:
 def _part_of(part: Any) -> dict[str, str]:
     """A text, or a picture as a file or a data URL."""
     kind = part.get("type") if isinstance(part, dict) else None
-    value = part.get(kind) if kind else None
+    value: Any = part.get(kind) if kind in ("text", "image_url", "image") else None
     if kind == "image_url" and isinstance(value, dict):
         value = value.get("url")
-    expected = "messages: parts of content must be text, image_url or image"
-    _require(kind in ("text", "image_url", "image") and isinstance(value, str), expected, part)
+    is_sound = isinstance(value, str)
+    _require(is_sound, "messages: parts of content must be text, image_url or image", part)
     return {"type": "text", "text": value} if kind == "text" else {"type": "image", "image": value}
 
 

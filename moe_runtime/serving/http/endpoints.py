@@ -285,6 +285,8 @@ class Endpoints:
         )
         if not (body.stays_large or any(one.request.constraint for one in choices)):
             self._server.forget_body(asked)
+        pictures = [one.picture for one in choices[0].request.pictures]
+        self._server.hold_body(asked, sum(picture.num_bytes for picture in pictures))
         generation = self._server.begin(asked, model, choices)
         body = body.without_texts()  # the whole body goes while the answer is made
         answer = answers_to(body, generation)
@@ -389,8 +391,6 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _CLOSING = {"connection": "close"}
-_BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
@@ -453,18 +453,9 @@ class RequestGate:
     def _count(self, asked: Asked, num_bytes: int) -> None:
         """Notes a part of a body; it has an end, and so have those of all requests together."""
         server, most = self._server, self._server.limits.body_bytes
-        asked.body_bytes += num_bytes
-        server.num_body_bytes += num_bytes
+        server.hold_body(asked, num_bytes)
         if asked.body_bytes > most:
             raise _too_long(most)
-        if server.num_body_bytes > _BODIES_AT_ONCE * most:
-            raise ApiError(
-                f"bodies of {_BODIES_AT_ONCE * most} bytes are being read, as many as may be; "
-                "try again later",
-                status=429,
-                code="queue_full",
-                headers={"retry-after": "1", **_CLOSING},
-            )
 
     def _refusal(
         self, request: Request, origin: str | None, asked: Asked

@@ -16,6 +16,7 @@ from moe_runtime.inference.pictures import (
     bytes_of_data_url,
 )
 from moe_runtime.serving.http.api_errors import FieldError, unsupported
+from moe_runtime.serving.http.generating import too_long
 from moe_runtime.serving.http.schema import ImagePart, Message
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST_SHOWN = 60
 
 def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture]:
     """The pictures of a conversation, in their order; a `FieldError` names one that is none."""
-    found = []
+    found, most = [], model.engine.most_request_tokens
     for at, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else ()
         for number, part in enumerate(parts):
@@ -46,6 +47,9 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
                 raise FieldError(place, str(error)) from None
             except MoERuntimeError as error:  # of the checkpoint, or of this installation
                 raise unsupported(place, str(error)) from None
+            num_tokens = sum(len(picture.ids) for picture in found)
+            if num_tokens > most:  # before memory is taken for more of them
+                raise too_long(f"messages: has {num_tokens} tokens of pictures", most, "messages")
     return found
 
 

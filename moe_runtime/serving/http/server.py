@@ -24,6 +24,9 @@ Log = Callable[[str, Mapping[str, Any]], None]
 
 ValueT = TypeVar("ValueT")
 
+_BODIES_AT_ONCE = 4
+"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -207,6 +210,19 @@ class Server:
         asked.generation = generation
         self._generations.add(generation)
         return generation
+
+    def hold_body(self, asked: Asked, num_bytes: int) -> None:
+        """Counts bytes of a body or of its pictures; those of several requests have a limit."""
+        asked.body_bytes += num_bytes
+        self.num_body_bytes += num_bytes
+        most = _BODIES_AT_ONCE * self.limits.body_bytes
+        if self.num_body_bytes > max(most, asked.body_bytes):
+            raise ApiError(
+                f"bodies of {most} bytes are being read, as many as may be; try again later",
+                status=429,
+                code="queue_full",
+                headers={"retry-after": "1", "connection": "close"},
+            )
 
     def forget_body(self, asked: Asked) -> None:
         self.num_body_bytes -= asked.body_bytes

@@ -300,7 +300,7 @@ def _twice(names: Iterable[str]) -> str | None:
 
 
 _BACKLOG = 2048
-_BODY_WITH_PICTURES = 32 << 20
+_BODY_WITH_PICTURES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,13 @@ def test_wrong_drafts_take_no_more_than_a_fiftieth_of_the_time(
     assert control.counts()["draft_steps"] <= 1000
 
 
+@pytest.mark.parametrize("row_s", [0.02, 0.1, 0.2])
+@pytest.mark.parametrize("grade", [0, 1, 2, 3])
+def test_a_text_of_some_sentences_pays_no_more_than_long_ones(row_s: float, grade: int) -> None:
+    spent, _ = run(lambda rows: 1 + row_s * (rows - 1), lambda _: False, 64, grade=grade)
+    assert spent <= 64 * 1.02
+
+
 def test_drafts_begin_again_when_a_text_starts_to_repeat_itself() -> None:
     spent, control = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: place >= 1000, 2000)
     begun, _ = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: False, 1000)

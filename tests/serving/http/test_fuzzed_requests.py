@@ -1,12 +1,14 @@
 """Requests that no client should send: refused in the API's form, never a fault of the server."""
 
 import json
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import picture_checkpoints as pc
 import pytest
 from bad_input_values import VALUES, damaged_json
-from http_server import Served
+from http_server import Served, served_pictures
 
 SOUND: dict[str, Any] = {
     "/v1/completions": {
@@ -84,6 +86,35 @@ SOUND: dict[str, Any] = {
 }
 
 
+PICTURES: dict[str, Any] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": pc.content_of([pc.picture(0), "Hi"])}],
+        "max_tokens": 2,
+    },
+    "/v1/responses": {
+        "input": [
+            {
+                "role": "user",
+                "content": [{"type": "input_image", "image_url": pc.data_url(pc.picture(0))}],
+            }
+        ],
+        "max_output_tokens": 2,
+    },
+    "/v1/messages": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "source": {"type": "url", "url": pc.data_url(pc.picture(1))}}
+                ],
+            }
+        ],
+        "max_tokens": 2,
+    },
+}
+"""For a model that takes pictures."""
+
+
 def check(site: Served, path: str, raw: bytes) -> int:
     status, answer = site.ask(path, raw)
     assert status < 500, (path, raw[:500], answer)
@@ -98,17 +129,17 @@ def check(site: Served, path: str, raw: bytes) -> int:
     return status
 
 
-def fuzz(site: Served, rng: Random, times: int) -> list[int]:
+def fuzz(site: Served, rng: Random, times: int, sound: dict[str, Any] = SOUND) -> list[int]:
     found = []
     for _ in range(times):
-        path = rng.choice(sorted(SOUND))
+        path = rng.choice(sorted(sound))
         if rng.random() < 0.15:
-            raw = bytearray(json.dumps(SOUND[path]).encode())
+            raw = bytearray(json.dumps(sound[path]).encode())
             for _ in range(rng.randrange(1, 4)):
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
             found.append(check(site, path, bytes(raw)))
             continue
-        body = damaged_json(rng, SOUND[path], rng.randrange(1, 4))
+        body = damaged_json(rng, sound[path], rng.randrange(1, 4))
         if isinstance(body, dict) and rng.random() < 0.2:
             body[rng.choice(("foo", "\ud800", ""))] = rng.choice(VALUES)
         found.append(check(site, path, json.dumps(body).encode()))
@@ -123,6 +154,22 @@ def test_sound_requests_are_answered(site: Served) -> None:
 
 def test_damaged_requests_are_refused(site: Served) -> None:
     found = fuzz(site, Random(1), 160)
+    assert 400 in found
+    assert 200 in found
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    name = "Qwen3VLMoeForConditionalGeneration"
+    folder = pc.save_seeing_checkpoint(name, tmp_path_factory.mktemp("seeing"))
+    with served_pictures(folder) as found:
+        yield found
+
+
+def test_damaged_pictures_are_refused(seeing: Served) -> None:
+    sound = [check(seeing, path, json.dumps(body).encode()) for path, body in PICTURES.items()]
+    assert sound == [200] * len(PICTURES)
+    found = fuzz(seeing, Random(3), 120, PICTURES)
     assert 400 in found
     assert 200 in found
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,7 +42,7 @@ def damaged_json(rng: Random, value: Any, times: int) -> Any:
         if rng.random() < 0.15:
             del parent[key]
         else:
-            parent[key] = rng.choice(VALUES)
+            parent[key] = deepcopy(rng.choice(VALUES))  # later damage may go into it
     return copy
 
 

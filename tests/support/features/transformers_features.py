@@ -31,8 +31,9 @@ says what to do instead (`UnsupportedUseError`). Every row below is tried by
 and `GenerationMixin` is in one of them. Where transformers itself refuses (a package that is
 missing, a GPU that is not there), the answer is its own error.
 
-Vision-language models take pictures in Python (`pixel_values` and what else their processor gives):
-`tests/inference/test_pictures.py` compares the logits of five families. The server takes texts.
+Vision-language models take pictures: `pixel_values` and what else their processor gives, or files
+in [commands and requests](serving.md#api).
+`tests/inference/test_pictures.py` compares five families.
 
 This page is written by
 `PYTHONPATH=tests/support/checkpoints python tests/support/features/transformers_features.py`.

@@ -1,0 +1,83 @@
+"""Pictures in the engine: many sequences at once, cut prompts, lost caches, kept prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import picture_checkpoints as pc
+import pytest
+from engine_events import Answer
+
+import moe_runtime
+from moe_runtime.checkpoints.opening import load_tokenizer, read_config
+from moe_runtime.inference.generation import encode_messages
+from moe_runtime.inference.pictures import PictureReader, Pictures, place
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.kv_account import PIECE
+from moe_runtime.serving.requests import EngineOptions, GenerationRequest
+
+NUM_NEW = 48
+SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
+
+
+@pytest.fixture(scope="module", params=[name for name in pc.TABLE if "Aria" not in name])
+def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
+    loaded: Any = moe_runtime.load(
+        folder, device="cpu", dtype="float32", host_memory="1GiB", max_tokens=1024
+    )
+    tokenizer = load_tokenizer(folder)
+    reader = PictureReader.of(folder, read_config(folder), tokenizer)
+    assert reader is not None
+
+    def asked(seeds: Sequence[int], text: str) -> GenerationRequest:
+        images = [pc.png(pc.picture(seed, *SIZES[seed])) for seed in seeds]
+        pictures = Pictures(reader, [reader.read(image) for image in images])
+        content = [*({"type": "image"} for _ in seeds), {"type": "text", "text": text}]
+        messages: Any = [{"role": "user", "content": content}]
+        ids = encode_messages(tokenizer, messages, pictures if seeds else None)["input_ids"]
+        prompt = tuple(ids[0].tolist())
+        placed = place(prompt, pictures.pictures)
+        return GenerationRequest(prompt_ids=prompt, max_new_tokens=NUM_NEW, pictures=placed)
+
+    with loaded.moe:
+        yield loaded, asked
+
+
+def requests_of(asked: Callable[..., GenerationRequest]) -> list[GenerationRequest]:
+    each = [([0], "What?"), ([1], "What?"), ([], "What is here?"), ([2, 3], "Both"), ([0, 1], "?")]
+    return [asked(*one) for one in each]
+
+
+def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    found = [Answer() for _ in requests]
+    for request, answer in zip(requests, found, strict=True):
+        engine.submit(request, answer)
+    return [answer.wait().ids for answer in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_tight"),
+    [
+        (EngineOptions(prompt_tokens=16, idle_prompt_tokens=16), False),
+        (EngineOptions(prompt_tokens=16, reuses_prefixes=False), True),
+        (EngineOptions(prompt_tokens=16, exact=True), False),
+    ],
+    ids=["together", "little room", "exact"],
+)
+def test_a_text_is_that_of_the_sequence_alone(
+    seeing: Any, options: EngineOptions, is_tight: bool
+) -> None:
+    loaded, asked = seeing
+    requests = requests_of(asked)
+    with Engine(loaded, EngineOptions(reuses_prefixes=False)) as engine:
+        alone = [answers(engine, [request])[0] for request in requests]
+    assert len({tuple(ids) for ids in alone}) == len(alone)
+    longest = max(len(request.prompt_ids) for request in requests) + NUM_NEW
+    room = -(-longest // PIECE) * PIECE if is_tight else None  # one preempts another
+    with Engine(loaded, options, max_tokens=room) as engine:
+        assert answers(engine, requests) == alone
+        assert answers(engine, requests[::-1]) == alone[::-1]
+        engine.check()
+        assert bool(engine.statistics().preemptions) == is_tight
