@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ MOST_PIXELS = 40_000_000
 """Of a picture: a file of a few bytes may decode to gigabytes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _WORD_BYTES, _WORDS = 8, 8
+_OWN_TYPE = frozenset({"aria"})
+"""Families whose towers take pixels in the type of their weights only."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask", "input_ids")
 """What a processor gives of tokens, and not of pictures."""
@@ -149,7 +152,12 @@ class PictureReader:
                 add_special_tokens=False,
                 return_text_replacement_offsets=True,
             )
-        text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+            text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+        others = [key for key in found if key.endswith("type_ids") and key not in _OF_TOKENS]
+        if others:
+            raise UnsupportedModelError(
+                f"this model's pictures need {others[0]}, which is not given"
+            )
         ids = found["input_ids"][0].tolist()
         kinds = self._processor.create_mm_token_type_ids([ids])[0]
         tensors = {
@@ -171,6 +179,11 @@ class PictureReader:
                 f"the prompt has {len(parts) - 1} times {self.mark} for {len(pictures)} pictures; "
                 "leave it out of texts"
             )
+        for name in pictures[0].tensors:
+            if len({one.tensors[name].shape[1:] for one in pictures}) > 1:
+                raise PictureError(
+                    "this model takes several pictures of one size only; resize them"
+                )
         rest = zip(pictures, parts[1:], strict=True)
         return parts[0] + "".join(picture.text + part for picture, part in rest)
 
@@ -224,6 +237,17 @@ def tensors_of(pictures: Sequence[Picture]) -> dict[str, Tensor]:
     """Arguments of a model's ``forward`` for some pictures together."""
     names = pictures[0].tensors if pictures else ()
     return {name: torch.cat([one.tensors[name] for one in pictures]) for name in names}
+
+
+def for_model(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those inputs that a model's ``forward`` knows, on its device and in a type that it takes."""
+    known = {"attention_mask", *inspect.signature(model.forward).parameters}
+    own = model.dtype if model.config.model_type in _OWN_TYPE else None
+    return {
+        name: value.to(model.device, own if value.is_floating_point() else None)
+        for name, value in inputs.items()
+        if name in known
+    }
 
 
 def kinds_of(num_tokens: int, placed: Iterable[PlacedPicture]) -> Tensor:

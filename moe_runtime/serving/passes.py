@@ -26,7 +26,7 @@ from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.pictures import Positions, kinds_of, tensors_of
+from moe_runtime.inference.pictures import Positions, for_model, kinds_of, tensors_of
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     attention_names,
@@ -127,7 +127,6 @@ class ModelPasses:
         self._device = model.device
         self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
-        self._known = frozenset(known)
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
@@ -268,7 +267,7 @@ class ModelPasses:
             # masks are made of the kinds of all tokens so far
             before = [one for one in sequence.request.pictures if one.end <= end]
             inputs["mm_token_type_ids"] = kinds_of(end, before)
-        return {name: value for name, value in inputs.items() if name in self._known}
+        return for_model(self._model, inputs)
 
     @contextlib.contextmanager
     def _cutting(self, chosen: Items[tuple[Sequence, int]]) -> Iterator[None]:

@@ -50,11 +50,14 @@ class Seeing:
 
 
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-TABLE = {
+_TABLE = {
     "Qwen3VLMoeForConditionalGeneration": Seeing(
         QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES, {"vision_config": TOWER}
     ),
     "Qwen3_5MoeForConditionalGeneration": Seeing(
+        QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES
+    ),
+    "Qwen4ExpForConditionalGeneration": Seeing(
         QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES
     ),
     "Glm4vMoeForConditionalGeneration": Seeing(
@@ -101,6 +104,10 @@ TABLE = {
         "AriaProcessor",
     ),
 }
+
+_MADE = {str(family) for family in FAMILIES}
+TABLE = {name: seeing for name, seeing in _TABLE.items() if name in _MADE}
+"""Of the families that the installed `transformers` makes."""
 
 
 def save_seeing_checkpoint(name: str, folder: Path) -> Path:
