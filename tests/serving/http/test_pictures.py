@@ -114,14 +114,17 @@ def test_an_answer_is_that_of_transformers(
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(client: openai.OpenAI) -> None:
+def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(
+    site: Served, client: openai.OpenAI
+) -> None:
     def cached_tokens(answer: Any) -> int:
         return answer.usage.prompt_tokens_details.cached_tokens
 
     first = [pc.picture(7), "Describe what you see in this picture, please."]
     one, again = ask(client, first), ask(client, first, "a cat", "Are you sure?")
     other = ask(client, [pc.picture(8), *first[1:]])
-    assert cached_tokens(again) > cached_tokens(other)
+    keeps = site.server.models["seeing"].engine._passes.keeps_prefixes  # all but Qwen4's do
+    assert (cached_tokens(again) > cached_tokens(other)) == keeps
     assert logprobs(one) != pytest.approx(logprobs(other), abs=1e-3)
 
 
