@@ -51,6 +51,8 @@ class Picture:
         text: what stands for it in a prompt, and ``ids`` the same as tokens.
         kinds: of these tokens, which are the picture's own (1) and which are text (0).
         digest: of its pixels.
+        kinds_by_id: other kinds that a model is told of each token of a prompt, by argument and
+            token; 0 for tokens that are not named.
     """
 
     tensors: Mapping[str, Tensor]
@@ -58,6 +60,7 @@ class Picture:
     ids: tuple[int, ...]
     kinds: tuple[int, ...]
     digest: bytes
+    kinds_by_id: Mapping[str, Mapping[int, int]]
 
     @property
     def num_bytes(self) -> int:
@@ -141,11 +144,12 @@ class PictureReader:
             PictureError: it is none of `FORMATS`, is damaged, or has too many bytes or pixels; the
                 message begins with ``name``.
         """
+        processor = self._processor  # which tells of missing packages, Pillow among them
         pixels = _decode(data, name)
         size = f"{pixels.width} {pixels.height} ".encode()
         digest = hashlib.blake2b(size + pixels.tobytes(), digest_size=_WORD_BYTES * _WORDS).digest()
         with blamed_on(f"{name}: this model's processor refuses the picture", PictureError):
-            found = self._processor(
+            found = processor(
                 text=[self.mark],
                 images=[pixels],
                 return_tensors="pt",
@@ -153,19 +157,23 @@ class PictureReader:
                 return_text_replacement_offsets=True,
             )
             text = found.pop("text_replacement_offsets")[0][0]["replacement"]
-        others = [key for key in found if key.endswith("type_ids") and key not in _OF_TOKENS]
-        if others:
-            raise UnsupportedModelError(
-                f"this model's pictures need {others[0]}, which is not given"
-            )
+        by_id = {}
+        for key in found:
+            if not key.endswith("type_ids") or key in _OF_TOKENS:
+                continue
+            kinds_of_each = getattr(processor, f"create_{key}", None)
+            if kinds_of_each is None:
+                raise UnsupportedModelError(f"how this model's {key} are made is not known")
+            marks = self._tokenizer.all_special_ids
+            by_id[key] = dict(zip(marks, kinds_of_each([marks])[0], strict=True))
         ids = found["input_ids"][0].tolist()
-        kinds = self._processor.create_mm_token_type_ids([ids])[0]
+        kinds = processor.create_mm_token_type_ids([ids])[0]
         tensors = {
             key: value
             for key, value in found.items()
-            if isinstance(value, Tensor) and key not in _OF_TOKENS
+            if isinstance(value, Tensor) and key not in (*_OF_TOKENS, *by_id)
         }
-        return Picture(tensors, text, tuple(ids), tuple(kinds), digest)
+        return Picture(tensors, text, tuple(ids), tuple(kinds), digest, by_id)
 
     def write(self, prompt: str, pictures: Sequence[Picture]) -> str:
         """A prompt with all the tokens of its pictures in place of their marks.
@@ -201,7 +209,8 @@ class Pictures:
     def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What a model is given of them beside the tokens of their prompt."""
         kinds = kinds_of(len(ids), place(ids, self.pictures))
-        return {**tensors_of(self.pictures), "mm_token_type_ids": kinds}
+        others = other_kinds_of(ids, self.pictures)
+        return {**tensors_of(self.pictures), "mm_token_type_ids": kinds, **others}
 
 
 def place(ids: Sequence[int], pictures: Iterable[Picture]) -> tuple[PlacedPicture, ...]:
@@ -256,6 +265,12 @@ def kinds_of(num_tokens: int, placed: Iterable[PlacedPicture]) -> Tensor:
     for one in placed:
         kinds[0, one.first : one.end] = torch.tensor(one.picture.kinds)
     return kinds
+
+
+def other_kinds_of(ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """``[1, T]`` int64 by argument: what `Picture.kinds_by_id` says of tokens."""
+    by_id = pictures[0].kinds_by_id if pictures else {}
+    return {name: torch.tensor([[of.get(one, 0) for one in ids]]) for name, of in by_id.items()}
 
 
 class Positions:

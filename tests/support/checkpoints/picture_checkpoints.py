@@ -73,6 +73,19 @@ _TABLE = {
         "Glm4vImageProcessorPil",
         SIZES,
     ),
+    "Ernie4_5_VLMoeForConditionalGeneration": Seeing(
+        {
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        "Ernie4_5_VLMoeImageProcessorPil",
+        SIZES | {"temporal_patch_size": 1},
+    ),
     "Gemma4ForConditionalGeneration": Seeing(
         {
             "image_token": "<|image|>",
