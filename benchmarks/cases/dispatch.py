@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -281,6 +282,7 @@ def ranks_here(
     Raises:
         RankFailureError: a rank ended; the message has the last line of what it said.
     """
+    resource_tracker.ensure_running()  # which lets interruptions through where it starts
     with interruptions_held():  # children keep them held: this process ends them
         others = start_processes(follow, (plan, num_ranks, store), num_ranks - 1, join=False)
     assert others is not None
