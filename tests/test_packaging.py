@@ -17,7 +17,7 @@ from fixture_types import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("benchmarks", "kernels", "policies", "models")
-SUITE = ("cases", "commands", "load", "peers", "suite", "synthetic")
+SUITE = ("cases", "commands", "peers", "suite", "synthetic")
 """What of ``benchmarks`` a wheel has; scripts and what they measured belong to the checkout."""
 
 

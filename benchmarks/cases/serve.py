@@ -18,8 +18,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
-from moe_runtime.benchmarks.load.client import TimedAnswer
-from moe_runtime.benchmarks.load.generator import Level, MeasuredLevel, summarize
+from moe_runtime.benchmarks.cases.load import Level, MeasuredLevel, TimedAnswer, summarize
 from moe_runtime.benchmarks.suite.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.benchmarks.suite.results import (
     JOULES,

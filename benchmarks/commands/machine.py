@@ -103,10 +103,10 @@ def bench_dispatch(
             DispatchBenchPlan,
             ExchangeShape,
             measure_dispatch,
+            ranks_here,
         )
-        from moe_runtime.benchmarks.cases.dispatch_ranks import ranks_here
 
-        sizes = {"tokens": tokens, "dim": dim, "experts": experts, "top_k": top_k}
+        sizes = run.asked("tokens", "dim", "experts", "top_k")
         kinds = itertools.product(dtypes, loads)
         shapes = [ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds]
         plan = DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)

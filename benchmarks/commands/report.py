@@ -16,26 +16,24 @@ from moe_runtime.cli.console import print_json, print_rows, print_table, say_lin
 from moe_runtime.cli.strict import FOLDER
 from moe_runtime.files import check_output_folder, write_text
 
-Results = Annotated[
-    list[Path], typer.Argument(metavar="RESULTS...", help="Results files of bench commands.")
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
-Png = Annotated[
-    Path | None, typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder.")
-]
-Markdown = Annotated[Path | None, typer.Option(help="Also write the numbers as a Markdown table.")]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the numbers as CSV.")]
-
 
 def bench_report(
-    results: Results,
-    output: Output = Path("bench.html"),
-    png: Png = None,
-    markdown: Markdown = None,
-    csv: Csv = None,
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...")],
+    output: options.Output = Path("bench.html"),
+    png: Annotated[Path | None, typer.Option(metavar=FOLDER)] = None,
+    markdown: Path | None = None,
+    csv: Path | None = None,
     as_json: options.Json = False,
 ) -> None:
-    """Draw results files: one page that needs no network, several machines side by side."""
+    """Draw results files: one page that needs no network, several machines side by side.
+
+    Args:
+        results: Results files of bench commands.
+        output: Page to write (.html).
+        png: Also write every plot into a folder.
+        markdown: Also write the numbers as a Markdown table.
+        csv: Also write the numbers as CSV.
+    """
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()
@@ -80,20 +78,21 @@ def bench_report(
         print_rows("written", [("file", str(path)) for path in written], to_stderr=False)
 
 
-Before = Annotated[Path, typer.Argument(metavar="BEFORE.json", help="Results file.")]
-After = Annotated[Path, typer.Argument(metavar="AFTER.json", help="Results file of the same case.")]
-Bound = Annotated[
-    float, typer.Option(min=0.0, max=10.0, help="Differences up to this share are noise.")
-]
-
-
 def bench_compare(
-    before: Before, after: After, bound: Bound = 0.05, as_json: options.Json = False
+    before: Annotated[Path, typer.Argument(metavar="BEFORE.json")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER.json")],
+    bound: Annotated[float, typer.Option(min=0.0, max=10.0)] = 0.05,
+    as_json: options.Json = False,
 ) -> None:
     """Compare two results files: better, worse or noise, by a rank test and a bound.
 
     Exit code 1 when a metric of any system became worse, or one that had numbers failed. What else
     differs between the two, such as the machine, is said on stderr.
+
+    Args:
+        before: Results file.
+        after: Results file of the same case.
+        bound: Differences up to this share are noise.
     """
     from moe_runtime.benchmarks.suite.comparing import (
         compare,

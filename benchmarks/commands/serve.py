@@ -23,8 +23,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from moe_runtime.benchmarks.load.client import TimedAnswer
-    from moe_runtime.benchmarks.load.generator import Level, Meter
+    from moe_runtime.benchmarks.cases.load import Level, Meter, TimedAnswer
 
 _LINES = 10
 """Lines of progress of a level."""
@@ -94,15 +93,16 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
-    from moe_runtime.benchmarks.cases.serve import name_of, serve_results, started_server
-    from moe_runtime.benchmarks.load.client import address_of, parse_lengths
-    from moe_runtime.benchmarks.load.generator import (
+    from moe_runtime.benchmarks.cases.load import (
         Level,
         LoadSettings,
+        address_of,
         measure,
         parse_goodput,
+        parse_lengths,
         summarize,
     )
+    from moe_runtime.benchmarks.cases.serve import name_of, serve_results, started_server
 
     if concurrency is not None and rate is not None:
         raise ValueError("--rate and --concurrency are two ways to press a server; give one")
@@ -154,7 +154,6 @@ def bench_serve(
         )
     rows = [summarize(measured, bounds) for measured in found]
     facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
-    asked = ("start", "warm_up", *_ASKED)
     results = serve_results(
         found,
         bounds,
@@ -163,7 +162,7 @@ def bench_serve(
             "model": name,
             "seed": seed,
             "cap_bytes": limit,
-            **{one: run.ctx.params[one] for one in asked},
+            **run.asked("start", "warm_up", *_ASKED),
         },
         is_interrupted=stop.is_set,
     )

@@ -58,6 +58,10 @@ class CaseRun:
         self.stop: StopRequest | None = None
         self._facts: dict[str, Any] = {}
 
+    def asked(self, *names: str) -> dict[str, Any]:
+        """Options as they were given, for the settings of the results."""
+        return {name: self.ctx.params[name] for name in names}
+
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
         """Refuses to replace the file of a peer, or of the model that it is given."""
         from moe_runtime.benchmarks.suite.peers import files_under

@@ -138,12 +138,9 @@ def bench_policies(
     settings = {
         **trace_settings(trace.name, recorded.num_tokens, recorded.signature),
         "capacities": plan.capacities,
-        "scope": scope,
         "train": None if train is None else train.name,
         "predictor": None if predictor is None else Path(predictor).name,
-        "expert_size": expert_size,
-        "reset": reset,
-        "side_by_side": side_by_side,
+        **run.asked("scope", "expert_size", "reset", "side_by_side"),
     }
     run.measure(measure_policies, plan, settings, speeds)
 
@@ -249,10 +246,8 @@ def bench_predictors(
         "training_sequences": training.num_sequences,
         "test_sequences": test.num_sequences,
         "test_share": test_share if train is None else None,
-        "seed": seed,
         "distances": list(ahead),
-        "max_tokens": max_tokens,
-        "side_by_side": side_by_side,
+        **run.asked("seed", "max_tokens", "side_by_side"),
         "link": None if machine is None else _in_words(machine),
         "capacities": [] if machine is None else plan.capacities,
     }
@@ -309,8 +304,7 @@ def bench_placements(
         searches=not run.quick,
     )
     settings = trace_settings(trace.name, recorded.num_tokens, signature)
-    settings |= {"fit": fit, "devices": gpus, "nodes": nodes, "replicas": replicas}
-    settings |= {"groups": groups, **options}
+    settings |= {"devices": gpus, **run.asked("fit", "nodes", "replicas", "groups"), **options}
     names = [one.name for one in plan.systems()]
     run.measure(measure_placements, plan, settings, ["place_s"], unasked=names)
 

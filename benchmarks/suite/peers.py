@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -151,10 +151,9 @@ def started(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    # What a dead peer never read cannot be flushed.
-                    _close(stream)
+            for stream in filter(None, (process.stdin, process.stdout)):
+                with suppress(BrokenPipeError):  # what a dead peer never read cannot be flushed
+                    stream.close()
 
 
 def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
@@ -170,13 +169,6 @@ def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
 def files_under(model: Path) -> list[Path]:
     """The file, or all files of the folder, that a model is."""
     return [file for file in (model, *model.rglob("*")) if file.is_file()]
-
-
-def _close(stream: Any) -> None:
-    try:
-        stream.close()
-    except BrokenPipeError:
-        return
 
 
 def this_python() -> Path:

@@ -204,44 +204,37 @@ def require_valid(value: Any, schema: dict[str, Any], place: str = "results") ->
     """
     if unknown := schema.keys() - _KNOWN:
         raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
-    _require_kind(value, schema, place)
-    if isinstance(value, list) and "items" in schema:
+
+    def expect(holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{place}: expected {what}, got {_shown(value)}")
+
+    kinds = schema.get("type", list(_TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    is_flag = isinstance(value, bool)  # a number for Python, none for JSON
+    fits = (isinstance(value, _TYPES[one]) for one in kinds if one == "boolean" or not is_flag)
+    expect(any(fits), " or ".join(kinds))
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    expect(value in allowed, " or ".join(map(repr, allowed)))
+    if isinstance(value, int | float):
+        expect(abs(value) <= _LARGEST, f"a number up to {_LARGEST:g}")
+        least = schema.get("minimum", value)
+        expect(value >= least, f"at least {least}")
+    if isinstance(value, list):
         for number, item in enumerate(value):
-            require_valid(item, schema["items"], f"{place}[{number}]")
+            require_valid(item, schema.get("items", {}), f"{place}[{number}]")
     if not isinstance(value, dict):
         return
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
     for name, item in value.items():
-        if name in known:
-            require_valid(item, known[name], f"{place}.{name}")
-        elif rest is False:
+        if name not in known and rest is False:
             raise ValueError(
                 f"{place}: has {_shown(name)}, which is unknown; known are {', '.join(known)}"
             )
-        elif isinstance(rest, dict):
-            require_valid(item, rest, f"{place}.{name}")
-
-
-def _require_kind(value: Any, schema: dict[str, Any], place: str) -> None:
-    kinds = schema.get("type", list(_TYPES))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    # For Python true is a number, for JSON it is not.
-    if not any(
-        isinstance(value, _TYPES[kind]) and isinstance(value, bool) <= (kind == "boolean")
-        for kind in kinds
-    ):
-        raise ValueError(f"{place}: expected {' or '.join(kinds)}, got {_shown(value)}")
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    if value not in allowed:
-        raise ValueError(
-            f"{place}: expected {' or '.join(map(repr, allowed))}, got {_shown(value)}"
-        )
-    if isinstance(value, int | float) and not abs(value) <= _LARGEST:
-        raise ValueError(f"{place}: expected a number up to {_LARGEST:g}, got {_shown(value)}")
-    if "minimum" in schema and value < schema["minimum"]:
-        raise ValueError(f"{place}: expected at least {schema['minimum']}, got {_shown(value)}")
+        if isinstance(of_item := known.get(name, rest), dict):
+            require_valid(item, of_item, f"{place}.{name}")
 
 
 def _shown(value: Any) -> str:

@@ -175,7 +175,7 @@ def page_size_name(settings: Any) -> str:
 
 def picture_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
     """The processor of a vision-language checkpoint, which takes texts and pictures only: those of
-    videos and sounds need packages that pictures do not. None where the model has none; 5.23."""
+    videos and sounds need packages that pictures do not. None where the model has none; 5.17."""
     import transformers
 
     kind: Any = transformers.PROCESSOR_MAPPING.get(type(config), None)

@@ -4,7 +4,6 @@ Sampling, stopping and the KV cache are those of ``transformers``, for any of it
 """
 
 import contextlib
-import inspect
 import math
 import time
 import warnings
@@ -19,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, blamed_on
 from moe_runtime.inference.budget import known_positions
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.inference.pictures import Pictures
+from moe_runtime.inference.pictures import Pictures, for_model
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits divided by it in fp32 stay finite below 1e18."""
@@ -122,7 +121,6 @@ def generate_text(
     before = None if chat else inputs["input_ids"][0].tolist()
     stream = _TimedStreamer(tokenizer, on_text, before)
 
-    known = {"attention_mask", *inspect.signature(model.forward).parameters}
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         # top_k = 0 switches off the filter that transformers would otherwise add.
@@ -133,7 +131,7 @@ def generate_text(
     try:
         with _seeded(seed), _before_first_pass(model):
             model.generate(
-                **{name: inputs[name].to(model.device) for name in inputs if name in known},
+                **for_model(model, inputs),
                 max_new_tokens=max_new_tokens,
                 num_beams=1,
                 streamer=stream,

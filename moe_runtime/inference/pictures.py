@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ MOST_PIXELS = 40_000_000
 """Of a picture: a file of a few bytes may decode to gigabytes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _WORD_BYTES, _WORDS = 8, 8
+_OWN_TYPE = frozenset({"aria"})
+"""Families whose towers take pixels in the type of their weights only."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask", "input_ids")
 """What a processor gives of tokens, and not of pictures."""
@@ -48,6 +51,8 @@ class Picture:
         text: what stands for it in a prompt, and ``ids`` the same as tokens.
         kinds: of these tokens, which are the picture's own (1) and which are text (0).
         digest: of its pixels.
+        kinds_by_id: other kinds that a model is told of each token of a prompt, by argument and
+            token; 0 for tokens that are not named.
     """
 
     tensors: Mapping[str, Tensor]
@@ -55,6 +60,7 @@ class Picture:
     ids: tuple[int, ...]
     kinds: tuple[int, ...]
     digest: bytes
+    kinds_by_id: Mapping[str, Mapping[int, int]]
 
     @property
     def num_bytes(self) -> int:
@@ -138,26 +144,36 @@ class PictureReader:
             PictureError: it is none of `FORMATS`, is damaged, or has too many bytes or pixels; the
                 message begins with ``name``.
         """
+        processor = self._processor  # which tells of missing packages, Pillow among them
         pixels = _decode(data, name)
         size = f"{pixels.width} {pixels.height} ".encode()
         digest = hashlib.blake2b(size + pixels.tobytes(), digest_size=_WORD_BYTES * _WORDS).digest()
         with blamed_on(f"{name}: this model's processor refuses the picture", PictureError):
-            found = self._processor(
+            found = processor(
                 text=[self.mark],
                 images=[pixels],
                 return_tensors="pt",
                 add_special_tokens=False,
                 return_text_replacement_offsets=True,
             )
-        text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+            text = found.pop("text_replacement_offsets")[0][0]["replacement"]
+        by_id = {}
+        for key in found:
+            if not key.endswith("type_ids") or key in _OF_TOKENS:
+                continue
+            kinds_of_each = getattr(processor, f"create_{key}", None)
+            if kinds_of_each is None:
+                raise UnsupportedModelError(f"how this model's {key} are made is not known")
+            marks = self._tokenizer.all_special_ids
+            by_id[key] = dict(zip(marks, kinds_of_each([marks])[0], strict=True))
         ids = found["input_ids"][0].tolist()
-        kinds = self._processor.create_mm_token_type_ids([ids])[0]
+        kinds = processor.create_mm_token_type_ids([ids])[0]
         tensors = {
             key: value
             for key, value in found.items()
-            if isinstance(value, Tensor) and key not in _OF_TOKENS
+            if isinstance(value, Tensor) and key not in (*_OF_TOKENS, *by_id)
         }
-        return Picture(tensors, text, tuple(ids), tuple(kinds), digest)
+        return Picture(tensors, text, tuple(ids), tuple(kinds), digest, by_id)
 
     def write(self, prompt: str, pictures: Sequence[Picture]) -> str:
         """A prompt with all the tokens of its pictures in place of their marks.
@@ -171,6 +187,11 @@ class PictureReader:
                 f"the prompt has {len(parts) - 1} times {self.mark} for {len(pictures)} pictures; "
                 "leave it out of texts"
             )
+        for name in pictures[0].tensors:
+            if len({one.tensors[name].shape[1:] for one in pictures}) > 1:
+                raise PictureError(
+                    "this model takes several pictures of one size only; resize them"
+                )
         rest = zip(pictures, parts[1:], strict=True)
         return parts[0] + "".join(picture.text + part for picture, part in rest)
 
@@ -188,7 +209,8 @@ class Pictures:
     def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What a model is given of them beside the tokens of their prompt."""
         kinds = kinds_of(len(ids), place(ids, self.pictures))
-        return {**tensors_of(self.pictures), "mm_token_type_ids": kinds}
+        others = other_kinds_of(ids, self.pictures)
+        return {**tensors_of(self.pictures), "mm_token_type_ids": kinds, **others}
 
 
 def place(ids: Sequence[int], pictures: Iterable[Picture]) -> tuple[PlacedPicture, ...]:
@@ -226,12 +248,29 @@ def tensors_of(pictures: Sequence[Picture]) -> dict[str, Tensor]:
     return {name: torch.cat([one.tensors[name] for one in pictures]) for name in names}
 
 
+def for_model(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those inputs that a model's ``forward`` knows, on its device and in a type that it takes."""
+    known = {"attention_mask", *inspect.signature(model.forward).parameters}
+    own = model.dtype if model.config.model_type in _OWN_TYPE else None
+    return {
+        name: value.to(model.device, own if value.is_floating_point() else None)
+        for name, value in inputs.items()
+        if name in known
+    }
+
+
 def kinds_of(num_tokens: int, placed: Iterable[PlacedPicture]) -> Tensor:
     """``[1, T]`` int64: 1 for tokens of pictures, 0 for text."""
     kinds = torch.zeros((1, num_tokens), dtype=torch.int64)
     for one in placed:
         kinds[0, one.first : one.end] = torch.tensor(one.picture.kinds)
     return kinds
+
+
+def other_kinds_of(ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """``[1, T]`` int64 by argument: what `Picture.kinds_by_id` says of tokens."""
+    by_id = pictures[0].kinds_by_id if pictures else {}
+    return {name: torch.tensor([[of.get(one, 0) for one in ids]]) for name, of in by_id.items()}
 
 
 class Positions:

@@ -174,6 +174,7 @@ class Engine:
         is_apart = self._adapters.goes_alone(request.adapter) or (
             self._options.exact and request.adapter is not None
         )
+        is_apart |= any(one.picture.kinds_by_id for one in request.pictures)
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")

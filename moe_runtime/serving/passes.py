@@ -26,7 +26,13 @@ from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.pictures import Positions, kinds_of, tensors_of
+from moe_runtime.inference.pictures import (
+    Positions,
+    for_model,
+    kinds_of,
+    other_kinds_of,
+    tensors_of,
+)
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     attention_names,
@@ -127,7 +133,6 @@ class ModelPasses:
         self._device = model.device
         self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
-        self._known = frozenset(known)
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
@@ -264,11 +269,13 @@ class ModelPasses:
         end = sequence.num_computed + num_new
         placed = [one for one in sequence.pictures_left if one.end <= end]
         inputs = tensors_of([one.picture for one in placed])
+        pictures = [one.picture for one in sequence.request.pictures]
+        inputs |= other_kinds_of(sequence.tokens[sequence.num_computed : end], pictures)
         if placed and sequence.positions is None:
             # masks are made of the kinds of all tokens so far
             before = [one for one in sequence.request.pictures if one.end <= end]
             inputs["mm_token_type_ids"] = kinds_of(end, before)
-        return {name: value for name, value in inputs.items() if name in self._known}
+        return for_model(self._model, inputs)
 
     @contextlib.contextmanager
     def _cutting(self, chosen: Items[tuple[Sequence, int]]) -> Iterator[None]:

@@ -20,8 +20,9 @@ from moe_runtime.benchmarks.cases.dispatch import (
     DispatchSide,
     ExchangeShape,
     measure_dispatch,
+    meet,
+    ranks_here,
 )
-from moe_runtime.benchmarks.cases.dispatch_ranks import meet, ranks_here
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main

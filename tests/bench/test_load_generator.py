@@ -12,25 +12,23 @@ import pytest
 from counted_energy import CountedEnergy
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
-from moe_runtime.benchmarks.cases.serve import serve_results
-from moe_runtime.benchmarks.load.client import (
+from moe_runtime.benchmarks.cases.load import (
     Lengths,
+    Level,
     LoadClient,
     LoadError,
     LoadRequest,
-    TimedAnswer,
-    arrivals,
-    parse_lengths,
-)
-from moe_runtime.benchmarks.load.generator import (
-    Level,
     LoadSettings,
     MeasuredLevel,
+    TimedAnswer,
+    arrivals,
     parse_goodput,
+    parse_lengths,
     run_level,
     run_load,
     summarize,
 )
+from moe_runtime.benchmarks.cases.serve import serve_results
 
 NEAR = 1e-6
 """Seconds; the loop's clock adds up waits, each rounded to a float of some seconds."""

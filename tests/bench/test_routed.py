@@ -201,7 +201,8 @@ def test_the_command_routes_by_a_trace_and_teaches(
     )
     taught = list[Any]()
     monkeypatch.setattr(
-        "moe_runtime.benchmarks.cases.routed.teach", lambda *given: taught.append(given)
+        "moe_runtime.benchmarks.cases.routed.teach",
+        lambda *given: taught.append(given[-1].mkdir()),
     )
     path = tmp_path / "r.json"
     words = ["--routing", str(trace), "--prompt-tokens", str(PROMPT), "-n", str(NEW), "--quick"]

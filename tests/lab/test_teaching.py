@@ -96,7 +96,7 @@ def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with() -> 
     assert lesson.is_kept
     assert (lesson.misses[2] < lesson.misses[0]).all()
     predictor = read_predictor(learned_path("predictor", trace.signature, CHECKPOINT))
-    assert predictor.name == "path-network"
+    assert predictor.name == "combined"
     assert lesson.recall > 0.5  # a quarter by chance
     estimator = new_estimator(shape_of(trace.signature))
     estimator.restore(dict(np.load(learned_path("reuse", trace.signature, CHECKPOINT))))

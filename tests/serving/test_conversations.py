@@ -13,10 +13,11 @@ import pytest
 import torch
 from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
+from transformers import DynamicCache
 
 import moe_runtime
 from moe_runtime.inference.budget import kv_bytes_per_token
-from moe_runtime.serving import prefixes
+from moe_runtime.serving import passes, prefixes
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.prefixes import PrefixDisk
 from moe_runtime.serving.requests import EngineOptions
@@ -129,6 +130,16 @@ def converse(model: Any, options: EngineOptions, num_turns: int, seed: int, disk
 def test_turns_say_what_a_fresh_run_says(name: str, mode: str, tmp_path: Path) -> None:
     with loaded(name, tmp_path / "model") as model:
         assert converse(model, OPTIONS[mode], 20, 0, tmp_path / "disk") > 0.15
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
+def test_caches_that_do_not_grow_in_place_are_copied_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: windows forget what is before them, and passes end where they are copied."""
+    monkeypatch.setattr(passes, "new_cache", lambda config, grows: DynamicCache(config=config))
+    with loaded(name, tmp_path / "model") as model:
+        assert converse(model, OPTIONS["default"], 20, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.long

@@ -316,3 +316,22 @@ def test_a_gpu_records_a_step_for_each_number_of_sequences(checkpoint: Path, exp
     assert {*recordings.replayed} == {1, 2, 3, 4}
     assert all(recordings.recorded.count(size) <= 2 for size in range(1, 5))
     assert len(recordings.replayed) > len(recordings.recorded)
+
+
+@emulated
+def test_windows_of_an_answer_in_a_row_are_found_again(tmp_path: Path) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    family = Family("granitemoe_swa", "GraniteMoeSWAForCausalLM", kinds)
+    checkpoint = save(tiny_model(family), tmp_path, sharded=True)
+    text = tuple(3 + 7 * place % 89 for place in range(50))
+    with loaded(checkpoint) as model:
+        with Engine(model) as engine:
+            first = ask(engine, request_of(text[:40], 10))[0].wait()
+            turn = (*text[:40], *first.ids, *text[40:])
+            second = ask(engine, request_of(turn, 6))[0].wait()
+            assert engine._rows.room
+            drained(engine)
+        with Engine(model, EngineOptions(reuses_prefixes=False)) as engine:
+            expected = ask(engine, request_of(turn, 6))[0].wait()
+    assert second.read.cached_tokens == 48
+    assert second.ids == expected.ids

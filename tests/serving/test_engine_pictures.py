@@ -21,7 +21,7 @@ NUM_NEW = 48
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
 
 
-@pytest.fixture(scope="module", params=list(pc.TABLE)[:4])
+@pytest.fixture(scope="module", params=[name for name in pc.TABLE if "Aria" not in name])
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
     loaded: Any = moe_runtime.load(

@@ -17,9 +17,14 @@ import pytest
 from command_line import all_commands
 from http_server import Served
 
-from moe_runtime.benchmarks.load import generator
-from moe_runtime.benchmarks.load.client import Lengths, TimedAnswer
-from moe_runtime.benchmarks.load.generator import Level, LoadSettings, MeasuredLevel
+from moe_runtime.benchmarks.cases import load as generator
+from moe_runtime.benchmarks.cases.load import (
+    Lengths,
+    Level,
+    LoadSettings,
+    MeasuredLevel,
+    TimedAnswer,
+)
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
 
@@ -48,6 +53,7 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "rate": (["--rate", "0.5,3"], {"levels": [Level(None, 0.5), Level(None, 3.0)]}),
     "requests": (["--requests", "5"], {"num_requests": 5}),
     "warm_up": (["--warm-up", "3"], {"num_warm_up": 3}),
+    "turns": (["--turns", "3"], {"num_turns": 3}),
     "prompt_tokens": (["--prompt-tokens", "3:9"], {"prompt": Lengths(3, 9)}),
     "output_tokens": (["--output-tokens", "7"], {"output": Lengths(7, 7)}),
     "prompts": (["--prompts", "own.jsonl"], {"texts": ["a\nb", "c"]}),

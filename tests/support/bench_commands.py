@@ -197,7 +197,7 @@ BENCH_CASES = {
         dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_placement_scores.py"),
     ),
     "bench dispatch": Case(
-        (f"{BENCH}.cases.dispatch_ranks.ranks_here",),
+        (f"{BENCH}.cases.dispatch.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),

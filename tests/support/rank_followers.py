@@ -3,8 +3,7 @@
 import os
 import time
 
-from moe_runtime.benchmarks.cases.dispatch import DispatchBenchPlan
-from moe_runtime.benchmarks.cases.dispatch_ranks import meet
+from moe_runtime.benchmarks.cases.dispatch import DispatchBenchPlan, meet
 
 
 def never_join(*_: object) -> None:

@@ -39,7 +39,7 @@ from moe_runtime.policies.eviction.base import Maker
 from moe_runtime.policies.eviction.reuse import LEAST_TOKENS, maker_of, new_estimator, teach
 from moe_runtime.policies.prediction import RunningCounts
 from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.policies.prediction.trained import PathNetwork
+from moe_runtime.policies.prediction.trained import Combination
 
 LEAST_KEPT_TOKENS = 2000
 """Fewest kept tokens that are taught from in the background."""
@@ -118,7 +118,7 @@ def teach_reuse(
         saves = True
         write_learned(estimator, signature, path)
     on_progress("training the predictor")
-    trained, counts = PathNetwork(shape), RunningCounts(shape)
+    trained, counts = Combination(shape), RunningCounts(shape)
     trained.fit(learned)
     judged = routes_of(held_out.trace)
     _, ours, theirs = evaluate([trained, counts], judged, distances=(1,), max_tokens=_JUDGED_TOKENS)

@@ -61,9 +61,9 @@ from moe_runtime.training.offload.passes import (
     streamed,
     visited,
 )
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 

@@ -50,11 +50,14 @@ class Seeing:
 
 
 QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-TABLE = {
+_TABLE = {
     "Qwen3VLMoeForConditionalGeneration": Seeing(
         QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES, {"vision_config": TOWER}
     ),
     "Qwen3_5MoeForConditionalGeneration": Seeing(
+        QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES
+    ),
+    "Qwen4ExpForConditionalGeneration": Seeing(
         QWEN_TOKENS, QWEN_MARK, "Qwen2VLImageProcessorPil", SIZES
     ),
     "Glm4vMoeForConditionalGeneration": Seeing(
@@ -69,6 +72,19 @@ TABLE = {
         "<|begin_of_image|><|image|><|end_of_image|>",
         "Glm4vImageProcessorPil",
         SIZES,
+    ),
+    "Ernie4_5_VLMoeForConditionalGeneration": Seeing(
+        {
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        "Ernie4_5_VLMoeImageProcessorPil",
+        SIZES | {"temporal_patch_size": 1},
     ),
     "Gemma4ForConditionalGeneration": Seeing(
         {
@@ -101,6 +117,10 @@ TABLE = {
         "AriaProcessor",
     ),
 }
+
+_MADE = {str(family) for family in FAMILIES}
+TABLE = {name: seeing for name, seeing in _TABLE.items() if name in _MADE}
+"""Of the families that the installed `transformers` makes."""
 
 
 def save_seeing_checkpoint(name: str, folder: Path) -> Path:
