@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import picture_checkpoints as pc
@@ -19,9 +19,16 @@ from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 
 NUM_NEW = 48
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
+FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
+WAYS = {
+    "together": (EngineOptions(prompt_tokens=16, idle_prompt_tokens=16), False),
+    "little room": (EngineOptions(prompt_tokens=16, reuses_prefixes=False), True),
+    "exact": (EngineOptions(prompt_tokens=16, exact=True), False),
+}
+EVERY_WAY = {FAMILIES[0], "Gemma4ForConditionalGeneration"}
 
 
-@pytest.fixture(scope="module", params=[name for name in pc.TABLE if "Aria" not in name])
+@pytest.fixture(scope="module")
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
     loaded: Any = moe_runtime.load(
@@ -41,13 +48,13 @@ def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         placed = place(prompt, pictures.pictures)
         return GenerationRequest(prompt_ids=prompt, max_new_tokens=NUM_NEW, pictures=placed)
 
-    with loaded.moe:
-        yield loaded, asked
-
-
-def requests_of(asked: Callable[..., GenerationRequest]) -> list[GenerationRequest]:
     each = [([0], "What?"), ([1], "What?"), ([], "What is here?"), ([2, 3], "Both"), ([0, 1], "?")]
-    return [asked(*one) for one in each]
+    requests = [asked(*one) for one in each]
+    with loaded.moe:
+        with Engine(loaded, EngineOptions(reuses_prefixes=False)) as engine:
+            alone = [answers(engine, [request])[0] for request in requests]
+        assert len({tuple(ids) for ids in alone}) == len(alone)
+        yield loaded, requests, alone
 
 
 def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
@@ -58,22 +65,19 @@ def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
 
 
 @pytest.mark.parametrize(
-    ("options", "is_tight"),
+    ("seeing", "way"),
     [
-        (EngineOptions(prompt_tokens=16, idle_prompt_tokens=16), False),
-        (EngineOptions(prompt_tokens=16, reuses_prefixes=False), True),
-        (EngineOptions(prompt_tokens=16, exact=True), False),
+        pytest.param(
+            name, way, marks=[pytest.mark.long] * (way != "together" and name not in EVERY_WAY)
+        )
+        for name in FAMILIES
+        for way in WAYS
     ],
-    ids=["together", "little room", "exact"],
+    indirect=["seeing"],
 )
-def test_a_text_is_that_of_the_sequence_alone(
-    seeing: Any, options: EngineOptions, is_tight: bool
-) -> None:
-    loaded, asked = seeing
-    requests = requests_of(asked)
-    with Engine(loaded, EngineOptions(reuses_prefixes=False)) as engine:
-        alone = [answers(engine, [request])[0] for request in requests]
-    assert len({tuple(ids) for ids in alone}) == len(alone)
+def test_a_text_is_that_of_the_sequence_alone(seeing: Any, way: str) -> None:
+    loaded, requests, alone = seeing
+    options, is_tight = WAYS[way]
     longest = max(len(request.prompt_ids) for request in requests) + NUM_NEW
     room = -(-longest // PIECE) * PIECE if is_tight else None  # one preempts another
     with Engine(loaded, options, max_tokens=room) as engine:
