@@ -20,15 +20,10 @@ from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 NUM_NEW = 48
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
 FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
-WAYS = {
-    "together": (EngineOptions(prompt_tokens=16, idle_prompt_tokens=16), False),
-    "little room": (EngineOptions(prompt_tokens=16, reuses_prefixes=False), True),
-    "exact": (EngineOptions(prompt_tokens=16, exact=True), False),
-}
 EVERY_WAY = {FAMILIES[0], "Gemma4ForConditionalGeneration"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
     loaded: Any = moe_runtime.load(
@@ -64,20 +59,8 @@ def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
     return [answer.wait().ids for answer in found]
 
 
-@pytest.mark.parametrize(
-    ("seeing", "way"),
-    [
-        pytest.param(
-            name, way, marks=[pytest.mark.long] * (way != "together" and name not in EVERY_WAY)
-        )
-        for name in FAMILIES
-        for way in WAYS
-    ],
-    indirect=["seeing"],
-)
-def test_a_text_is_that_of_the_sequence_alone(seeing: Any, way: str) -> None:
+def check(seeing: Any, options: EngineOptions, *, is_tight: bool = False) -> None:
     loaded, requests, alone = seeing
-    options, is_tight = WAYS[way]
     longest = max(len(request.prompt_ids) for request in requests) + NUM_NEW
     room = -(-longest // PIECE) * PIECE if is_tight else None  # one preempts another
     with Engine(loaded, options, max_tokens=room) as engine:
@@ -85,3 +68,18 @@ def test_a_text_is_that_of_the_sequence_alone(seeing: Any, way: str) -> None:
         assert answers(engine, requests[::-1]) == alone[::-1]
         engine.check()
         assert bool(engine.statistics().preemptions) == is_tight
+
+
+def test_a_text_is_that_of_the_sequence_alone(seeing: Any) -> None:
+    check(seeing, EngineOptions(prompt_tokens=16, idle_prompt_tokens=16))
+
+
+@pytest.mark.parametrize("is_tight", [True, False], ids=["little room", "exact"])
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERY_WAY)) for name in FAMILIES],
+    indirect=True,
+)
+def test_little_room_and_exact_steps_change_no_text(seeing: Any, is_tight: bool) -> None:
+    options = EngineOptions(prompt_tokens=16, reuses_prefixes=not is_tight, exact=not is_tight)
+    check(seeing, options, is_tight=is_tight)
