@@ -73,7 +73,7 @@ class OffloadedExperts(AbsentParameters):
         for name, child in original.named_children():
             self.add_module(name, child)
         self._activation: ExpertActivation = _find_activation(original)
-        self._step: ExpertStep | None = None
+        self._step_kernel: ExpertStep | None = None
         # not registered: its submodules are registered here, its class would be initialised anew
         self.__dict__["replaced"] = original
 
@@ -89,12 +89,12 @@ class OffloadedExperts(AbsentParameters):
         if replaced is not None and hasattr(replaced, name):  # its activation may read it
             setattr(replaced, name, value)
             super().__setattr__("_activation", _find_activation(replaced))
-            super().__setattr__("_step", None)
+            super().__setattr__("_step_kernel", None)
 
     @property
     def dim_in(self) -> int | None:
         """Width of the rows that it takes; None before its kernel is known."""
-        return None if self._step is None else self._step.shape.dim_in
+        return None if self._step_kernel is None else self._step_kernel.shape.dim_in
 
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
@@ -127,7 +127,7 @@ class OffloadedExperts(AbsentParameters):
         for name in self._absent_names:  # other weights in their place would not be used
             if not isinstance(self._parameters.get(name), AbsentTensor):
                 refuse_content()
-        step = self._step
+        step = self._step_kernel
         if (
             step is not None
             and top_k_index.numel() <= step.most_rows
@@ -239,7 +239,7 @@ class OffloadedExperts(AbsentParameters):
                 keys, copies = rules.split(keys)
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             activation = self._activation_now()
-            run = self._run_group if self._step is None else self._run_rows
+            run = self._run_group if self._step_kernel is None else self._run_rows
             self._lease_and_run(routing, partial(run, routing, own_rows, activation, out_RD))
             if rules is not None and copies:
                 self._run_rows(routing, own_rows, activation, out_RD, copies)
@@ -294,7 +294,7 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         self.store.end_leases()
 
-    def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
+    def _make_step_kernel(self, weights: ExpertWeights) -> ExpertStep | None:
         """The kernel of steps of a few tokens whose experts are resident, if there is one."""
         if self._norms_outputs or not has_kernel(self._activation):
             return None
@@ -315,8 +315,8 @@ class OffloadedExperts(AbsentParameters):
         group: Sequence[tuple[ExpertKey, ExpertWeights]],
     ) -> None:
         """As ``_run_rows``; the first experts of all say which kernel there is."""
-        if self._step is None:
-            self._step = self._make_step(group[0][1])
+        if self._step_kernel is None:
+            self._step_kernel = self._make_step_kernel(group[0][1])
         self._run_rows(routing, rows, activation, out_RD, group)
 
     def _run_rows(
@@ -342,7 +342,7 @@ class OffloadedExperts(AbsentParameters):
             else [row // num_choices for row in destinations]
         )
         rows_of_experts = routing.hidden_TD, found, counts, tokens, destinations, out_RD
-        step = self._step if activation is self._activation else None
+        step = self._step_kernel if activation is self._activation else None
         if step is None or not step.run(*rows_of_experts):
             expert_ffn(*rows_of_experts, activation=activation)
 
@@ -354,16 +354,16 @@ class OffloadedExperts(AbsentParameters):
         visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
         listeners = () if _is_recomputing() else self.listeners.demanded
         with self.store.lease(routing.keys, streaming=streaming) as lease:
-            waits = lease.will_wait
-            for listener in () if waits else listeners:
+            is_later = lease.computes_residents_first
+            for listener in () if is_later else listeners:
                 listener.demanded(routing)
             for group in lease:
                 if visits_all and lease.all_started:
                     self.store.read_ahead(self._following)
                 use(group)
-                for listener in listeners if waits else ():
+                for listener in listeners if is_later else ():
                     listener.demanded(routing)
-                waits = False
+                is_later = False
 
 
 def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -430,7 +430,7 @@ def differentiable_experts(
             f"parameters of the experts of layer {experts.layer} require gradients, which several "
             "processes cannot train; freeze them, or load the model in one process"
         )
-    return cast(Tensor, _Experts.apply(experts, hidden_TD, ids_TK, weights_TK, *parameters))
+    return cast(Tensor, _FrozenExperts.apply(experts, hidden_TD, ids_TK, weights_TK, *parameters))
 
 
 _FIRST_ONLY = (
@@ -439,7 +439,7 @@ _FIRST_ONLY = (
 )
 
 
-class _Experts(torch.autograd.Function):
+class _FrozenExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

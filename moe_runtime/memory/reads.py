@@ -200,10 +200,10 @@ class Read:
         passes: the expert is used once: tiers on its way need not keep it.
         num_bytes: moved so far.
         ended_s: when it ended, by ``time.perf_counter``; 0 before.
-        name: the queue's number of it.
+        number: by which the native queue knows it.
     """
 
-    __slots__ = ("_on_done", "ended_s", "error", "name", "num_bytes", "passes", "priority")
+    __slots__ = ("_on_done", "ended_s", "error", "num_bytes", "number", "passes", "priority")
 
     def __init__(self, priority: Priority, on_done: OnDone, *, passes: bool = False) -> None:
         self.priority = priority
@@ -211,7 +211,7 @@ class Read:
         self.num_bytes = 0
         self.error: MoERuntimeError | None = None
         self.ended_s = 0.0
-        self.name = 0
+        self.number = 0
         self._on_done = on_done
 
     def end(self, ago_s: float = 0.0) -> None:
@@ -407,7 +407,7 @@ _FIELDS = 6
 _ROOM = 64
 _FILE_ENDED = -1
 
-ReadEnd = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
+ReadJudge = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
 """The error of an ended read, or None, given the number of the failed block and the reason."""
 
 
@@ -444,14 +444,14 @@ class NativeReadQueue(Monitor):
         # what the threads write into must not be given back before they have ended
         self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
         self._close.atexit = False
-        self._names = itertools.count(1)
-        self._running: dict[int, tuple[Read, ReadEnd]] = {}
+        self._numbers = itertools.count(1)
+        self._running: dict[int, tuple[Read, ReadJudge]] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self._sleepers = 0
         self.events = ctypes.c_int64.from_address(library.reads_events(queue))
 
     def submit(
-        self, blocks: bytes, address: int, read: Read, judge: ReadEnd, steps: bytes = b""
+        self, blocks: bytes, address: int, read: Read, judge: ReadJudge, steps: bytes = b""
     ) -> None:
         """Queues a read.
 
@@ -463,15 +463,18 @@ class NativeReadQueue(Monitor):
         """
         if self._queue is None:
             raise MoERuntimeError(CLOSED)
-        count = len(steps) // _STEP.size
-        number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
-        read.name = next(self._names)
-        self._running[read.name] = (read, judge)  # first: no read may be under way that is unknown
+        num_blocks, num_steps = len(blocks) // _BLOCK.size, len(steps) // _STEP.size
+        is_ahead = read.priority is not Priority.DEMAND
+        read.number = next(self._numbers)
+        self._running[read.number] = (
+            read,
+            judge,
+        )  # first: no read may be under way that is unknown
         self.has_unstarted = True
         if not self._library.reads_submit(
-            self._queue, read.name, blocks, number, steps, count, address, is_ahead
+            self._queue, read.number, blocks, num_blocks, steps, num_steps, address, is_ahead
         ):
-            del self._running[read.name]
+            del self._running[read.number]
             raise MemoryError("no memory to queue a read")
 
     def start(self) -> None:
@@ -482,17 +485,17 @@ class NativeReadQueue(Monitor):
     def promote(self, read: Read) -> None:
         if read.priority is not Priority.DEMAND:
             if self._queue is not None:
-                self._library.reads_promote(self._queue, read.name)
+                self._library.reads_promote(self._queue, read.number)
             read.priority = Priority.DEMAND
 
     def cancel(self, read: Read) -> bool:
-        if self._queue is None or not self._library.reads_cancel(self._queue, read.name):
+        if self._queue is None or not self._library.reads_cancel(self._queue, read.number):
             return False
-        self._running.pop(read.name, None)
+        self._running.pop(read.number, None)
         return True
 
     def is_under_way(self, read: Read) -> bool:
-        return read.name in self._running
+        return read.number in self._running
 
     def close(self) -> None:
         if self.is_forked:
@@ -503,9 +506,9 @@ class NativeReadQueue(Monitor):
                 self.deliver()
             self._queue = None
             self.events = ctypes.c_int64(self.seen)
-            for name, (read, _) in list(self._running.items()):
+            for number, (read, _) in list(self._running.items()):
                 read.refuse()
-                self._running.pop(name, None)
+                self._running.pop(number, None)
         if not self._sleepers:  # else the last of them to wake up gives the memory back
             self._close()
 
@@ -547,9 +550,9 @@ class NativeReadQueue(Monitor):
         self._queue = None
 
     def _end(
-        self, name: int, num_bytes: int, error: int, block: int, offset: int, age_ns: int
+        self, number: int, num_bytes: int, error: int, block: int, offset: int, age_ns: int
     ) -> None:
-        found = self._running.get(name)
+        found = self._running.get(number)
         if found is None:  # announced before an exception cut the delivery short
             return
         read, judge = found
@@ -561,7 +564,7 @@ class NativeReadQueue(Monitor):
             reason = OSError(error, os.strerror(error))
         read.error = judge(block, reason)
         read.end(1e-9 * age_ns)
-        self._running.pop(name, None)
+        self._running.pop(number, None)
 
 
 def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:

@@ -31,7 +31,7 @@ from moe_runtime.memory.reads import (
     NativeReadQueue,
     Priority,
     Read,
-    ReadEnd,
+    ReadJudge,
     ReadQueue,
     pack_blocks,
     pack_steps,
@@ -281,7 +281,7 @@ class ExpertSource:
         self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
         self.monitor: Monitor = self._native or Monitor()
-        self._packed: dict[ExpertKey, tuple[bytes, ReadEnd, bytes]] = {}
+        self._packed: dict[ExpertKey, tuple[bytes, ReadJudge, bytes]] = {}
         try:
             for path in sorted(paths):
                 self._files[path] = CheckpointFile(path, direct=direct)

@@ -111,12 +111,12 @@ class Lease(Generic[W]):
         self._thread: int | None = threading.get_ident()
         self._resident: deque[ExpertKey] = deque()
         self._arriving: list[ExpertKey] = []
-        self._wanted: deque[ExpertKey] = deque()
+        self._missing: deque[ExpertKey] = deque()  # not demanded yet
         self._held: list[ExpertKey] = []
         self._keep: Collection[ExpertKey] = ()
-        # A policy that may decline an expert decides after the use.
-        passes = streaming and len(keys) <= store.slots_of(keys[0].layer)
-        self._admits_after_use = store._policy.may_decline and not passes
+        # a policy that may decline an expert decides after the use
+        fits = streaming and len(keys) <= store.slots_of(keys[0].layer)
+        self._admits_after_use = store._policy.may_decline and not fits
         self._listener = None if store.listener is None else store.listener.lease()
         self._has_waited = False
 
@@ -135,21 +135,21 @@ class Lease(Generic[W]):
                     store._forget_expected(layer)
             if missing or self._streaming:
                 if self._admits_after_use:
-                    self._wanted.extend(missing)
+                    self._missing.extend(missing)
                 elif self._streaming:
                     only_free = self._above is not None
                     self._keep = store._keep_most_wanted(self._keys, only_free=only_free)
-                    self._wanted.extend(sorted(missing, key=lambda key: key not in self._keep))
+                    self._missing.extend(sorted(missing, key=lambda key: key not in self._keep))
                 else:
                     self._keep = frozenset(missing)
-                    self._wanted.extend(missing)
+                    self._missing.extend(missing)
                 store._counters.misses += len(missing)
-                self._admit()
+                self._demand_missing()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self in self._store._leases:  # else it was ended already
-            if self._held or self._resident or self._arriving or self._wanted:
+            if self._held or self._resident or self._arriving or self._missing:
                 with self._store._monitor:
                     self.end()
             else:
@@ -163,7 +163,7 @@ class Lease(Generic[W]):
             self._release(self.pinned())
         self._held, self._arriving = [], []
         self._resident.clear()
-        self._wanted.clear()
+        self._missing.clear()
         self._store._leases.discard(self)
 
     @property
@@ -189,13 +189,13 @@ class Lease(Generic[W]):
     @property
     def all_started(self) -> bool:
         """Whether every expert of the lease is resident or on its way."""
-        return not self._wanted
+        return not self._missing
 
     @property
-    def will_wait(self) -> bool:
-        """Whether some experts are resident and others are not: listeners may run after the first
-        group."""
-        is_partial = bool(self._resident and (self._wanted or self._arriving))
+    def computes_residents_first(self) -> bool:
+        """Whether residents are computed while the others are read. Then listeners should run in
+        between: after the first group, before the wait."""
+        is_partial = bool(self._resident and (self._missing or self._arriving))
         return is_partial and not self._streaming
 
     def _next_group(self) -> list[tuple[ExpertKey, W]]:
@@ -210,10 +210,10 @@ class Lease(Generic[W]):
                 if self not in store._leases:
                     monitor.is_consistent = True
                     raise LeaseEndedError
-                if self._wanted:
-                    self._admit()
+                if self._missing:
+                    self._demand_missing()
                 self._held = self._take_ready()
-                if self._held or not (self._wanted or self._arriving):
+                if self._held or not (self._missing or self._arriving):
                     break
                 start, self._has_waited = time.perf_counter(), True
                 monitor.wait()
@@ -278,18 +278,19 @@ class Lease(Generic[W]):
         if keys:
             store._monitor.notify_all()
 
-    def _admit(self) -> None:
+    def _demand_missing(self) -> None:
         """Demands what is missing, as far as there are slots."""
         store, above = self._store, self._above
         # which may change while a slot is waited for
         priority = Priority.DEMAND if above is None else above.priority
-        while self._wanted:
-            key = self._wanted[0]
+        while self._missing:
+            key = self._missing[0]
             entry = store._entries.get(key)
             if entry is not None:  # another lease started its read while this one waited for a slot
                 store._hasten(key, entry, priority)
             else:
                 keep = key in self._keep
+                # a streaming lease has made room for what it keeps
                 slot = store._take_slot(key, keep=keep and not self._streaming)
                 if slot is None:
                     return
@@ -297,7 +298,7 @@ class Lease(Generic[W]):
                     key, slot, keep=keep, priority=priority, passes=self._streaming
                 )
             entry.pins += 1
-            self._arriving.append(self._wanted.popleft())
+            self._arriving.append(self._missing.popleft())
 
     def _take_ready(self) -> list[ExpertKey]:
         """Takes what may be computed now."""
@@ -358,9 +359,8 @@ class ExpertStore(Generic[W]):
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
         self._entries: dict[ExpertKey, Entry[W]] = {}
-        self._unadmitted: set[ExpertKey] = (
-            set()
-        )  # streamed, prefetched or read ahead; the policy holds the rest
+        # streamed, prefetched or read ahead; the policy holds the rest
+        self._unadmitted: set[ExpertKey] = set()
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._closed: set[int] = set()  # slots without memory, see `resize`
         self._leases: set[Lease[W]] = set()  # those that are open
@@ -406,6 +406,7 @@ class ExpertStore(Generic[W]):
         if not all(map(self._entries.__contains__, keys)):
             return None
         with self._monitor as monitor:
+            # leases alone settle what streams, was guessed or read ahead
             if self._unadmitted or self.listener is not None:
                 return None
             found: list[W] = []
@@ -660,6 +661,8 @@ class ExpertStore(Generic[W]):
             self._monitor.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
+        """A slot that is free, or of one that passed through, or of the policy's victim: without
+        ``keep`` only while streaming has not all of its slots. None where nothing may go."""
         if self._free:
             return self._free.pop()
         victim, idle = None, list[ExpertKey]()

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, D model width, E experts, K choices of a token.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -156,6 +157,7 @@ class Gate(nn.Module, ABC):
         self.step_counts_E: Tensor | None = None
         if self.loss_weights.get("global_balance"):
             self.step_counts_E = torch.zeros(num_scores, dtype=torch.int64, device=device)
+        self.register_load_state_dict_post_hook(_place_counts)
         Gate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
@@ -347,6 +349,15 @@ class Gate(nn.Module, ABC):
 _NUMBERS: Mapping[type, type] = MappingProxyType({int: Integral, float: Real})
 _COUNTS = ("step_counts_E", "load_E")
 """Attributes of gates that count since the last step."""
+
+
+def _place_counts(gate: nn.Module, _: object) -> None:
+    """Takes counts off the meta device where loading assigned weights of another."""
+    held = next(itertools.chain(gate.parameters(), gate.buffers()), None)
+    for name in _COUNTS:
+        counts_E: Tensor | None = getattr(gate, name, None)
+        if held is not None and counts_E is not None and counts_E.is_meta:
+            setattr(gate, name, torch.zeros_like(counts_E, device=held.device))
 
 
 def surrounding_ddp() -> DistributedDataParallel | None:

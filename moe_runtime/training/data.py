@@ -10,6 +10,9 @@ Shapes: N windows, C tokens of context.
 import glob
 import hashlib
 import io
+import itertools
+import json
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,13 +111,25 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
             )
         for file in files:
             if file.suffix.lower() in _RECORDS:
-                raise ValueError(
-                    f"source {name!r}: {file} holds records, and files are trained on as plain "
-                    "text; write the text of each record to a text file, and give its "
-                    "data.document_separator"
-                )
+                raise _holds_records(f"source {name!r}: {file}")
         found.update(files)
     return sorted(found)
+
+
+def _holds_records(what: str) -> ValueError:
+    return ValueError(
+        f"{what} holds records, and files are trained on as plain text; write the text of each "
+        "record to a text file, and give its data.document_separator"
+    )
+
+
+def _is_records(text: str) -> bool:
+    """Whether its first two lines are JSON objects, whatever the file is called."""
+    lines = [found[0] for found in itertools.islice(re.finditer(r"\S.*", text), 2)]
+    try:
+        return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _documents(
@@ -128,6 +143,8 @@ def _documents(
                 f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); convert the file or "
                 "leave it out"
             ) from None
+        if _is_records(text):
+            raise _holds_records(str(path))
         name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
         parts = [text] if separator is None else text.split(separator)
         for number, part in enumerate(parts):

@@ -191,3 +191,19 @@ def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> 
     assert torch.equal(layer.aux.loss, made.aux.loss)
     for name, value in made.state_dict().items():
         assert torch.equal(layer.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_assigned_weights_take_a_layer_off_the_meta_device(gate: str) -> None:
+    """What no checkpoint holds comes with them and begins at 0."""
+    losses = {} if gate == "hash" else {"global_balance": 1.0}
+    layer = layer_with(gate, device="meta", loss_weights=losses)
+    made = layer_with(gate, loss_weights=losses)
+    layer.load_state_dict(copy.deepcopy(made.state_dict()), assign=True)
+    ids, x = torch.arange(24), torch.randn(24, D)
+    for one in (layer, made):
+        one(x, token_ids=ids, generator=random_source())
+        one.after_step()
+    assert torch.equal(layer.aux.loss, made.aux.loss)
+    for name, value in made.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value), name

@@ -15,8 +15,8 @@ import torch
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload.disk import Disk, RecordFile
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 KEYS = [ExpertKey(0, expert) for expert in range(5)]

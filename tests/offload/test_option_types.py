@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 
 import pytest
 import torch
@@ -39,3 +40,12 @@ def test_a_setting_of_a_wrong_type_is_named(kind: type, value: object) -> None:
         with pytest.raises(TypeError, match=rf"^{field.name}.* must be .*, got ") as caught:
             kind(**{field.name: value})
         assert "whole number or a number" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [moe_runtime.AdamW, ZerothOrder])
+def test_rates_and_norms_are_finite(kind: type) -> None:
+    names = {"lr", "weight_decay", "clip_norm"} & {one.name for one in dataclasses.fields(kind)}
+    for name in names:
+        for value in (math.inf, math.nan, -1.0):
+            with pytest.raises(ValueError, match=f"^{name} must be finite and at least 0, got "):
+                kind(**{name: value})

@@ -9,8 +9,8 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.disk import Disk, RecordFile
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections, Version
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]

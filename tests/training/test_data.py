@@ -1,5 +1,6 @@
 """From files to batches: what is read, how it is divided, in which order it comes."""
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -178,6 +179,28 @@ def test_records_are_not_trained_on_as_text(tmp_path: Path, suffix: str) -> None
     ):
         with pytest.raises(ValueError, match=rf"source 'all': .*b{suffix} holds records, and"):
             corpus_of(tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ('{"text": "once"}\n\n  {"text": "more"}\nand so on', True),
+        ('\n{"text": "once"}', True),
+        ('{"text": "once"}\nwas written there', False),
+        ("{ x }\n{ y }", False),
+        ("[1]\n[2]", False),
+        ("[" * 9999, False),
+        (" \n\n", False),
+    ],
+)
+def test_json_lines_by_another_name_are_records(
+    tmp_path: Path, text: str, is_refused: bool
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("text")
+    refused = pytest.raises(ValueError, match=r"a\.txt holds records, and .* as plain text")
+    with refused if is_refused else contextlib.nullcontext():
+        corpus_of(tmp_path, SourceConfig(files=("*",)))
 
 
 def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:

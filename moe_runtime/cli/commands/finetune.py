@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,7 +132,10 @@ def finetune(
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
     if not resume:
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
-    settings = build_tree(config_class, tree)
+    try:
+        settings = build_tree(config_class, tree)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error), ctx.params)) from None
     console.quiet_transformers(ctx.obj)
     from moe_runtime.training.prepared import run_folder
 
@@ -180,6 +185,17 @@ def _finetune(
     finally:
         trainer.close()
     return {"complete": exit_code == 0, **summary}, exit_code
+
+
+def _with_options(complaint: str, names: Iterable[str]) -> str:
+    """A complaint about keys of the configuration, with the options that gave their values."""
+
+    def option(found: re.Match[str]) -> str:
+        name = {"peak_rate": "rate", "warmup_steps": "warmup"}.get(found[1], found[1])
+        is_key = name in names and (found.start() == 0 or "_" in name)
+        return f"--{name.replace('_', '-')}" if is_key else found[0]
+
+    return re.sub(r"(?:\brun\.)?\b(\w+)", option, re.sub(r"^\[\w+\]: ", "", complaint))
 
 
 def _pattern(name: str) -> str:

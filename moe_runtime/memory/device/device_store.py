@@ -92,21 +92,21 @@ class DeviceLease(Lease[W]):
         """Experts of one copy and of one launch."""
         return self._store.stream_batch if self._streaming else len(self._keys)
 
-    def _admit(self) -> None:
+    def _demand_missing(self) -> None:
         """Copies what is resident below together, except what only passes through the tier."""
-        if self._wanted:
-            self._store.fetcher.expect(frozenset(self._wanted))
-        while len(self._wanted) > 1 and self._above is None:
+        if self._missing:
+            self._store.fetcher.expect(frozenset(self._missing))
+        while len(self._missing) > 1 and self._above is None:
             batch = [
-                self._wanted.popleft() for _ in range(min(self._batch_size, len(self._wanted)))
+                self._missing.popleft() for _ in range(min(self._batch_size, len(self._missing)))
             ]
-            others, self._wanted = self._wanted, deque(self._start_together(batch))
-            super()._admit()
-            is_full = bool(self._wanted)
-            self._wanted.extend(others)
+            others, self._missing = self._missing, deque(self._start_together(batch))
+            super()._demand_missing()
+            is_full = bool(self._missing)
+            self._missing.extend(others)
             if is_full:
                 return
-        super()._admit()
+        super()._demand_missing()
 
     def _start_together(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Demands what is resident below; returns the rest."""

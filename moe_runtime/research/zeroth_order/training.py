@@ -61,9 +61,9 @@ from moe_runtime.training.offload.passes import (
     streamed,
     visited,
 )
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 
@@ -94,7 +94,8 @@ class ZerothOrder:
         require_types(kinds, {name: getattr(self, name) for name in kinds})
         for name in ("lr", "weight_decay"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if not (self.eps > 0 and math.isfinite(self.eps)):
             raise ValueError(f"eps must be positive, got {self.eps}")
         if self.untouched not in get_args(Untouched):

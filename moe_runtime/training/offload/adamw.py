@@ -101,7 +101,8 @@ class AdamW:
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
         for name in ("lr", "weight_decay", "clip_norm", "eps"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         known = {"clip": Clip, "untouched": Untouched, "moments": MomentStorage}
         for name, choices in known.items():
             if (value := getattr(self, name)) not in get_args(choices):

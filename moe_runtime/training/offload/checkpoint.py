@@ -35,6 +35,7 @@ from moe_runtime.training.checkpoint import (
     shown,
 )
 from moe_runtime.training.offload.disk import RecordFile
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -43,7 +44,6 @@ from moe_runtime.training.offload.records import (
     records_path,
 )
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 EXPERTS_FORMAT = 3

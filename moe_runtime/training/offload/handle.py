@@ -29,9 +29,9 @@ from moe_runtime.training.offload.passes import (
     TrainedExpertsExecutor,
     run_window,
 )
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 

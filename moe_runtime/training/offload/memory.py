@@ -20,8 +20,8 @@ from moe_runtime.training.offload.device_link import (
     buffer_bytes,
 )
 from moe_runtime.training.offload.device_updates import DeviceUpdates
+from moe_runtime.training.offload.record_store import MIN_RING_SLOTS, RecordStore
 from moe_runtime.training.offload.records import BLOCK_BYTES, RecordLayout
-from moe_runtime.training.offload.states import MIN_RING_SLOTS, RecordStore
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20

@@ -44,6 +44,7 @@ from moe_runtime.training.offload.memory import (
     open_link,
     saved_bytes,
 )
+from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.site import (
     ExpertsModuleSpec,
@@ -51,7 +52,6 @@ from moe_runtime.training.offload.site import (
     layer_sites,
     processes_of,
 )
-from moe_runtime.training.offload.states import RecordStore
 from moe_runtime.types import ExpertKey
 
 

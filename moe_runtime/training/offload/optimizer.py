@@ -14,9 +14,9 @@ from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
 from moe_runtime.training.offload.device_updates import DeviceUpdates
+from moe_runtime.training.offload.record_store import Need, RecordStore
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import OneProcess
-from moe_runtime.training.offload.states import Need, RecordStore
 from moe_runtime.training.optimizer import clip_scale
 from moe_runtime.types import ExpertKey
 
@@ -64,19 +64,21 @@ class ExpertOptimizer:
         self._last_norm: float | None = None
         self._uses = UseCounts(records.experts)
 
-    def need(self, key: ExpertKey) -> Sections:
+    def sections_needed(self, key: ExpertKey) -> Sections:
         """What has to be read before an expert can compute: all of it if it missed steps."""
         return Sections.STATE if self._is_behind(key) else Sections.PARAMETERS
 
     def needs(self, keys: Iterable[ExpertKey], more: Sections = Sections.NONE) -> Iterator[Need]:
-        return ((key, self.need(key) | more) for key in keys)
+        return ((key, self.sections_needed(key) | more) for key in keys)
 
     def fetch(
         self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
     ) -> Tensor:
         """The record of an expert as it is after `step` steps; `records.release` gives it back."""
         is_behind = self._is_behind(key)
-        record = self.records.acquire(key, self.need(key) | more, writes=writes or is_behind)
+        record = self.records.acquire(
+            key, self.sections_needed(key) | more, writes=writes or is_behind
+        )
         if is_behind and self._is_behind(key):
             self._catch_up(key, record, self._rates)
             self.records.set_content_step(key, self.step)

@@ -36,9 +36,9 @@ from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.activations import ActivationPolicy, Pass
 from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, add_up, crosses
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.record_store import Need
 from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import ExpertsModuleSpec
-from moe_runtime.training.offload.states import Need
 from moe_runtime.types import ExpertKey
 
 
@@ -59,19 +59,21 @@ class Visits:
 
     Attributes:
         layers: layer and its experts for every forward pass that a backward pass will follow.
-        calls: how many forward passes a layer had.
+        num_forwards: how many forward passes a layer had.
         rate: learning rate, where the gradients of this backward pass are final; else None.
         went_back: whether a backward pass went through a layer.
     """
 
     layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
-    calls: Counter[int] = field(default_factory=Counter)
+    num_forwards: Counter[int] = field(default_factory=Counter)
     rate: float | None = None
     went_back: bool = False
 
 
 class TrainedExpertsExecutor:
     """Computes layers whose experts are trained, expert by expert.
+
+    A `call` is one micro-batch in one layer: a `StreamedExperts`, which its backward pass needs.
 
     Args:
         copy_bytes: for experts' weights that stay where products are computed.
@@ -126,7 +128,7 @@ class TrainedExpertsExecutor:
         self._records.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
             self.visits.layers.append((layer, keys))
-            self.visits.calls[layer] += 1
+            self.visits.num_forwards[layer] += 1
             self._last_visited[layer] = keys
         width = self._widths[layer]
         for call in calls:
@@ -151,7 +153,7 @@ class TrainedExpertsExecutor:
         """
         self.visits.went_back = True
         keys = visited(layer, calls)
-        is_only_call = self.visits.calls[layer] == 1
+        is_only_forward = self.visits.num_forwards[layer] == 1
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
         self._records.expect(self._ahead_of_backward(keys))
@@ -159,7 +161,7 @@ class TrainedExpertsExecutor:
             call.begin_backward(grad_TD)
         with self._observed("backward", layer, ()):
             for key in keys:
-                self._backward_expert(key, calls, self.visits.rate if is_only_call else None)
+                self._backward_expert(key, calls, self.visits.rate if is_only_forward else None)
             self.copies.finish()
         return [call.input_gradients() for call in calls]
 
@@ -283,7 +285,7 @@ class TrainedExpertsExecutor:
         remaining = [keys, *(keys for _, keys in reversed(self.visits.layers))]
         for layer_keys in remaining:
             for key in layer_keys:
-                yield key, self._optimizer.need(key) | self._backward_sections(key)
+                yield key, self._optimizer.sections_needed(key) | self._backward_sections(key)
 
     def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
         layout = self._records.experts[key].layout
@@ -548,7 +550,8 @@ class OffloadedTrainingExperts(AbsentExperts):
                 saving = self._activations.saving(self.layer)
             with saving:
                 out_TD = cast(
-                    Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
+                    Tensor,
+                    _OffloadedLayer.apply(self._anchor, x_TD, top_k_weights, top_k_index, self),
                 )
         else:
             entry = LayerInput(x_TD, top_k_index, top_k_weights)
@@ -599,7 +602,7 @@ def _plainly(x: Tensor) -> Iterator[None]:
         yield
 
 
-class _Call(torch.autograd.Function):
+class _OffloadedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
