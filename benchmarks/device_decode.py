@@ -167,6 +167,9 @@ class Bench:
                 budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * self.shape.expert_bytes}
+        asked = self.options
+        # else a budget decides how many tokens there is room for, and so how many slots
+        budgets["max_tokens"] = max(asked.long_prompt, asked.prompt_tokens + asked.new_tokens)
         model: Any = moe_runtime.load(self.folder, device=device, warm_up=True, **budgets)
         facts = model.moe.facts
         plan = facts.device_plan or facts.host_plan

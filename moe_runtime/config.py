@@ -59,20 +59,29 @@ def format_bytes(num_bytes: float, *, up: bool = False) -> str:
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How much memory a tier may use: bytes, a share of what is free in (0, 1], or neither for
-    `auto`."""
+    `auto`. Bytes with a share are at most that share of what is free when they are taken."""
 
     num_bytes: int | None = None
     share: float | None = None
 
     def resolve(self, available_bytes: int, *, auto_share: float) -> int:
         """The budget in bytes, given what the machine or control group has left."""
-        if self.num_bytes is not None:
+        if self.num_bytes is not None and self.share is None:
             return self.num_bytes
-        return int(available_bytes * (auto_share if self.share is None else self.share))
+        most = int(available_bytes * (auto_share if self.share is None else self.share))
+        return most if self.num_bytes is None else min(self.num_bytes, most)
+
+    def part(self, num_bytes: int, *, auto_share: float) -> "Budget":
+        """A part of it, which shrinks as the whole would if less is free by then."""
+        if self.num_bytes is not None and self.share is None:
+            return Budget(num_bytes)
+        return Budget(num_bytes, auto_share if self.share is None else self.share)
 
 
-def parse_budget(value: MemorySize, *, name: str) -> Budget:
+def parse_budget(value: MemorySize | Budget, *, name: str) -> Budget:
     """Reads a memory budget: bytes, "7GiB", a share such as `0.25`, or "auto"."""
+    if isinstance(value, Budget):
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{name} must be bytes, a size, a share or 'auto', got {value!r}")
     if isinstance(value, str):

@@ -38,7 +38,7 @@ from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.inference.generation import (
     NOT_FINITE,
-    check_length,
+    check_room,
     check_vocabulary,
     encode_prompt,
 )
@@ -104,7 +104,7 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
     found = dict[tuple[int, bytes], Tensor]()
     for model in models:
         tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
-        check_length(config, context, 0)
+        check_room(config, "--context", context)
         ids_T = encode_prompt(tokenizer, words)["input_ids"][0]
         check_vocabulary(config, ids_T)
         if len(ids_T) < context:

@@ -70,6 +70,8 @@ def bench_quality(
     asked = systems_of(run.ctx, models, reference, loading, vary or ())
     _, _, lossless = asked[0]
     words = read_text(text)
+    if not words:
+        raise ValueError(f"{text}: is empty, expected a text that the models predict")
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.quality import QualityPlan, cut_text, measure_quality
     from moe_runtime.benchmarks.suite.runner import Rules

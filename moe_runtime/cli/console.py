@@ -53,7 +53,14 @@ class Session:
 
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", MoERuntimeWarning)
-            warnings.showwarning = lambda message, *_, **__: say_line(f"warning: {message}")
+            said = set[str]()
+
+            def show(message: Warning | str, *_: Any, **__: Any) -> None:
+                if (text := f"warning: {message}") not in said:
+                    said.add(text)
+                    say_line(text)
+
+            warnings.showwarning = show
 
     def fail(self, error: Exception, message: str) -> None:
         sys.stdout.flush()

@@ -61,7 +61,7 @@ For example, with at most 7 GiB of memory:
 `moe-runtime COMMAND --help` lists the options of a command."""
 
 _NAME = "moe-runtime"
-_INTERRUPTED = 130
+_INTERRUPTED, _READER_LEFT = 130, 141
 _OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "httpx2", "safetensors", "torch"})
 """Errors that these packages define are about files, networks and memory, not about our code."""
 
@@ -97,7 +97,7 @@ def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
         code = _INTERRUPTED
     except SystemExit:
         # rich leaves so where the reader of our output left, as `| head` does: it knows.
-        code = 2
+        code = _READER_LEFT
     except Exception as error:
         # Libraries in C, the imports of many among them, turn an interrupt into an error of theirs.
         code = _INTERRUPTED if request.is_set else _report(error, session)
@@ -214,7 +214,7 @@ def _report(error: Exception, session: Session) -> int:
     """Says what went wrong in one line, and returns the exit code that goes with it."""
     broken = release_broken_streams()
     if isinstance(error, BrokenPipeError) and broken:
-        return 2
+        return _READER_LEFT
     code, message = describe(error, broken)
     if not message:
         # The help of a group that was given no command is on the terminal already.

@@ -45,7 +45,7 @@ def read_text(file: Path) -> str:
         return decode_text(raw, "utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}, line {line}: the prompt is not UTF-8 text: {error}") from None
+        raise ValueError(f"{file}, line {line}: is not UTF-8 text: {error}") from None
 
 
 def _one_a_line(text: str, file: Path) -> Iterator[str]:

@@ -338,6 +338,16 @@ def check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> No
         )
 
 
+def check_room(config: Any, option: str, num_tokens: int) -> None:
+    """ValueError for an option of more tokens than the positions a model knows."""
+    limit = known_positions(config)
+    if limit is not None and num_tokens > limit:
+        raise ValueError(
+            f"{option} {num_tokens}: a text cannot be longer than the {limit} positions that the "
+            "model knows; give at most as many"
+        )
+
+
 def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
     """CheckpointError for tokens beyond the vocabulary: the tokenizer is another model's."""
     vocab_size, highest = config.get_text_config().vocab_size, int(input_ids.max())

@@ -89,7 +89,7 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    host_memory: MemorySize = "auto",
+    host_memory: MemorySize | Budget = "auto",
     device_memory: MemorySize = "auto",
     policy: str = "lru",
     prefetch: str = "off",

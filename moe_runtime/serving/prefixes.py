@@ -111,6 +111,10 @@ class PrefixFiles:
             self._make_folder()
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
+        try:
+            self._take_place(0)  # the files may be from a time of a larger size
+        except OSError as error:
+            self._failed(error)
 
     def find(self, tokens: Items[int], first: int, owner: str = "") -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block from ``first``, as bytes.
@@ -167,11 +171,15 @@ class PrefixFiles:
                         self._write(file, state)
                     self._use([file])
         except OSError as error:
-            self.num_failures += 1
-            if self.num_failures == 1:
-                message = f"prefixes are not kept on the disk: {error}"
-                warnings.warn(message, MoERuntimeWarning, stacklevel=2)
+            self._failed(error)
         self._use(path)
+
+    def _failed(self, error: OSError) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            place = error.filename or self._folder
+            message = f"prefixes are not kept on the disk: {place}: {error.strerror}"
+            warnings.warn(message, MoERuntimeWarning, stacklevel=3)
 
     def _make_folder(self) -> None:
         make_folders(self._folder)
@@ -224,14 +232,15 @@ class PrefixFiles:
             raise
 
     def _take_place(self, num_bytes: int) -> None:
-        """Counts one file more; all processes add to the same number, one at a time."""
+        """Counts one file more, or none but what lies there; all processes add to the same number,
+        one at a time."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
             if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "expected a regular file", str(self._folder / _COUNT))
             _lock(count.fileno())
             written = count.read(_MOST_DIGITS)
-            total = int(written) if written.isdigit() else self._most_bytes
+            total = int(written) if written.isdigit() else self._most_bytes + 1
             if total + num_bytes > self._most_bytes:
                 # more than one, since looking at all of them takes a while
                 spare = max(self._most_bytes // _SHARE, num_bytes)

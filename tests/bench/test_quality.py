@@ -42,6 +42,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text and another model, whose gates and projections are not pocket's."""
     folder = tmp_path_factory.mktemp("quality")
     (folder / "text.txt").write_text(WORDS)
+    (folder / "empty.txt").write_text("")
+    (folder / "binary").write_bytes(b"one\n\xff\xfe\x00")
     model: Model = AutoModelForCausalLM.from_pretrained(POCKET)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
@@ -260,7 +262,9 @@ def test_every_chunk_begins_as_the_model_begins(place: Path, tmp_path: Path) -> 
     ("words", "message"),
     [
         (["--context", "300"], "the text has 137 tokens"),
-        (["--context", "513"], "the model knows 512 positions"),
+        (["--context", "513"], "--context 513: a text cannot be longer than the 512 positions"),
+        (["--text", "empty.txt"], "empty.txt: is empty"),
+        (["--text", "binary"], "binary, line 2: is not UTF-8 text"),
         (["--reference", POCKET], "is MODEL, and no option differs"),
         (["--vary", "colour=blue"], "unknown option to vary 'colour'"),
         (["--vary", "activations=int9"], "unknown activations 'int9'"),
@@ -273,7 +277,8 @@ def test_every_chunk_begins_as_the_model_begins(place: Path, tmp_path: Path) -> 
 )
 def test_refusals_are_one_line(words: list[str], message: str, capsys: Capsys) -> None:
     context = [] if "--context" in words else ["--context", str(CONTEXT)]
-    given = ["--text", "text.txt", "--quick", *context]
+    text = [] if "--text" in words else ["--text", "text.txt"]
+    given = [*text, "--quick", *context]
     assert main(["bench", "quality", POCKET, *given, *words]) == 2
     shown = capsys.readouterr()
     assert message in shown.err

@@ -49,6 +49,11 @@ def test_positions_are_named_before_memory(checkpoint: Path, capsys: Capsys) -> 
     err = capsys.readouterr().err
     assert f"100000000 new ones are asked for, but the model knows {known} positions" in err
     assert err.count("\n") == 1
+    words = ["-p", PROMPT, "--max-tokens", str(known + 1), "--host-memory", "25MiB"]
+    assert main(["run", str(checkpoint), *words, "-n", "1"]) == 2
+    err = capsys.readouterr().err
+    assert f"--max-tokens {known + 1}: a text cannot be longer than the {known} positions" in err
+    assert err.count("\n") == 1
 
 
 def test_run_streams_experts_and_says_what_transformers_says(

@@ -58,6 +58,7 @@ def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
     """By the signatures: a new option belongs to `load`, to `generate_text`, or is named here."""
     of_the_command = {"model", "prompt", "prompt_file", "prompts", "as_json", "debug", "config"}
     of_the_command.add("verbose")  # of the table: tests of `run`
+    of_the_command.add("image")  # read before the model is loaded: tests of pictures
     of_the_command.add("teach")  # takes no value: tests of arrivals
     flags, valued = {"chat"}, {}
     kinds = get_type_hints(plain("run"))

@@ -267,7 +267,7 @@ def test_a_wrong_prompt_gets_one_line(
     assert_one_line(capsys, "No such file")
     (tmp_path / "binary").write_bytes(b"one\n\xff\xfe\x00")
     assert run(checkpoint, "--prompt-file", str(tmp_path / "binary"), prompt=None) == 2
-    assert_one_line(capsys, "binary, line 2: the prompt is not UTF-8")
+    assert_one_line(capsys, "binary, line 2: is not UTF-8")
 
 
 def test_a_wrong_folder_gets_one_line(

@@ -7,6 +7,7 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
+from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.lab.replay import choice as choice_module
 from moe_runtime.lab.replay.choice import ONLINE, choose_policy
 from moe_runtime.lab.replay.untimed import replay_demand
@@ -145,8 +146,10 @@ def test_a_damaged_or_unwritable_cache_fails_nothing(cache: Path) -> None:
     record(3)
     path = recent_path(MODEL, CHECKPOINT)
     path.write_bytes(path.read_bytes()[:100])
-    assert read_recent(MODEL, CHECKPOINT) is None
-    record(3)  # replaces it
+    with pytest.warns(MoERuntimeWarning, match=f"not used: {path}"):
+        assert read_recent(MODEL, CHECKPOINT) is None
+    with pytest.warns(MoERuntimeWarning, match="not used"):
+        record(3)  # replaces it
     assert read_recent(MODEL, CHECKPOINT) is not None
     path.unlink()
     path.parent.rmdir()

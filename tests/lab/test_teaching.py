@@ -1,16 +1,21 @@
 """The policy `reuse` is taught in the background from kept routing, and `auto` goes by that."""
 
+import shutil
 import subprocess
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fixture_types import Capsys
 from synthetic_routes import make_routes
 from traces import trace_of
 from warm_python import warm_python
 
+from moe_runtime.cli.console import Session
+from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.files import locked, make_folders
 from moe_runtime.lab.replay import teaching
 from moe_runtime.lab.replay.choice import choose_policy
@@ -162,7 +167,25 @@ def test_a_damaged_lesson_is_none(changed: dict[str, Any]) -> None:
     write_lesson(lesson_of(trace), signature, CHECKPOINT)
     assert read_lesson(signature, CHECKPOINT) is not None
     assert read_lesson(replace(signature, top_k=1), CHECKPOINT) is None
+    path = learned_path("lesson", signature, CHECKPOINT)
     write_lesson(lesson_of(trace, **changed), signature, CHECKPOINT)
-    assert read_lesson(signature, CHECKPOINT) is None
-    learned_path("lesson", signature, CHECKPOINT).write_bytes(b"PK" + bytes(100))
-    assert read_lesson(signature, CHECKPOINT) is None
+    for content in (path.read_bytes(), b"PK" + bytes(100), b""):
+        path.write_bytes(content)
+        with pytest.warns(MoERuntimeWarning, match=f"not used: {path}: "):
+            assert read_lesson(signature, CHECKPOINT) is None
+
+
+def test_a_lesson_of_another_model_is_named_by_a_command_once(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = kept(100)
+    other = replace(trace.signature, vocab_size=trace.signature.vocab_size + 1)
+    write_lesson(lesson_of(trace), trace.signature, CHECKPOINT)
+    path = learned_path("lesson", other, CHECKPOINT)
+    shutil.copy(learned_path("lesson", trace.signature, CHECKPOINT), path)
+    with warnings.catch_warnings():
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        Session().begin(debug=False, as_json=False)
+        for _ in range(3):
+            assert read_lesson(other, CHECKPOINT) is None
+    assert capsys.readouterr().err.count(str(path)) == 1

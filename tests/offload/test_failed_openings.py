@@ -14,7 +14,7 @@ from offloaded_models import budget_for, stack
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload import activations as activation_swap
-from moe_runtime.training.offload import disk, offloading, states
+from moe_runtime.training.offload import disk, offloading, record_store
 
 
 class Struck(RuntimeError):
@@ -41,8 +41,8 @@ STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the threads of the disk": (disk, "ReadQueue", lambda _: fail),
     "memory for records": (offloading, "RecordStore", lambda _: fail),
     "the link": (offloading, "open_link", lambda _: fail),
-    "first weights": (states.RecordStore, "write_state", second_time),
-    "their versions": (states.RecordStore, "commit", lambda _: fail),
+    "first weights": (record_store.RecordStore, "write_state", second_time),
+    "their versions": (record_store.RecordStore, "commit", lambda _: fail),
     "the threads of the swap": (activation_swap, "ReadQueue", lambda _: fail),
     "the swap": (offloading, "ActivationSwap", lambda _: fail),
     "the policy of activations": (offloading, "ActivationPolicy", lambda _: fail),

@@ -311,7 +311,7 @@ def test_a_conversation_is_as_long_as_the_model_knows(
     for asked in (known + 1, 10**8):  # so many would exceed the memory, too
         assert say(model, [], "--max-tokens", str(asked)) == 2
         err = capsys.readouterr().err
-        assert f"--max-tokens {asked}: a conversation cannot be longer than the {known} pos" in err
+        assert f"--max-tokens {asked}: a text cannot be longer than the {known} pos" in err
         assert err.count("\n") == 1
 
 

@@ -135,6 +135,28 @@ def test_damaged_blocks_are_unknown_and_written_again(
     assert found(files, tokens) == 3
 
 
+def test_files_of_a_larger_size_give_way_at_the_start(tmp_path: Path) -> None:
+    """By the count, and where it was lost."""
+    for loses_count in (False, True):
+        writer = files_in(tmp_path)
+        for first in range(0, 200, 10):
+            keep(writer, list(range(first, first + BLOCK)))
+        assert len(blocks_in(tmp_path)) == 20
+        if loses_count:
+            (tmp_path / "bytes").unlink()
+        for num_files in (1000, 8, 8):
+            files_in(tmp_path, num_files=num_files)
+            assert min(20, num_files - 1) <= len(blocks_in(tmp_path)) <= num_files
+        assert found(files_in(tmp_path), list(range(190, 190 + BLOCK))) == 1
+
+
+def test_a_size_that_cannot_be_kept_at_the_start_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bytes")
+    with pytest.warns(MoERuntimeWarning, match="bytes: expected a regular file"):
+        files = files_in(tmp_path)
+    assert files.num_failures == 1
+
+
 def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path: Path) -> None:
     files = files_in(tmp_path, num_files=2)
     left = tmp_path / f"{'0' * 64}.12345678.partial"
@@ -158,7 +180,7 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
     files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
     with monkeypatch.context() as patch:
         patch.setattr(prefixes, "_write_all", full)
-        with pytest.warns(MoERuntimeWarning, match="No space left"):
+        with pytest.warns(MoERuntimeWarning, match=f"{tmp_path}: No space left"):
             keep(files, tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -205,6 +227,7 @@ def test_what_cannot_be_read_or_removed_is_unknown(
 
 def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path: Path) -> None:
     files, tokens, count = files_in(tmp_path), list(range(BLOCK)), tmp_path / "bytes"
+    count.unlink()
     os.mkfifo(count)
     with pytest.warns(MoERuntimeWarning, match="expected a regular file"):
         keep(files, tokens)

@@ -62,6 +62,7 @@ def chat(
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.budget import known_positions
     from moe_runtime.inference.generation import (
+        check_room,
         encode_messages,
         end_token_ids,
         sampling_words,
@@ -74,12 +75,7 @@ def chat(
     tokenizer = load_tokenizer(model)
     folder = find_checkpoint(model, weights=False)
     model_config = read_config(folder)
-    known = known_positions(model_config)
-    if max_tokens is not None and known is not None and max_tokens > known:
-        raise ValueError(
-            f"--max-tokens {max_tokens}: a conversation cannot be longer than the {known} "
-            "positions that the model knows; give at most as many"
-        )
+    check_room(model_config, "--max-tokens", max_tokens or 0)
     first = [] if system is None else [{"role": "system", "content": system}]
     # a template that cannot be used is refused before weights are read
     encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])
@@ -102,7 +98,7 @@ def chat(
                 repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
             ),
             max_new_tokens=max_new_tokens,
-            known_tokens=known,
+            known_tokens=known_positions(model_config),
             system=system,
             reader=PictureReader.of(folder, model_config, tokenizer),
         )

@@ -191,13 +191,14 @@ def _room_for(
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
-    from moe_runtime.inference.generation import check_length, encode_prompt
+    from moe_runtime.inference.generation import check_length, check_room, encode_prompt
 
     num_prompt_tokens = max(
         encode_prompt(tokenizer, text, **form)["input_ids"].shape[1] for text in texts
     )
     config = read_config(find_checkpoint(model, weights=False))
     check_length(config, num_prompt_tokens, num_new_tokens)
+    check_room(config, "--max-tokens", max_tokens or 0)
     needed = num_prompt_tokens + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(

@@ -173,29 +173,36 @@ def write_lesson(lesson: Lesson, signature: ModelSignature, checkpoint: Path) ->
 
 
 def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
-    """What the last teaching brought; None where there was none, or it cannot be read."""
+    """What the last teaching brought; None where there was none, or, with a warning, where it
+    cannot be read."""
     path = learned_path(_LESSON.owner, signature, checkpoint)
-    with (
-        contextlib.suppress(CheckpointError),
-        Archive(path, max_bytes=_MAX_HEADER_BYTES) as archive,
-    ):
-        header, found = _read_header(archive, _LESSON)
-        if found != signature or header["arrays"] != _LESSON_ARRAYS:
-            return None
-        arrays = _read_arrays(archive, header)
+    if not os.path.exists(path):
+        return None
+    try:
+        with Archive(path, max_bytes=_MAX_HEADER_BYTES) as archive:
+            header, found = _read_header(archive, _LESSON)
+            if found != signature or header["arrays"] != _LESSON_ARRAYS:
+                raise CheckpointError(f"{path}: is of another model or form; remove it")
+            arrays = _read_arrays(archive, header)
         capacities, misses, last_marks, facts = (arrays[name] for name in _LESSON_ARRAYS)
         fits = capacities.ndim == 1 <= capacities.size and misses.shape == (3, len(capacities))
-        if fits and last_marks.ndim == 1 and facts.shape == (4,) and np.isfinite(facts).all():
-            return Lesson(
-                tokens=int(facts[0]),
-                last_marks=last_marks,
-                capacities=capacities,
-                misses=misses,
-                is_kept=bool(facts[1]),
-                policy_s=float(facts[2]),
-                recall=float(facts[3]),
-            )
-    return None
+        fits = fits and last_marks.ndim == 1 and facts.shape == (4,)
+        if not fits or not np.isfinite(facts).all():
+            raise CheckpointError(f"{path}: the lesson is damaged; remove it")
+    except CheckpointError as error:
+        text = f"what was taught before is not used: {error}"
+        # the same place for all callers: several in a process say it once
+        warnings.warn(text, MoERuntimeWarning, stacklevel=1)
+        return None
+    return Lesson(
+        tokens=int(facts[0]),
+        last_marks=last_marks,
+        capacities=capacities,
+        misses=misses,
+        is_kept=bool(facts[1]),
+        policy_s=float(facts[2]),
+        recall=float(facts[3]),
+    )
 
 
 def _write(

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import make_folders
 from moe_runtime.lab.traces.format import Trace, join_traces, one_step, read_trace, write_trace
 from moe_runtime.types import ModelSignature
@@ -61,7 +62,8 @@ def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix
 
 
 def read_recent(signature: ModelSignature, checkpoint: Path) -> Trace | None:
-    """The latest routing of a model; None where none, or none that can be read, was kept."""
+    """The latest routing of a model; None where none was kept, or, with a warning, where it cannot
+    be read."""
     return _read(recent_path(signature, checkpoint), signature)
 
 
@@ -180,11 +182,17 @@ class RecentRouting:
 
 
 def _read(path: Path, signature: ModelSignature) -> Trace | None:
+    if not os.path.exists(path):
+        return None
     try:
         trace = read_trace(path, max_bytes=_MAX_BYTES)
-    except CheckpointError:
+        if trace.signature != signature:
+            raise CheckpointError(f"{path}: is of another model")
+    except CheckpointError as error:
+        text = f"the routing of earlier runs is not used: {error}"
+        warnings.warn(text, MoERuntimeWarning, stacklevel=1)  # as for a lesson
         return None
-    return trace if trace.signature == signature and trace.num_steps else None
+    return trace if trace.num_steps else None
 
 
 def _latest(trace: Trace) -> Trace:

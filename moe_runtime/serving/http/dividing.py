@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from moe_runtime.config import format_bytes, parse_budget
+from moe_runtime.config import Budget, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import (
+    AUTO_SHARE,
     MIN_SLOTS,
     available_host_bytes,
     resolve_budget,
@@ -44,9 +45,9 @@ def is_on_cpu(loading: Mapping[str, Any]) -> bool:
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
-def rest_for_model(loading: Mapping[str, Any]) -> int:
-    """The budget of a model that has the server to itself, in bytes; at least one."""
-    return max(1, _host_budget(loading) - server_bytes(loading["max_tokens"]))
+def rest_for_model(loading: Mapping[str, Any]) -> Budget:
+    """The budget of a model that has the server to itself; at least a byte."""
+    return _part(loading, max(1, _host_budget(loading) - server_bytes(loading["max_tokens"])))
 
 
 def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityError:
@@ -68,11 +69,15 @@ def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityErr
 
 
 def _host_budget(loading: Mapping[str, Any]) -> int:
-    return resolve_budget(
-        parse_budget(loading["host_memory"], name="--host-memory"),
-        available_host_bytes(),
-        "this machine",
-    )
+    return resolve_budget(_asked(loading), available_host_bytes(), "this machine")
+
+
+def _part(loading: Mapping[str, Any], num_bytes: int) -> Budget:
+    return _asked(loading).part(num_bytes, auto_share=AUTO_SHARE)
+
+
+def _asked(loading: Mapping[str, Any]) -> Budget:
+    return parse_budget(loading["host_memory"], name="--host-memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,8 @@ def divide_host_memory(
     adapters: Sequence[Mapping[str, AdapterFolder]],
     loading: Mapping[str, Any],
     adapter_bytes: int | None = None,
-) -> list[int]:
-    """The share of each model in the budget of all, in bytes, without that of its adapters.
+) -> list[Budget]:
+    """The share of each model in the budget of all, without that of its adapters.
 
     Raises CapacityError, UnsupportedModelError for a GPU, or ValueError for ``adapter_bytes``.
     """
@@ -112,7 +117,7 @@ def divide_host_memory(
         taken.append(workspace + resident_bytes(own, adapter_bytes))
         needs[name] = Need(smallest + taken[-1], max(0, whole - smallest))
     shares = divide(budget, needs, server_bytes(loading["max_tokens"], len(names)))
-    return [share - own for share, own in zip(shares, taken, strict=True)]
+    return [_part(loading, share - own) for share, own in zip(shares, taken, strict=True)]
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:

@@ -18,7 +18,6 @@ from moe_runtime.serving.http.generating import (
     PartAnswers,
     Prepared,
     Sections,
-    encode_text,
 )
 from moe_runtime.serving.http.schema import (
     Body,
@@ -218,7 +217,7 @@ def count_tokens(body: MessagesBody, model: ServedModel) -> int:
         tools = asked.tools or ()
         variables = asked.chat_template_kwargs
         prompt, _ = chat.prompt_of(asked, asked.messages, tools, model, variables)
-        return len(encode_text(prompt, model, "messages", add_special_tokens=False))
+        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
 
 
 def _chat(body: MessagesBody, template: ChatTemplate) -> ChatBody:

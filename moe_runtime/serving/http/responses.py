@@ -240,9 +240,10 @@ class KeptResponses:
     def _find(self, owner: str, name: str, param: str) -> _Kept:
         found = self._kept.get((owner, name))
         if found is None:
+            remedy = "; send the whole conversation as input" * (param == "previous_response_id")
             raise ApiError(
                 f"{param}: expected a response that this server keeps (the latest ones, until it "
-                f"ends), got {clipped(name)}; send the whole conversation as input",
+                f"ends), got {clipped(name)}{remedy}",
                 status=404,
                 param=param,
                 code="response_not_found",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moe_runtime.errors import blamed_on
@@ -77,11 +77,28 @@ class Vocabulary:
         if len(text) * _MOST_CHARACTER_BYTES <= 2 * num_tokens:
             return False
         found = 0
-        for start in range(0, len(text), _SLICE):
-            found += len(self._encode(text[start : start + _SLICE], add_special_tokens=False))
+        for more in self._slice_tokens(text):
+            found += more
             if found > 2 * num_tokens:
                 return True
         return False
+
+    def count(self, text: str, num_tokens: int) -> int:
+        """Tokens of a text. One that surely has more than ``num_tokens`` is not encoded as a whole:
+        each cut may add a few."""
+        if self.is_longer(text, num_tokens):
+            return sum(self._slice_tokens(text))
+        return len(self.encode(text, add_special_tokens=False))
+
+    def _slice_tokens(self, text: str) -> Iterator[int]:
+        start = 0
+        while start < len(text):
+            end = start + _SLICE
+            if end < len(text):  # before a space, where there is one: words stay whole
+                space = text.rfind(" ", start + 1, end)
+                end = end if space < 0 else space
+            yield len(self._encode(text[start:end], add_special_tokens=False))
+            start = end
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(

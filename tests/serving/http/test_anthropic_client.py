@@ -58,6 +58,21 @@ def test_a_message_is_the_text_of_a_chat(site: Served) -> None:
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
+@pytest.mark.parametrize("num_words", [1200, 40_000])
+def test_a_text_beyond_the_context_is_counted(staged: Any, tokenizer: Any, num_words: int) -> None:
+    """The longer one is counted in slices, whose cuts are between words."""
+    text = "The store reads an expert. " * (num_words // 5)
+    site = staged()
+    assert site.server.models["pocket"].engine.most_request_tokens < num_words
+    with client_of(site) as client:
+        asked: list[Any] = [[{"role": "user", "content": one}] for one in ("", text)]
+        empty, found = (
+            client.messages.count_tokens(model="pocket", messages=one).input_tokens for one in asked
+        )
+    expected = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert abs(found - empty - expected) <= 2
+
+
 def test_calls_and_thoughts_are_blocks(speaking: Any) -> None:
     text = f"<think>The user\nasks</think>Let me see.{CALL}{CALL}"
     with client_of(speaking(text, THINKS)) as client:

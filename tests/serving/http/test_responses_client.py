@@ -173,7 +173,10 @@ def test_a_conversation_is_continued_by_its_id(staged: Any, tokenizer: Any) -> N
         for name in (second.id, "resp_x"):
             status, answer = site.ask(PATH, {"input": "Three", "previous_response_id": name})
             assert (status, answer["error"]["code"]) == (404, "response_not_found")
-            assert site.ask(f"{PATH}/{name}")[0] == 404
+            assert "send the whole conversation" in answer["error"]["message"]
+            status, answer = site.ask(f"{PATH}/{name}")
+            assert status == 404
+            assert answer["error"]["message"].endswith(f"got '{name}'")
         unkept = client.responses.create(model="pocket", input="Four", store=False)
         assert site.ask(f"{PATH}/{unkept.id}")[0] == 404
     assert prompts[1].split() == [

@@ -14,8 +14,11 @@ from text_checkpoint import save_text_checkpoint
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
+from moe_runtime.inference import loading
+from moe_runtime.inference.budget import AUTO_SHARE
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine, Turns
+from moe_runtime.serving.http import dividing
 from moe_runtime.serving.http.dividing import Need, divide, server_bytes
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
@@ -67,6 +70,24 @@ def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
         budgets = [model.moe.stats().budget_bytes for model in ready.loaded]
         assert budgets[0] == budgets[1] > 0
         assert sum(budgets) <= 64 << 20
+
+
+@pytest.mark.parametrize("budget", ["auto", "1.0"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_that_is_taken_meanwhile_makes_budgets_smaller(
+    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, budget: str, count: int
+) -> None:
+    """Half of what was free is gone by the time that models are loaded."""
+    free, share = 2 << 30, AUTO_SHARE if budget == "auto" else 1.0
+    monkeypatch.setattr(dividing, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(loading, "available_host_bytes", lambda: free // 2)
+    folders = [str(folder) for folder in checkpoints[:count]]
+    with started(folders, {**LOADING, **OTHERS, "host_memory": budget}) as (_, ready):
+        found = [model.moe.stats().budget_bytes for model in ready.loaded]
+    assert len(found) == count
+    assert max(found) <= int(share * (free // 2))
+    if count == 1:
+        assert found == [int(share * (free // 2))]
 
 
 def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
