@@ -154,6 +154,7 @@ class PictureReader:
                 images=[pixels],
                 return_tensors="pt",
                 add_special_tokens=False,
+                padding=False,  # the tokenizer, which others use, would go on with it
                 return_text_replacement_offsets=True,
             )
             text = found.pop("text_replacement_offsets")[0][0]["replacement"]

@@ -52,6 +52,7 @@ def test_a_text_is_that_of_transformers(folder: Path) -> None:
     reader = PictureReader.of(folder, read_config(folder), tokenizer)
     assert reader is not None
     pictures = Pictures(reader, [reader.read(pc.png(image)) for image in images])
+    assert tokenizer.backend_tokenizer.padding is None  # others use it meanwhile
     loaded: Any = moe_runtime.load(folder, device="cpu", dtype="float32", host_memory="1GiB")
     with torch.no_grad(), loaded.moe:
         found = generate_text(

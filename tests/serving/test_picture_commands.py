@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import picture_checkpoints as pc
 import pytest
 from PIL import Image
 
+import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.inference.pictures import Picture, PictureReader
 from moe_runtime.models.pocket import pocket_path
 
 OPTIONS = ["--host-memory", "1GiB", "--dtype", "float32", "-n", "8"]
@@ -59,6 +62,49 @@ def test_all_commands_give_a_picture_the_same_text(
     found = {json.dumps(each["messages"][0]["content"]): each["text"] for each in answers}
     assert len(answers) == len({each["id"] for each in answers}) == len(asked)
     assert [text == seen for text in found.values()].count(True) == len(asked) - 1
+
+
+def write_prompts(tmp_path: Path, num_pictures: int) -> list[str]:
+    """The words of `generate` for a file of lines with a picture each."""
+    lines = []
+    for seed in range(num_pictures):
+        (tmp_path / f"{seed}.png").write_bytes(pc.png(pc.picture(seed)))
+        parts = [{"type": "image", "image": f"{seed}.png"}, {"type": "text", "text": QUESTION}]
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}]}) + "\n")
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    files = ["--prompts", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    return [*files, "--max-tokens", "64", *OPTIONS]
+
+
+def test_pictures_of_a_file_are_in_memory_while_they_are_read_or_answered(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, made, most = PictureReader.read, [], 0
+
+    def counted(*args: Any) -> Picture:
+        nonlocal most
+        found = read(*args)
+        made.append(weakref.ref(found.tensors["pixel_values"]))
+        most = max(most, sum(one() is not None for one in made))
+        return found
+
+    monkeypatch.setattr(PictureReader, "read", counted)
+    assert main(["generate", model, *write_prompts(tmp_path, 12)]) == 0
+    assert most <= 4  # those that have room, and the ones that come and go
+
+
+def test_a_picture_that_changes_before_its_turn_is_refused(
+    model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = moe_runtime.load
+
+    def change_and_load(*args: Any, **options: Any) -> Any:
+        (tmp_path / "0.png").write_bytes(pc.png(pc.picture(9)))
+        return load(*args, **options)
+
+    monkeypatch.setattr(moe_runtime, "load", change_and_load)
+    assert main(["generate", model, *write_prompts(tmp_path, 1)]) == 2
+    assert "line 1: a picture has changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

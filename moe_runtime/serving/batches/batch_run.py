@@ -358,6 +358,18 @@ class Batch:
     def request_of(self, job: Job) -> GenerationRequest:
         return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
 
+    def whole_request_of(self, job: Job) -> GenerationRequest:
+        """With the tensors of its pictures. Raises ValueError: one has changed since."""
+        request = self.request_of(job)
+        pictures = self._pictures(job.line.messages or ())
+        if pictures is None:
+            return request
+        digests = [one.picture.digest for one in request.pictures]
+        if digests != [picture.digest for picture in pictures.pictures]:
+            raise ValueError(f"{job.line.place}: a picture has changed since: start again")
+        placed = place(request.prompt_ids, pictures.pictures)
+        return dataclasses.replace(request, pictures=placed)
+
     def is_over(self, job: Job, token: NewToken) -> bool:
         """Takes a token; gives whether a stop string ends the answer here."""
         text, pieces = self._growing(job)
@@ -407,7 +419,8 @@ class Batch:
             min_new_tokens=line.min_new_tokens,
             stop_ids=line.stop_ids,
             sampling=sampling,
-            pictures=place(ids, pictures),
+            # tensors of all lines would need memory that no budget has
+            pictures=place(ids, [dataclasses.replace(one, tensors={}) for one in pictures]),
         )
 
     def _stop_ids(self, job: Job) -> frozenset[int]:
@@ -633,6 +646,7 @@ def _answer(
             options,
             on_token=lambda number, token: batch.is_over(jobs[number], token),
             on_answer=take,
+            whole=lambda number: batch.whole_request_of(jobs[number]),
         )
         outcome.is_interrupted = False
     outcome.seconds = time.perf_counter() - started_s

@@ -44,6 +44,7 @@ def answer_all(
     *,
     on_token: Callable[[int, NewToken], bool],
     on_answer: Callable[[int, Answer], None],
+    whole: Callable[[int], GenerationRequest] | None = None,
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
@@ -54,12 +55,13 @@ def answer_all(
         on_token: called with each new token, in the caller's thread; gives whether it ends its
             answer.
         on_answer: called once for each request, in the caller's thread.
+        whole: gives a request as the engine gets it, with what only those under way have in memory.
     """
     # all that may be open are the engine's at once
     most_open = max(options.most_waiting, options.most_running)
     options = dataclasses.replace(options, most_waiting=most_open)
     with contextlib.ExitStack() as stack:
-        flow = _Flow(requests, options, on_token, on_answer)
+        flow = _Flow(requests, options, on_token, on_answer, whole or requests.__getitem__)
         # after the engine's end: its last events
         stack.callback(flow.take_the_rest)
         engine = stack.enter_context(Engine(model, options))
@@ -107,8 +109,9 @@ class _Flow:
         options: EngineOptions,
         on_token: Callable[[int, NewToken], bool],
         on_answer: Callable[[int, Answer], None],
+        whole: Callable[[int], GenerationRequest],
     ) -> None:
-        self._requests = requests
+        self._requests, self._whole = requests, whole
         self._most_open = options.most_waiting
         self._on_token, self._on_answer = on_token, on_answer
         self._ready = deque(order_of_work(requests))
@@ -140,7 +143,7 @@ class _Flow:
         return is_room or not self._open
 
     def _submit(self, engine: Engine, number: int) -> None:
-        request = self._requests[number]
+        request = self._whole(number)
         self._open[number] = opened = _Open()
         self._open_tokens += rounded_up(tokens_of(request))
 
@@ -175,5 +178,6 @@ class _Flow:
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:
             del self._open[number]
+            request.handle = None  # which leads here again
             self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
             self._on_answer(number, answer)
