@@ -202,7 +202,7 @@ def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path
             read(replaced(written, tmp_path, whole, new))
 
 
-@pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (42, "Q2_0")])
+@pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0")])
 def test_types_without_a_decoder_are_named(tmp_path: Path, number: int, name: str) -> None:
     written = gguf_checkpoints.write(SAMPLE, tmp_path)
     record, kind, place = tensor_record(written, "blk.0.attn_output.weight")

@@ -45,11 +45,8 @@ def reference_text(folder: Path, images: Sequence[Image.Image], text: str) -> li
     return out[0, given["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "sizes", [[(24, 16)], [(17, 31), (40, 9)]], ids=["one", "two of odd sizes"]
-)
-def test_a_text_is_that_of_transformers(folder: Path, sizes: Any) -> None:
-    images = [pc.picture(seed, *size) for seed, size in enumerate(sizes)]
+def test_a_text_is_that_of_transformers(folder: Path) -> None:
+    images = [pc.picture(seed, *size) for seed, size in enumerate([(17, 31), (40, 9)])]
     expected = reference_text(folder, images, "What is it?")
     tokenizer = load_tokenizer(folder)
     reader = PictureReader.of(folder, read_config(folder), tokenizer)

@@ -31,6 +31,9 @@ FAMILIES = (
     *("GraniteMoeHybridForCausalLM", "ZayaForCausalLM", "BeamForCausalLM"),
 )
 """With linear attention, state spaces, windows and convolutions, and again in other forms."""
+SHORT = {"default": (*FAMILIES[:5], "KimiLinearForCausalLM", "BeamForCausalLM")} | {
+    "exact": ("Qwen3NextForCausalLM", "GptOssForCausalLM")
+}
 OPTIONS = {
     "default": EngineOptions(),
     "small steps": EngineOptions(prompt_tokens=8, idle_prompt_tokens=24),
@@ -125,7 +128,11 @@ def converse(model: Any, options: EngineOptions, num_turns: int, seed: int, disk
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "default") for name in FAMILIES), *((name, "exact") for name in FAMILIES[:4])],
+    [
+        pytest.param(name, mode, marks=[pytest.mark.long] * (name not in SHORT[mode]))
+        for mode, names in (("default", FAMILIES), ("exact", FAMILIES[:4]))
+        for name in names
+    ],
 )
 def test_turns_say_what_a_fresh_run_says(name: str, mode: str, tmp_path: Path) -> None:
     with loaded(name, tmp_path / "model") as model:

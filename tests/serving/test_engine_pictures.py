@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import picture_checkpoints as pc
@@ -19,9 +19,11 @@ from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 
 NUM_NEW = 48
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
+FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
+EVERY_WAY = {FAMILIES[0], "Gemma4ForConditionalGeneration"}
 
 
-@pytest.fixture(scope="module", params=[name for name in pc.TABLE if "Aria" not in name])
+@pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
     loaded: Any = moe_runtime.load(
@@ -41,13 +43,13 @@ def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         placed = place(prompt, pictures.pictures)
         return GenerationRequest(prompt_ids=prompt, max_new_tokens=NUM_NEW, pictures=placed)
 
-    with loaded.moe:
-        yield loaded, asked
-
-
-def requests_of(asked: Callable[..., GenerationRequest]) -> list[GenerationRequest]:
     each = [([0], "What?"), ([1], "What?"), ([], "What is here?"), ([2, 3], "Both"), ([0, 1], "?")]
-    return [asked(*one) for one in each]
+    requests = [asked(*one) for one in each]
+    with loaded.moe:
+        with Engine(loaded, EngineOptions(reuses_prefixes=False)) as engine:
+            alone = [answers(engine, [request])[0] for request in requests]
+        assert len({tuple(ids) for ids in alone}) == len(alone)
+        yield loaded, requests, alone
 
 
 def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
@@ -57,23 +59,8 @@ def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
     return [answer.wait().ids for answer in found]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_tight"),
-    [
-        (EngineOptions(prompt_tokens=16, idle_prompt_tokens=16), False),
-        (EngineOptions(prompt_tokens=16, reuses_prefixes=False), True),
-        (EngineOptions(prompt_tokens=16, exact=True), False),
-    ],
-    ids=["together", "little room", "exact"],
-)
-def test_a_text_is_that_of_the_sequence_alone(
-    seeing: Any, options: EngineOptions, is_tight: bool
-) -> None:
-    loaded, asked = seeing
-    requests = requests_of(asked)
-    with Engine(loaded, EngineOptions(reuses_prefixes=False)) as engine:
-        alone = [answers(engine, [request])[0] for request in requests]
-    assert len({tuple(ids) for ids in alone}) == len(alone)
+def check(seeing: Any, options: EngineOptions, *, is_tight: bool = False) -> None:
+    loaded, requests, alone = seeing
     longest = max(len(request.prompt_ids) for request in requests) + NUM_NEW
     room = -(-longest // PIECE) * PIECE if is_tight else None  # one preempts another
     with Engine(loaded, options, max_tokens=room) as engine:
@@ -81,3 +68,18 @@ def test_a_text_is_that_of_the_sequence_alone(
         assert answers(engine, requests[::-1]) == alone[::-1]
         engine.check()
         assert bool(engine.statistics().preemptions) == is_tight
+
+
+def test_a_text_is_that_of_the_sequence_alone(seeing: Any) -> None:
+    check(seeing, EngineOptions(prompt_tokens=16, idle_prompt_tokens=16))
+
+
+@pytest.mark.parametrize("is_tight", [True, False], ids=["little room", "exact"])
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERY_WAY)) for name in FAMILIES],
+    indirect=True,
+)
+def test_little_room_and_exact_steps_change_no_text(seeing: Any, is_tight: bool) -> None:
+    options = EngineOptions(prompt_tokens=16, reuses_prefixes=not is_tight, exact=not is_tight)
+    check(seeing, options, is_tight=is_tight)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import openai
 
 NUM_NEW = 8
+of_one_family = pytest.mark.parametrize("folder", list(pc.TABLE)[:1], indirect=True)
+"""What the server does with any model."""
 Parts = Sequence[str | Image.Image]
 
 
@@ -109,7 +111,17 @@ TALKS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+IN_OTHERS = {"one", "another of the same size"}
+"""The second turn has the first picture too, and another is in the test of prefixes."""
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        pytest.param(talk, id=name, marks=[pytest.mark.long] * (name in IN_OTHERS))
+        for name, talk in TALKS.items()
+    ],
+)
 def test_an_answer_is_that_of_transformers(
     client: openai.OpenAI, reference: Any, folder: Path, talk: list[Any]
 ) -> None:
@@ -119,22 +131,26 @@ def test_an_answer_is_that_of_transformers(
 
 
 def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(
-    site: Served, client: openai.OpenAI
+    site: Served, client: openai.OpenAI, reference: Any, folder: Path
 ) -> None:
     def cached_tokens(answer: Any) -> int:
         return answer.usage.prompt_tokens_details.cached_tokens
 
     first = [pc.picture(7), "Describe what you see in this picture, please."]
     one, again = ask(client, first), ask(client, first, "a cat", "Are you sure?")
-    other = ask(client, [pc.picture(8), *first[1:]])
+    seen = [pc.picture(8), *first[1:]]
+    other = ask(client, seen)
     keeps = site.server.models["seeing"].engine._passes.keeps_prefixes  # all but Qwen4's do
     assert (cached_tokens(again) > cached_tokens(other)) == keeps
     assert logprobs(one) != pytest.approx(logprobs(other), abs=1e-3)
+    wanted = expected(reference, folder, seen)
+    assert logprobs(other) == pytest.approx(wanted[: len(logprobs(other))], abs=1e-3)
 
 
 TURN: Any = [pc.picture(5), "What is it?"]
 
 
+@of_one_family
 def test_the_responses_api_gives_the_same_text(client: openai.OpenAI) -> None:
     wanted = ask(client, TURN)
     image = {"type": "input_image", "image_url": pc.data_url(TURN[0]), "detail": "auto"}
@@ -147,6 +163,7 @@ def test_the_responses_api_gives_the_same_text(client: openai.OpenAI) -> None:
     assert again.output_text == kept.choices[0].message.content
 
 
+@of_one_family
 def test_the_messages_api_gives_the_same_text(site: Served, client: openai.OpenAI) -> None:
     import anthropic
 
@@ -176,6 +193,7 @@ def refusal(site: Served, content: list[Any], role: str = "user") -> Any:
 URL = {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/picture.png"}}
 
 
+@of_one_family
 @pytest.mark.parametrize(
     ("part", "complaint"),
     [
@@ -204,6 +222,7 @@ def test_pictures_have_a_place_and_an_end(site: Served) -> None:
     assert "leave it out of texts" in refusal(site, [image, mark])["message"]
 
 
+@of_one_family
 def test_addresses_are_fetched_where_the_server_may(
     site: Served, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
