@@ -199,7 +199,7 @@ class PictureReader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The pictures of one conversation, and who read them."""
+    """The pictures of one conversation, and their reader."""
 
     reader: PictureReader
     pictures: Sequence[Picture]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from moe_runtime.serving.http.served_model import ServedModel
 
 _FETCH_S = 10.0
+"""For the addresses of a request together: texts of all other requests wait meanwhile."""
+_PART_BYTES = 1 << 16
 _MOST_SHOWN = 60
 
 
 def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture]:
     """The pictures of a conversation, in their order; a `FieldError` names one that is none."""
     found, most = [], model.engine.most_request_tokens
+    end_s = time.monotonic() + _FETCH_S
     for at, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else ()
         for number, part in enumerate(parts):
@@ -42,7 +46,8 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
             if len(found) == MOST_PICTURES:
                 raise FieldError(place, f"a request may have {MOST_PICTURES} pictures")
             try:
-                found.append(model.pictures.read(_bytes_of(part.image_url.url, place, model)))
+                data = _bytes_of(part.image_url.url, place, model, end_s)
+                found.append(model.pictures.read(data))
             except PictureError as error:
                 raise FieldError(place, str(error)) from None
             except MoERuntimeError as error:  # of the checkpoint, or of this installation
@@ -53,7 +58,7 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
     return found
 
 
-def _bytes_of(url: str, place: str, model: ServedModel) -> bytes:
+def _bytes_of(url: str, place: str, model: ServedModel, end_s: float) -> bytes:
     if url.startswith("data:"):
         return bytes_of_data_url(url)
     if not url.startswith(("http://", "https://")):
@@ -68,4 +73,9 @@ def _bytes_of(url: str, place: str, model: ServedModel) -> bytes:
         blamed_on(f"cannot fetch {url[:_MOST_SHOWN]}", PictureError),
         urllib.request.urlopen(url, timeout=_FETCH_S) as answer,
     ):
-        return answer.read(MOST_BYTES + 1)
+        data = bytearray()
+        while len(data) <= MOST_BYTES and (part := answer.read1(_PART_BYTES)):
+            data += part
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not whole after {_FETCH_S:g} s")
+        return bytes(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from PIL import Image
 
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import picture_processor
+from moe_runtime.serving.http import images
 
 if TYPE_CHECKING:
     import openai
@@ -222,6 +225,20 @@ def test_pictures_have_a_place_and_an_end(site: Served) -> None:
     assert "leave it out of texts" in refusal(site, [image, mark])["message"]
 
 
+class Files(SimpleHTTPRequestHandler):
+    """Those of a folder, and one that comes byte by byte for ever."""
+
+    def do_GET(self) -> None:
+        if self.path != "/endless":
+            return super().do_GET()
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the server gave up
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.01)
+
+
 @of_one_family
 def test_addresses_are_fetched_where_the_server_may(
     site: Served, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,7 +246,7 @@ def test_addresses_are_fetched_where_the_server_may(
     model = replace(site.server.models["seeing"], fetches_pictures=True)
     monkeypatch.setitem(cast(Any, site.server.models), "seeing", model)
     (tmp_path / "picture.png").write_bytes(pc.png(TURN[0]))
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    handler = partial(Files, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
         thread = threading.Thread(target=files.serve_forever)
         thread.start()
@@ -245,6 +262,9 @@ def test_addresses_are_fetched_where_the_server_may(
                 max_tokens=NUM_NEW,
             )
             assert "cannot fetch" in refusal(site, [absent])["message"]
+            monkeypatch.setattr(images, "_FETCH_S", 0.1)
+            slow = {"type": "image_url", "image_url": {"url": f"{url}/endless"}}
+            assert "not whole after 0.1 s" in refusal(site, [slow])["message"]
         finally:
             files.shutdown()
             thread.join()
