@@ -321,15 +321,19 @@ def bytes_of_data_url(url: str) -> bytes:
 
 
 def _decode(data: bytes, name: str) -> Any:
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(data) > MOST_BYTES:
         raise PictureError(
             f"{name}: has {len(data):,} bytes, a picture may have {MOST_BYTES:,}; "
             "give a smaller one"
         )
-    with blamed_on(f"{name}: is no whole picture in {', '.join(FORMATS)}", PictureError):
-        found = Image.open(io.BytesIO(data), formats=FORMATS)
+    complaint = f"{name}: is no whole picture in {', '.join(FORMATS)}"
+    with blamed_on(complaint, PictureError):
+        try:
+            found = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:  # which names an object of this process
+            raise PictureError(complaint) from None
         if found.width * found.height > MOST_PIXELS:
             raise PictureError(
                 f"{name}: is {found.width} x {found.height} pixels, a picture may have "

@@ -124,6 +124,7 @@ def test_a_file_that_is_no_picture_is_refused_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert complaint in line
     assert picture.name in line
+    assert " object at " not in line
 
 
 def test_what_takes_no_pictures_says_so(picture: Path, capsys: Any) -> None:
