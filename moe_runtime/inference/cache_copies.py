@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
+from moe_runtime.inference.known_classes import LAYERS_WITH_STATES, class_name
 from moe_runtime.inference.sequence_cache import OF_EACH_STATE, filled
 
 
@@ -133,7 +133,7 @@ class StateCopies:
                     for index, like in getattr(layer, name).items():
                         if like is not None:
                             self._add(number, name, index, like.shape, like)
-        updating: list[Any] = [module for module in model.modules() if _updates_states(module)]
+        updating: list[Any] = [m for m in model.modules() if class_name(m) in LAYERS_WITH_STATES]
         self._layers = {module.layer_idx: module for module in updating}
         states: list[Any] = [cache.layers[number] for number in self._facts]
         self.can_cut = (
@@ -242,11 +242,6 @@ class StateCopies:
             if part.num_tokens is not None:
                 place = place.narrow(-2, 0, min(end, part.num_tokens))
             yield part, place
-
-
-def _updates_states(module: Any) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "update_conv_state" in code.co_names
 
 
 def _in_parts(

@@ -80,6 +80,11 @@ RECURRENT_LAYERS = _names(
     "Qwen3NextGatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet"
 )
 """Layers with recurrent states, whose steps are functions of their modules."""
+LAYERS_WITH_STATES = RECURRENT_LAYERS | _names(
+    "Inkling2DynamicShortConvolution Qwen4ExpTextNGramEmbedding Qwen4ExpTextPLELayer "
+    "ZayaCCAProjection"
+)
+"""All layers that keep a state of the tokens before."""
 
 
 class ResidualForm(NamedTuple):

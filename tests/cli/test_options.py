@@ -172,7 +172,7 @@ def vars_of(policy: object) -> dict[str, object]:
 
 def test_a_rate_of_zero_is_not_the_default(capsys: Capsys) -> None:
     assert main(["finetune", "m", "d", "--rate", "0"]) == 2
-    assert "peak_rate" in capsys.readouterr().err
+    assert "--rate must be positive" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

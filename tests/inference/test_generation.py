@@ -127,7 +127,10 @@ def test_text_goes_on_with_its_prompt_but_the_answer_of_a_chat_stands_alone(chat
 
     model = SimpleNamespace(
         generate=generate,
-        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=len(llama))),
+        forward=lambda input_ids, attention_mask: None,
+        config=SimpleNamespace(
+            model_type="", get_text_config=lambda: SimpleNamespace(vocab_size=len(llama))
+        ),
         device="cpu",
         generation_config=SimpleNamespace(eos_token_id=None, stop_strings=None),
         register_forward_pre_hook=lambda _: SimpleNamespace(remove=lambda: None),
