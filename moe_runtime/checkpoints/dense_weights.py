@@ -336,7 +336,7 @@ class PackedTensor(AbsentTensor):
                 return own
         if func in _REFUSED or getattr(func, "__name__", "") == "__set__":
             refuse_change()
-        return _with_values(func, args, kwargs)
+        return with_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -490,7 +490,7 @@ def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+def with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function with values in the place of codes."""
     written: list[Tensor] = []
 

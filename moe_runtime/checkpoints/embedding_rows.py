@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
-from moe_runtime.checkpoints.dense_weights import PackedTensor, _with_values
+from moe_runtime.checkpoints.dense_weights import PackedTensor, with_values
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError
 from moe_runtime.memory.source import CheckpointFile, host_view
@@ -87,7 +87,7 @@ class RowsTensor(PackedTensor):
         if func is nn.functional.embedding and isinstance(args[1], RowsTensor):
             return _outside_graphs(args[1].matrix.look_up, args[0])
         if func is nn.functional.linear:
-            return _with_values(func, args, kwargs or {})
+            return with_values(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
     def alike(self) -> RowsTensor:

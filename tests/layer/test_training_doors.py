@@ -161,6 +161,17 @@ def test_every_parameter_gets_a_gradient(gate: str) -> None:
     assert gradients(layer).keys() == {name for name, _ in layer.named_parameters()}
 
 
+def assert_same_step(layer: MoELayer, other: MoELayer) -> None:
+    """A pass and what follows a step give both the same loss and state."""
+    ids, x = torch.arange(24), torch.randn(24, D)
+    for one in (layer, other):
+        one(x, token_ids=ids, generator=random_source())
+        one.after_step()
+    assert torch.equal(layer.aux.loss, other.aux.loss)
+    for name, value in other.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value), name
+
+
 @pytest.mark.parametrize("loads", [False, True], ids=["reset", "loaded"])
 @pytest.mark.parametrize("gate", GATES)
 def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> None:
@@ -184,13 +195,7 @@ def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> 
         buffers = dict(made.named_buffers())
         assert all(torch.equal(value, buffers[name]) for name, value in layer.named_buffers())
         made.load_state_dict(layer.state_dict())
-    ids, x = torch.arange(24), torch.randn(24, D)
-    for one in (layer, made):
-        one(x, token_ids=ids, generator=random_source())
-        one.after_step()
-    assert torch.equal(layer.aux.loss, made.aux.loss)
-    for name, value in made.state_dict().items():
-        assert torch.equal(layer.state_dict()[name], value), name
+    assert_same_step(layer, made)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -200,10 +205,4 @@ def test_assigned_weights_take_a_layer_off_the_meta_device(gate: str) -> None:
     layer = layer_with(gate, device="meta", loss_weights=losses)
     made = layer_with(gate, loss_weights=losses)
     layer.load_state_dict(copy.deepcopy(made.state_dict()), assign=True)
-    ids, x = torch.arange(24), torch.randn(24, D)
-    for one in (layer, made):
-        one(x, token_ids=ids, generator=random_source())
-        one.after_step()
-    assert torch.equal(layer.aux.loss, made.aux.loss)
-    for name, value in made.state_dict().items():
-        assert torch.equal(layer.state_dict()[name], value), name
+    assert_same_step(layer, made)

@@ -26,7 +26,6 @@ from moe_runtime.serving.http.schema import (
     FunctionCall,
     FunctionName,
     ImagePart,
-    ImageUrl,
     NamedTool,
     StopStrings,
     TextPart,
@@ -35,7 +34,14 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
-from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named
+from moe_runtime.serving.http.translated import (
+    ChatMessages,
+    TranslatedBody,
+    image_part,
+    joined,
+    named,
+    text_part,
+)
 
 _NAMES = {
     "response_format": "output_config.format.schema",
@@ -269,14 +275,9 @@ def _text(content: str | Sequence[TextBlock] | None, gap: str = "\n") -> str:
     return gap.join(block.text for block in content)
 
 
-def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[TextPart | ImagePart]:
-    texts = [block for block in blocks if isinstance(block, TextBlock)]
-    if len(texts) == len(blocks):
-        return _text(texts)
+def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[TextPart | ImagePart]:
     return [
-        TextPart(type="text", text=block.text)
-        if isinstance(block, TextBlock)
-        else ImagePart(type="image_url", image_url=ImageUrl(url=block.url))
+        text_part(block.text) if isinstance(block, TextBlock) else image_part(block.url)
         for block in blocks
     ]
 

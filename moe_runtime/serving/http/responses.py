@@ -32,7 +32,6 @@ from moe_runtime.serving.http.schema import (
     FunctionCall,
     FunctionName,
     ImagePart,
-    ImageUrl,
     Message,
     NamedTool,
     TextMap,
@@ -43,7 +42,14 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named
+from moe_runtime.serving.http.translated import (
+    ChatMessages,
+    TranslatedBody,
+    image_part,
+    joined,
+    named,
+    text_part,
+)
 
 _KEPT_BYTES = 64 << 20
 _NAMES = {
@@ -332,12 +338,10 @@ def _text(content: str | Sequence[InputText | InputImage]) -> str:
 
 
 def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[TextPart | ImagePart]:
-    if isinstance(content, str) or all(isinstance(part, InputText) for part in content):
-        return _text(content)
+    if isinstance(content, str):
+        return content
     return [
-        TextPart(type="text", text=part.text)
-        if isinstance(part, InputText)
-        else ImagePart(type="image_url", image_url=ImageUrl(url=part.image_url))
+        text_part(part.text) if isinstance(part, InputText) else image_part(part.image_url)
         for part in content
     ]
 

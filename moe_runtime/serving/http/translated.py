@@ -9,7 +9,15 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.schema import Body, ChatBody, Message, first_problem
+from moe_runtime.serving.http.schema import (
+    Body,
+    ChatBody,
+    ImagePart,
+    ImageUrl,
+    Message,
+    TextPart,
+    first_problem,
+)
 
 
 class TranslatedBody(Body):
@@ -87,3 +95,11 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(
             message, status=error.status, param=param, code=error.code, headers=error.headers
         ) from None
+
+
+def text_part(text: str) -> TextPart:
+    return TextPart(type="text", text=text)
+
+
+def image_part(url: str) -> ImagePart:
+    return ImagePart(type="image_url", image_url=ImageUrl(url=url))
