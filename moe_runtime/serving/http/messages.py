@@ -25,23 +25,14 @@ from moe_runtime.serving.http.schema import (
     Count,
     FunctionCall,
     FunctionName,
-    ImagePart,
     NamedTool,
     StopStrings,
-    TextPart,
     ToolCall,
     Unused,
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
-from moe_runtime.serving.http.translated import (
-    ChatMessages,
-    TranslatedBody,
-    image_part,
-    joined,
-    named,
-    text_part,
-)
+from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
 _NAMES = {
     "response_format": "output_config.format.schema",
@@ -275,9 +266,9 @@ def _text(content: str | Sequence[TextBlock] | None, gap: str = "\n") -> str:
     return gap.join(block.text for block in content)
 
 
-def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[TextPart | ImagePart]:
+def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[Any]:
     return [
-        text_part(block.text) if isinstance(block, TextBlock) else image_part(block.url)
+        part_of(block.text) if isinstance(block, TextBlock) else part_of(url=block.url)
         for block in blocks
     ]
 

@@ -31,25 +31,16 @@ from moe_runtime.serving.http.schema import (
     Count,
     FunctionCall,
     FunctionName,
-    ImagePart,
     Message,
     NamedTool,
     TextMap,
-    TextPart,
     ToolCall,
     TopLogprobs,
     Unused,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.translated import (
-    ChatMessages,
-    TranslatedBody,
-    image_part,
-    joined,
-    named,
-    text_part,
-)
+from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
 _KEPT_BYTES = 64 << 20
 _NAMES = {
@@ -337,11 +328,11 @@ def _text(content: str | Sequence[InputText | InputImage]) -> str:
     return "\n".join(part.text for part in content if isinstance(part, InputText))
 
 
-def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[TextPart | ImagePart]:
+def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[Any]:
     if isinstance(content, str):
         return content
     return [
-        text_part(part.text) if isinstance(part, InputText) else image_part(part.image_url)
+        part_of(part.text) if isinstance(part, InputText) else part_of(url=part.image_url)
         for part in content
     ]
 

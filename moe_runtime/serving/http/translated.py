@@ -97,9 +97,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         ) from None
 
 
-def text_part(text: str) -> TextPart:
-    return TextPart(type="text", text=text)
-
-
-def image_part(url: str) -> ImagePart:
+def part_of(text: str = "", *, url: str | None = None) -> TextPart | ImagePart:
+    if url is None:
+        return TextPart(type="text", text=text)
     return ImagePart(type="image_url", image_url=ImageUrl(url=url))
