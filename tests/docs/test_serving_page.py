@@ -17,7 +17,7 @@ METRIC = re.compile(r"\b(?:vllm|moe):\w+")
 
 def exposed() -> dict[str, str]:
     """Kinds of all metrics, by the names that `/metrics` has."""
-    lines = Metrics({}).text().decode().splitlines()
+    lines = Metrics(dict).text().decode().splitlines()
     return dict(re.findall(r"^# TYPE (\S+) (\S+)$", "\n".join(lines), re.M))
 
 
