@@ -305,6 +305,7 @@ class ExpertStatistics:
     wasted_guesses: int
     expert_slots: int
     policy: str
+    kv_cache: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -286,6 +286,7 @@ class ScriptedEngine:
             wasted_guesses=4,
             expert_slots=8,
             policy="lru",
+            kv_cache="int8",
         )
         return EngineStatistics(
             running=1,

@@ -105,9 +105,8 @@ def divide_host_memory(
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
     budget = _host_budget(loading)
-    options = {
-        option: loading[option] for option in ("dtype", "max_tokens", "cache_code", "misses")
-    }
+    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses")
+    options = {option: loading[option] for option in names_of_options}
     needs, taken = {}, []
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
