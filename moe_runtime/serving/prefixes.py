@@ -189,7 +189,7 @@ class PrefixFiles:
         self._use(path)
 
     def forget(self, tokens: Items[int], owner: str) -> None:
-        """Removes what was kept of some tokens with their rest, for an owner who needs it no more."""
+        """Removes what was kept of some tokens with their rest."""
         for file in self._files(tokens, owner, with_rest=True):
             for each in (file, _state_file(file)):
                 with contextlib.suppress(OSError):
