@@ -311,22 +311,3 @@ def run_server(
             drain_s=settings.drain_s,
         )
         on_answered()
-<<<<<<< HEAD
-
-
-def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
-    if settings.prefix_disk_bytes is None:
-        return None
-    library = native_library()
-    computing = (
-        str(model.dtype),
-        str(model.device),
-        *(str(settings.loading.get(name, "exact")) for name in ("activations", "kv_cache")),
-        "torch" if library is None else library.isa,
-        "exact" if settings.engine.exact else "",
-        *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
-    )
-    folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
-    return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))
-=======
->>>>>>> main
