@@ -156,7 +156,7 @@ def give_room(cache: Any, model: Any = None) -> None:
     if type(cache) is not DynamicCache:
         return
     rounding: Rounding | None = getattr(model, "_kv_rounding", None)
-    growing = _growing_layers(rounds=rounding is not None)
+    growing = _growing_layers() if rounding is None else _rounded_layers()
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = growing[DynamicLayer]
     gives_rows = rounding is not None and rounding.gives_rows(model)
@@ -171,10 +171,8 @@ def give_room(cache: Any, model: Any = None) -> None:
 
 
 @functools.cache
-def _growing_layers(*, rounds: bool = False) -> dict[type, type]:
+def _growing_layers() -> dict[type, type]:
     """The classes of layers that grow, made once transformers is imported."""
-    if rounds:
-        return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
@@ -239,6 +237,12 @@ def _growing_layers(*, rounds: bool = False) -> dict[type, type]:
             self.values = self.growing_values.give_back(num_tokens, kept)
 
     return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
+
+
+@functools.cache
+def _rounded_layers() -> dict[type, type]:
+    """Those whose keys and values are kept in int8."""
+    return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
 
 
 def _rounding(growing: Any) -> type:
