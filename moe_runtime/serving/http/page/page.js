@@ -108,7 +108,7 @@ function showFacts() {
   if (facts?.["moe:expert_bytes"]) {
     const all = facts["moe:expert_bytes"];
     const kept = Math.min(facts["moe:expert_slots"] * facts["moe:expert_slot_bytes"], all);
-    rows.push(["Experts in memory", `${bytes(kept)} of ${bytes(all)} (${Math.round(100 * kept / all)} %)`]);
+    rows.push(["Experts in memory", `${bytes(kept)} of ${bytes(all)} (${Math.round(100 * kept / all)}\u00a0%)`]);
     rows.push(["Memory budget", bytes(facts["moe:memory_budget_bytes"])]);
   }
   if (model) rows.push(["Conversation", `up to ${model.max_model_len.toLocaleString()} tokens`]);
@@ -398,10 +398,11 @@ async function answer(messages, typed = null) {  // answers the last of these, w
     if (typed) restore(typed);
     return;
   }
-  const own = talk, before = talk.messages, made = {role: "assistant", content: ""};
+  const own = talk, before = talk.messages, oldTitle = talk.title, made = {role: "assistant", content: ""};
   const {system, ...options} = asked;
   Object.assign(own, {messages, system});
-  own.title ||= (textOf(messages[0]).trim().split("\n")[0] || "Picture").slice(0, 60);
+  const titleOf = ([first]) => first ? textOf(first).trim().split("\n")[0].slice(0, 60) || "Picture" : "";
+  if (own.title === titleOf(before)) own.title = titleOf(messages);  // it was not renamed
   const control = running = new AbortController();
   const box = make("article", {className: "message assistant waiting"});
   showMessages(box);
@@ -454,11 +455,11 @@ async function answer(messages, typed = null) {  // answers the last of these, w
   const isEmpty = !made.content && !made.tool_calls;
   made.note = isStopped ? "Stopped." : noteOf(reason, usage, first - begun, performance.now() - first);
   if (isEmpty) {
-    own.messages = before;
+    Object.assign(own, {messages: before, title: oldTitle});
   } else {
     own.messages = [...messages, made];
     if (before.length - messages.length > 1) {  // more than an answer goes: it stays beside
-      await keep({...own, id: fresh().id, title: `${own.title} (before)`, messages: before});
+      await keep({...own, id: fresh().id, title: `${oldTitle} (before)`, messages: before});
     }
   }
   if (running === control) running = null;
