@@ -5,14 +5,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import platformdirs
+from rich.console import Console, Group
+from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.text import Text
 
-from moe_runtime.cli.streams import TextOutput, without_control
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from moe_runtime.cli.streams import without_control
 
 _REDRAW_S = 0.1
 
@@ -82,9 +83,7 @@ class MarkdownOutput:
     Blocks that are whole stay as they were drawn; the one that is being written is drawn anew.
     """
 
-    def __init__(self, terminal: "Console", status: Callable[[], str]) -> None:
-        from rich.live import Live
-
+    def __init__(self, terminal: Console, status: Callable[[], str]) -> None:
         self._status = status
         self._text = self._note = ""
         self._is_first = True
@@ -97,6 +96,14 @@ class MarkdownOutput:
             get_renderable=self._unfinished,
         )
         self._live.start(refresh=True)
+
+    @classmethod
+    def of_stdout(cls, status: Callable[[], str]) -> "MarkdownOutput | None":
+        """One on stdout; None where it is no terminal, or one that draws nothing anew."""
+        terminal = Console(highlight=False)
+        if not terminal.is_terminal or terminal.is_dumb_terminal:
+            return None
+        return cls(terminal, status)
 
     def write(self, piece: str) -> None:
         self._text += without_control(piece)
@@ -121,37 +128,25 @@ class MarkdownOutput:
 
     def _draw(self, text: str) -> None:
         self._text = self._text[len(text) :]
-        if not text.strip():
-            return
-        if not self._is_first:
-            self._console.print()
-        self._is_first = False
-        self._console.print(_markdown(text))
+        for line in self._lines(text):
+            self._console.print(Segments(line), end="")
+            self._is_first = False
+
+    def _lines(self, text: str) -> list[Any]:
+        """A text as lines of a terminal, each a list of segments; one empty line before it."""
+        lines = self._console.render_lines(_markdown(text), pad=False, new_lines=True)
+        is_full = [any(part.text.strip() for part in line) for line in lines]
+        if not any(is_full):
+            return []
+        end = len(lines) - is_full[::-1].index(True)
+        gap = [] if self._is_first else [[Segment.line()]]
+        return [*gap, *lines[is_full.index(True) : end]]
 
     def _unfinished(self) -> Any:
         """The last lines of the block that is being written, and the status."""
-        from rich.console import Group
-        from rich.segment import Segments
-        from rich.text import Text
-
         status = Text(self._note or self._status(), style="dim", no_wrap=True, overflow="ellipsis")
-        if not self._text.strip():
-            return status
-        lines = self._console.render_lines(_markdown(self._text), pad=False, new_lines=True)
-        shown = lines[-max(self._console.height - 3, 1) :]
-        gap = [] if self._is_first else [Text()]
-        segments = Segments([segment for line in shown for segment in line])
-        return Group(*gap, segments, status)
-
-
-def answer_output(status: Callable[[], str], *, is_plain: bool) -> TextOutput | MarkdownOutput:
-    """Where an answer goes: markdown is drawn on a terminal alone."""
-    from rich.console import Console
-
-    terminal = Console(highlight=False)
-    if is_plain or not terminal.is_terminal or terminal.is_dumb_terminal:
-        return TextOutput()
-    return MarkdownOutput(terminal, status)
+        lines = self._lines(self._text)[-max(self._console.height - 3, 1) :]
+        return Group(*(Segments(line) for line in lines), status)
 
 
 def _parser() -> Any:

@@ -482,7 +482,6 @@ def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import moe_runtime
-    from moe_runtime.cli.commands import chat
 
     assert say(model, [FIRST, SECOND]) == 0
     expected = capsys.readouterr().out
@@ -499,7 +498,7 @@ def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
 
     monkeypatch.setitem(vars(moe_runtime), "load", load)
     lines = ["/model nowhere", FIRST, f"/model {other}", "/model", f"/model {broken}", SECOND]
-    monkeypatch.setattr(chat, "typed_messages", lambda *_: iter(lines))
+    monkeypatch.setattr(terminal, "typed_messages", lambda *_: iter(lines))
     monkeypatch.setattr(sys, "stdin", TypedLines())
     assert main(["chat", str(model), *OPTIONS]) == 0
     told = capsys.readouterr()

@@ -17,7 +17,6 @@ from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput, say_at_once
-from moe_runtime.cli.terminal import MarkdownOutput, answer_output, typed_messages
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 
@@ -228,7 +227,9 @@ class _Terminal:
         if self._is_terminal:
             self._introduce()
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
-            lines = typed_messages([usage.split()[0] for usage, _ in _HELP], self._status)
+            from moe_runtime.cli import terminal
+
+            lines = terminal.typed_messages([usage.split()[0] for usage, _ in _HELP], self._status)
         else:
             lines = _piped_lines()
         for line in lines:
@@ -262,11 +263,12 @@ class _Terminal:
     def _answer(self, text: str) -> None:
         talk = self._opened.talk
         meter = _Meter(self._opened) if self._is_terminal else None
-        if meter is None:
-            output: TextOutput | MarkdownOutput = TextOutput()
-        else:
-            output = answer_output(meter.words, is_plain=self._is_plain)
-        drawn = output if isinstance(output, MarkdownOutput) else None
+        drawn = None
+        if meter and not self._is_plain:
+            from moe_runtime.cli.terminal import MarkdownOutput
+
+            drawn = MarkdownOutput.of_stdout(meter.words)
+        output = drawn or TextOutput()
 
         def is_stopped() -> bool:
             if drawn:
