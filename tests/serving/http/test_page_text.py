@@ -176,7 +176,7 @@ def test_nothing_is_asked_of_another_host() -> None:
     assert not re.search(r"WebSocket|EventSource|XMLHttpRequest|sendBeacon|import\(", SCRIPTS)
     asked = re.findall(r"\breach\((?:chats \? )?([^\s,)]*)", SCRIPTS.replace("function reach", ""))
     assert len(asked) == 4
-    assert all(re.match(r'"(v1/|tokenizer_info\?|metrics")', path) for path in asked)
+    assert all(re.match(r'"(v1/|models"|tokenizer_info\?|metrics")', path) for path in asked)
     assert re.findall(r"\bfetch\(([^,]*)", SCRIPTS) == ["path"]
     imported = re.findall(r'^import .* from "([^"]*)"', SCRIPTS, re.M)
     assert {name.removeprefix("./") for name in imported} <= TEXTS.keys()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import picture_checkpoints as pc
 import pytest
@@ -244,7 +244,7 @@ def test_addresses_are_fetched_where_the_server_may(
     site: Served, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = replace(site.server.models["seeing"], fetches_pictures=True)
-    monkeypatch.setitem(cast(Any, site.server.models), "seeing", model)
+    monkeypatch.setitem(site.server.models.place("seeing").served, "seeing", model)
     (tmp_path / "picture.png").write_bytes(pc.png(TURN[0]))
     handler = partial(Files, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:

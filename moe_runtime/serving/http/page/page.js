@@ -72,27 +72,38 @@ const chosen = () => models.find(one => one.id === $("models").value) || null;
 const sees = () => chosen()?.architecture?.input_modalities?.includes("image") || false;
 
 async function findModels() {
-  const found = (await (await reach("v1/models")).json()).data;
-  const old = $("models").value;
-  models = found;
-  $("models").replaceChildren(...found.map(one =>
-    make("option", {value: one.id}, one.parent ? `${one.id} (on ${one.parent})` : one.id)));
-  if (found.some(one => one.id === old)) $("models").value = old;
+  models = (await (await reach("models")).json()).data;
+  const shown = models.map(one => {
+    const isLoaded = !one.status || one.status.value === "loaded";
+    return [one.id, one.id + (one.parent ? ` (on ${one.parent})` : "")
+      + (isLoaded ? "" : `, ${one.status.value}`)];
+  });
+  const text = JSON.stringify(shown), old = $("models").value;
+  if ($("models").dataset.shown !== text) {
+    $("models").dataset.shown = text;
+    $("models").replaceChildren(...shown.map(([value, label]) => make("option", {value}, label)));
+    if (models.some(one => one.id === old)) $("models").value = old;
+  }
   await showModel();
+}
+
+async function learn(model) {  // asks for a model's template, which loads it
+  if (canChat.has(model.id)) return;
+  const info = await (await reach("tokenizer_info?model=" + encodeURIComponent(model.id))).json();
+  canChat.set(model.id, info.chat_template !== null);
 }
 
 async function showModel() {
   const model = chosen();
-  if (model && !canChat.has(model.id)) {
-    const info = await (await reach("tokenizer_info?model=" + encodeURIComponent(model.id))).json();
-    canChat.set(model.id, info.chat_template !== null);
-  }
+  if (model && (!model.status || model.status.value === "loaded")) await learn(model);
   if (model !== chosen()) return;  // another was chosen meanwhile
-  const chats = !model || canChat.get(model.id);
+  const chats = canChat.get(model?.id) ?? true;
   $("add-picture").hidden = !sees();
   $("text").placeholder = chats ? "Ask something" : "The model continues your text";
-  $("examples").replaceChildren(...(chats ? EXAMPLES : BEGINNINGS).map(text =>
-    button(text, () => send(text))));
+  const examples = chats ? EXAMPLES : BEGINNINGS;
+  if ($("examples").firstChild?.textContent !== examples[0]) {
+    $("examples").replaceChildren(...examples.map(text => button(text, () => send(text))));
+  }
   document.title = model ? `${model.id} · moe-runtime` : "moe-runtime";
   showFacts();
 }
@@ -111,7 +122,7 @@ function showFacts() {
     rows.push(["Experts in memory", `${bytes(kept)} of ${bytes(all)} (${Math.round(100 * kept / all)}\u00a0%)`]);
     rows.push(["Memory budget", bytes(facts["moe:memory_budget_bytes"])]);
   }
-  if (model) rows.push(["Conversation", `up to ${model.max_model_len.toLocaleString()} tokens`]);
+  if (model?.max_model_len) rows.push(["Conversation", `up to ${model.max_model_len.toLocaleString()} tokens`]);
   const text = JSON.stringify(rows);
   if ($("facts").dataset.shown === text) return;
   $("facts").dataset.shown = text;
@@ -420,6 +431,7 @@ async function answer(messages, typed = null) {  // answers the last of these, w
   };
   try {
     if (!models.length) await findModels();
+    await learn(chosen());
     const chats = canChat.get(chosen().id);
     const head = system ? [{role: "system", content: system}] : [];
     Object.assign(options, {model: chosen().id, stream: true, stream_options: {include_usage: true}},
@@ -638,11 +650,12 @@ function say(text) {  // of the server; a reader is told of changes alone
   if ($("state").textContent !== text) $("state").textContent = text;
 }
 
-let isDown = true;
+let isDown = true, looks = 0;
 async function watch() {
   try {
     if (!document.hidden) {
-      if (!models.length) await findModels();
+      if (!models.length || looks % 5 === 0) await findModels();  // some come and go
+      looks += 1;
       const model = chosen();
       const text = await (await reach("metrics")).text();
       facts = numbers(text, model.parent || model.id);
