@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
@@ -82,8 +83,9 @@ class DeviceExperts(OffloadedExperts):
     misses: Misses | None = None
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
-    def _make_step(self, weights: ExpertWeights) -> None:
-        """The short path of the host is not used."""
+    @override
+    def _make_step_kernel(self, weights: ExpertWeights) -> None:
+        """There is none: the host's kernel cannot read the device's memory."""
 
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
