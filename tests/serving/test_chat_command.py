@@ -287,6 +287,7 @@ def test_options_arrive(
         },
         **{
             "cache_code": "none",
+            "kv_cache": "exact",
             "activations": "exact",
             "misses": "device",
             "prefetch": "observe",
