@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 28
+ABI_VERSION = 29
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,6 +58,7 @@ _KERNELS = {
     "moe_attention_heads": "i pppqqppqqppi",
     "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfii",
     "moe_latent_attention": "i p",
+    "moe_prompt_attention": "i p",
     "moe_delta_rule_step": "v p",
     "moe_conv_step": "v p",
     "moe_rms_norm": "v pqqppqfiii",
