@@ -71,6 +71,8 @@ CASES = {
         {
             "models": ("", "models/pocket"),
             "name": ("--name mine", ("names", "mine")),
+            "on_demand": ("--on-demand", ("on_demand", True)),
+            "unload_idle": ("--unload-idle 8.5", ("idle_s", 8.5)),
             "adapters": ("--adapter one=there", ("adapters", "one=there")),
             "adapter_memory": ("--adapter-memory 9MiB", ("adapter_bytes", 9 * MIB)),
             "host": ("--host 0.0.0.0", ("host", "0.0.0.0")),

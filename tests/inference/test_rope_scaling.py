@@ -11,7 +11,7 @@ from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
 
-ORIGINAL, LENGTH = 16, 112
+ORIGINAL, LENGTH = 16, 60
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {},
     "dynamic": {},

@@ -30,7 +30,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.serving.adapters import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.http.starting import AdapterChoice, adapters_of
+from moe_runtime.serving.http.model_loader import AdapterChoice, adapters_of
 from moe_runtime.serving.requests import EngineOptions
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}

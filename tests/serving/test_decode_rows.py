@@ -161,8 +161,7 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
     ("slots", "is_fused", "rows", "exact"),
     [
         (NUM_EXPERTS, True, 4, False),
-        (2, False, 4, False),
-        (NUM_EXPERTS, False, 2, False),
+        (2, False, 2, False),
         (2, False, 4, True),
     ],
 )

@@ -45,6 +45,7 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
+    ModelBody,
     TokenizeBody,
     known_place,
     parse_body,
@@ -167,6 +168,9 @@ class Endpoints:
             Route(_MESSAGES, self.message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
+            Route("/models", self.models, methods=get),
+            Route("/models/load", self.load_model, methods=post),
+            Route("/models/unload", self.unload_model, methods=post),
             Route("/v1/models/{name:path}", self.one_model, methods=get),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
@@ -200,21 +204,50 @@ class Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await self._body(request, MessagesBody)
-        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         found = await self._server.prepare(asked, messages.count_tokens, body, model)
         return json_response({"input_tokens": found})
 
     async def models(self, request: Request) -> Response:
-        found = [_described(model) for model in self._server.models.values()]
+        found = [self._described(name) for name in self._server.models.names]
         return json_response({"object": "list", "data": found})
 
     async def one_model(self, request: Request) -> Response:
-        return json_response(_described(self._server.model(request.path_params["name"])))
+        name = self._server.name_of(request.path_params["name"])
+        return json_response(self._described(name))
+
+    async def load_model(self, request: Request) -> Response:
+        body = await self._body(request, ModelBody)
+        self._server.models.load(self._server.name_of(body.model))
+        return json_response({"success": True})
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await self._body(request, ModelBody)
+        self._server.models.unload(self._server.name_of(body.model))
+        return json_response({"success": True})
+
+    def _described(self, name: str) -> Mapping[str, Any]:
+        place, model = self._server.models.place(name), self._server.models.get(name)
+        status = {"value": place.status, **({"failed": True} if place.failure else {})}
+        inputs = ["text", "image"] if place.takes_pictures else ["text"]
+        return {
+            "id": name,
+            "object": "model",
+            "created": place.created_s,
+            "owned_by": "moe-runtime",
+            "root": place.name,
+            "parent": None if name == place.name else place.name,
+            "max_model_len": None if model is None else model.engine.most_request_tokens,
+            "status": status,
+            "architecture": {"input_modalities": inputs, "output_modalities": ["text"]},
+        }
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)
-        model = self._server.model(body.model)
-        ids = await self._server.prepare(Asked.of(request.scope), _tokens_of, body, model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
+        ids = await self._server.prepare(asked, _tokens_of, body, model)
         texts = None
         if body.return_token_strs:
             texts = model.vocabulary.tokenizer.convert_ids_to_tokens(ids)
@@ -225,15 +258,16 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
-        model = self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        asked = Asked.of(request.scope)
         text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        model = self._server.model(request.query_params.get("model"))
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, request.query_params.get("model"))
         tokenizer = model.vocabulary.tokenizer
         return json_response(
             {
@@ -278,7 +312,8 @@ class Endpoints:
         prepare: Callable[..., Prepared],
     ) -> Response:
         body = await self._body(request, kind)
-        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         most = self._server.limits.choices
         choices, answers_to = await self._server.prepare(
             asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
@@ -349,18 +384,6 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
 
-def _described(model: ServedModel) -> Mapping[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "moe-runtime",
-        "root": model.parent or model.name,
-        "parent": model.parent,
-        "max_model_len": model.engine.most_request_tokens,
-    }
-
-
 def make_app(server: Server) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
@@ -393,7 +416,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _CLOSING = {"connection": "close"}
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/models"})
 
 
 class RequestGate:
@@ -447,6 +470,7 @@ class RequestGate:
             else:
                 await self._app(scope, receive_some, answer)
         finally:
+            self._server.release(asked)
             self._server.forget_body(asked)
             self._record(request, status, asked, time.perf_counter() - started_s)
 

@@ -72,11 +72,11 @@ _EXPERT_GAUGES = {"moe:expert_slots": ("expert_slots", "Experts that fit into th
 
 
 class EngineCollector:
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        found = {name: engine.statistics() for name, engine in self._engines.items()}
+        found = {name: engine.statistics() for name, engine in self._engines().items()}
         experts = {name: one.experts for name, one in found.items()}
         for kind, table, counted in (
             (GaugeMetricFamily, _GAUGES, found),
@@ -112,9 +112,9 @@ def _family(
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of one server; ``engines`` gives those of models that are loaded, by name."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
         self.seconds, self.tokens = (

@@ -79,6 +79,7 @@ def test_calls_and_thoughts_are_blocks(speaking: Any) -> None:
         asked: Any = {"model": "pocket", "max_tokens": 200, "messages": USER, "tools": [TOOL]}
         whole = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
             streamed = stream.get_final_message()
         hidden = client.messages.create(
             **asked, thinking={"type": "adaptive", "display": "omitted"}
@@ -92,6 +93,7 @@ def test_calls_and_thoughts_are_blocks(speaking: Any) -> None:
         ] * 2
         assert calls[0].id != calls[1].id
         assert found.stop_reason == "tool_use"
+    assert kinds.index("signature") < kinds.index("content_block_stop")  # of the thought
     assert (hidden.content[0].thinking, hidden.content[1].text) == ("", "Let me see.")
 
 
@@ -193,7 +195,7 @@ def test_more_tokens_than_there_is_room_for(site: Served) -> None:
     body = {"messages": USER, "max_tokens": 64_000, "stop_sequences": ["\0"], "temperature": 0}
     _, found = site.ask(PATH, body)
     assert found["stop_reason"] in ("model_context_window_exceeded", "end_turn")
-    room = site.server.model(None).engine.most_request_tokens
+    room = site.server.models["pocket"].engine.most_request_tokens
     used = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
     assert used + found["usage"]["output_tokens"] <= room
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from http_server import Served
 
+from moe_runtime import __version__
+
 if TYPE_CHECKING:
     import openai  # a second that every process of the suite would pay
 
@@ -84,6 +86,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
             **asked,
         )
     )
+    assert {one.system_fingerprint for one in (whole, *chunks)} == {f"moe-runtime-{__version__}"}
     *body, last = chunks
     assert last.choices == []
     assert last.usage is not None

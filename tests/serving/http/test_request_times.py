@@ -17,7 +17,7 @@ def _times(metrics: Metrics, arrived_s: float) -> RequestTimes:
 
 
 def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
-    metrics = Metrics({})
+    metrics = Metrics(dict)
     times = _times(metrics, 100.0)
     times.started(0, 103.0)
     for now_s in (108.0, 110.0, 116.0):
@@ -34,7 +34,7 @@ def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
 
 
 def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
-    metrics = Metrics({})
+    metrics = Metrics(dict)
     times = _times(metrics, 1.0)
     times.started(0, 2.0)
     times.ended(0, 6.0, 5, 0, "length")
@@ -45,7 +45,7 @@ def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
 
 
 def test_an_answer_that_never_started_spent_its_time_in_the_queue() -> None:
-    metrics = Metrics({})
+    metrics = Metrics(dict)
     _times(metrics, 1.0).ended(0, 6.0, 5, 0, "stop")
     sums = _sums(metrics)
     assert (sums["request_queue_time"], sums["request_inference_time"]) == (5, 0)
