@@ -304,6 +304,9 @@ class ExpertStatistics:
     late_guesses: int
     wasted_guesses: int
     expert_slots: int
+    slot_bytes: int
+    expert_bytes: int
+    budget_bytes: int
     policy: str
 
 

@@ -317,6 +317,9 @@ class ScriptedEngine:
             late_guesses=1,
             wasted_guesses=4,
             expert_slots=8,
+            slot_bytes=1 << 20,
+            expert_bytes=1 << 25,
+            budget_bytes=1 << 26,
             policy="lru",
         )
         return EngineStatistics(

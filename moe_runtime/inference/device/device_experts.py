@@ -149,6 +149,8 @@ class DeviceExperts(OffloadedExperts):
             self._announce(self.experts_of(found.ids_TK), *told)
         if not self.listeners.demand_listeners and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
+            if self.misses is not None:
+                self.misses.used(self.layer, ids)
             if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
@@ -241,7 +243,7 @@ class DeviceExperts(OffloadedExperts):
                 misses.speeds.queue.add((before_s - asked_s) / len(plan.copied))
                 is_asked = True
             if kept:  # now that the others are held
-                misses.store.bring(kept)
+                misses.keep(kept)
                 kept.clear()
             self._add(misses.store, products, residents, group)
             num_arrived = sum(key.expert not in residents for key, _ in group)
@@ -252,7 +254,7 @@ class DeviceExperts(OffloadedExperts):
         if others:
             self._lease_and_run(routing._replace(keys=others), add)
         else:
-            misses.store.bring(kept)
+            misses.keep(kept)
             for listener in self.listeners.demand_listeners:
                 listener.demanded(routing)
         if keys:

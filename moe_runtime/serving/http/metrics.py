@@ -68,7 +68,12 @@ _EXPERT_COUNTERS = {
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
     "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
 }
-_EXPERT_GAUGES = {"moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier.")}
+_EXPERT_GAUGES = {
+    "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
+    "moe:expert_slot_bytes": ("slot_bytes", "Bytes of each of these."),
+    "moe:expert_bytes": ("expert_bytes", "Bytes of all experts of the model."),
+    "moe:memory_budget_bytes": ("budget_bytes", "Bytes that the model may take on the host."),
+}
 
 
 class EngineCollector:
