@@ -178,7 +178,7 @@ class DeviceStore(TierStore[W]):
         self._residents: dict[int, Residents] = {}
         self._slots: dict[int, Slots] = {}  # of each layer's experts
         self._planned: deque[Planned] = deque()
-        self._brought: list[Read] = []
+        self._brought: list[Transfer] = []
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
         if isinstance(fetcher.lower, LowerStore):
             own = weakref.ref(self)
