@@ -322,6 +322,7 @@ OWN_WRITERS = {
     "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
+    "moe_runtime/cli/terminal.py": "appends what was typed",
     "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",

@@ -22,6 +22,7 @@ from injection import KINDS, struck
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory import reads
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
+from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.source import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
@@ -34,7 +35,7 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
     stores, and interrupts, in any order."""
     drawn = random.Random(seed)
     on_device, on_host, streams = (drawn.choice(pair) for pair in ((6, 9), (7, 18), (2, 5)))
-    tiers = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams)
+    tiers, uses = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams), RecentUses()
     naps = random.Random(seed)  # other threads draw from it
     tiers.device.hesitate = lambda: time.sleep(naps.choice((0.0, 0.0, 3e-4)))
     for _ in range(num_steps):
@@ -52,7 +53,8 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
             if action < 0.1:
                 tiers.store.read_ahead(wanted)
             elif action < 0.2:
-                tiers.store.bring(wanted[:2])
+                uses.count(layer, [key.expert for key in wanted[:2]])
+                tiers.store.bring(wanted[:2], uses)
             elif action < 0.4:
                 tiers.use_residents(layer)
             else:
@@ -567,7 +569,8 @@ def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers):
 
 
 def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers):
-    """Also where nobody has leased since: what the CPU computed is brought behind it."""
+    """Also where nobody has leased since: what the CPU computed is brought behind it, if it was
+    used more."""
     store = tiers.store
     for layer in range(NUM_LAYERS):  # which have two slots each
         tiers.use([ExpertKey(layer, expert) for expert in range(2)], streaming=False)
@@ -578,7 +581,13 @@ def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers):
     _, event = tiers.device.download(torch.tensor([used.expert]))
     event.synchronize()
     assert store.count_residents(residents, [used.expert], event, lambda: [used])
-    store.bring([brought])
+    uses = RecentUses()
+    store.bring([brought], uses)
+    tiers.settle()
+    assert not store.has(brought)  # it was used no more than those that stay
+    for _ in range(3):
+        uses.count(0, [brought.expert])
+    store.bring([brought], uses)
     tiers.settle()
     assert (store.has(used), store.has(other), store.has(brought)) == (True, False, True)
     tiers.check()

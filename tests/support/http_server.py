@@ -317,7 +317,11 @@ class ScriptedEngine:
             late_guesses=1,
             wasted_guesses=4,
             expert_slots=8,
+            slot_bytes=1 << 20,
+            expert_bytes=1 << 25,
+            budget_bytes=1 << 26,
             policy="lru",
+            kv_cache="int8",
         )
         return EngineStatistics(
             running=1,

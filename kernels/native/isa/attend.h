@@ -18,7 +18,7 @@ INLINE void attend_tile(int pairs, int rows, int vecs, int64_t steps, const char
     Vec acc[PANEL_ROWS][ATTEND_VECS];
     UNROLL for (int m = 0; m < rows; m++)
         UNROLL for (int n = 0; n < vecs; n++)
-            acc[m][n] = factors ? vec_fma(vec_zero(), vec_load_f32(sums + m * ld + n * LANES), vec_all(factors[m])) : vec_zero();
+            acc[m][n] = factors ? vec_mul(vec_load_f32(sums + m * ld + n * LANES), vec_all(factors[m])) : vec_zero();
     for (int64_t s = 0; s < steps; s++, x += 4, w += w_step)
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = add_product(kind, acc[m][n], w + n * LANES * 4, x + m * x_row);

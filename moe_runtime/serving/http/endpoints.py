@@ -152,6 +152,13 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 _MOST_USER = 100
+_PAGE = "/page/"
+"""Where the files of the page are; anybody may read them."""
+_PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 class Endpoints:
@@ -180,6 +187,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=get),
             Route("/version", self.version, methods=get),
             Route("/", self.page, methods=get),
+            Route(f"{_PAGE}{{name}}", self.page, methods=get),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -296,14 +304,17 @@ class Endpoints:
         return json_response({"version": moe_runtime.__version__})
 
     async def page(self, request: Request) -> Response:
-        text = (importlib.resources.files("moe_runtime.serving.http") / "page.html").read_bytes()
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-            "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
-            "form-action 'none'"
+        name = request.path_params.get("name", "index.html")
+        folder = importlib.resources.files("moe_runtime.serving.http") / "page"
+        found = next((file for file in folder.iterdir() if file.name == name), None)
+        if found is None:
+            raise HTTPException(404)
+        kind = _PAGE_KINDS[name.rpartition(".")[2]]
+        return Response(
+            found.read_bytes(),
+            media_type=f"{kind}; charset=utf-8",
+            headers={"content-security-policy": _PAGE_POLICY, "cache-control": "no-cache"},
         )
-        headers = {"content-security-policy": policy}
-        return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     async def _answer(
         self,
@@ -416,7 +427,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _CLOSING = {"connection": "close"}
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/models"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/models", f"{_PAGE}{{name}}"})
 
 
 class RequestGate:
@@ -503,7 +514,8 @@ class RequestGate:
             return _too_long(most)
         asked.client = request.client.host if request.client else ""
         key = _given_key(request)
-        if access.keys and request.scope["path"] not in _OPEN_PATHS:
+        path = request.scope["path"]
+        if access.keys and path not in _OPEN_PATHS and not path.startswith(_PAGE):
             # all are compared, so that the time tells nothing
             same = [hmac.compare_digest(key.encode(), known.encode()) for known in access.keys]
             if not any(same):

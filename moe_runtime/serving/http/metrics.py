@@ -68,7 +68,12 @@ _EXPERT_COUNTERS = {
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
     "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
 }
-_EXPERT_GAUGES = {"moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier.")}
+_EXPERT_GAUGES = {
+    "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
+    "moe:expert_slot_bytes": ("slot_bytes", "Bytes of each of these."),
+    "moe:expert_bytes": ("expert_bytes", "Bytes of all experts of the model."),
+    "moe:memory_budget_bytes": ("budget_bytes", "Bytes that the model may take on the host."),
+}
 
 
 class EngineCollector:
@@ -95,6 +100,9 @@ class EngineCollector:
         text = "How experts are kept; always 1."
         policies = {(name, one.policy): 1.0 for name, one in experts.items()}
         yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
+        text = "How keys and values are kept; always 1."
+        forms = {(name, one.kv_cache): 1.0 for name, one in experts.items()}
+        yield _family(GaugeMetricFamily, "moe:kv_cache_info", text, forms, "form")
 
 
 def _family(

@@ -1,7 +1,5 @@
 """One token's experts: the kernels without matrix units, against fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,11 +29,23 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 CHOICES = ([4, 1, 4, 6, 0], [-1, 6], [5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+SIZES = (((70, 33), True), ((2056, 24), False), ((24, 2056), True))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "has_bias"), [((70, 33), True), ((2056, 24), False), ((24, 2056), True)]
-)
+    ("sizes", "has_bias", "layout", "dtype"),
+    [
+        pytest.param(
+            *(*sizes, layout, dtype),
+            marks=[pytest.mark.long] * ((one + other + third) % 3 > 0),
+            id=f"{sizes[0]}-{layout}-{dtype}",
+        )
+        for one, sizes in enumerate(SIZES)
+        for other, layout in enumerate(LAYOUTS)
+        for third, dtype in enumerate(DTYPES)
+    ],
+)  # every pair
 def test_against_fp64(sizes, has_bias, layout, dtype):
     torch.manual_seed(sum(sizes))
     dim_model, dim_hidden = sizes
