@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -49,7 +49,7 @@ class HubFile:
     digest: str  # SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so
 
 
-class Transfer:
+class Download:
     """Work on several files at once, which ends as soon as the block around it does."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
@@ -259,13 +259,13 @@ def parse_hub_name(text: str) -> HubName | None:
     return HubName(repository, given.get("@", "main"), given.get(":", ""), path)
 
 
-def gguf_models(sizes: Mapping[str, int], file: str = "") -> dict[str, list[str]]:
+def gguf_models(names: Iterable[str], file: str = "") -> dict[str, list[str]]:
     """The files of each GGUF model of a repository, by the beginning of their names.
 
     Files that hold no language model are left out, unless one is the ``file``.
     """
     models: dict[str, list[str]] = {}
-    for name in sorted(sizes):
+    for name in sorted(names):
         if name.endswith(".gguf") and (name == file or not _NO_MODELS.match(name)):
             part = _PART.fullmatch(name)
             models.setdefault(part[1] if part else name.removesuffix(".gguf"), []).append(name)
@@ -464,7 +464,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
         with _explained(name, f"{name.repository}: "), _shown(progress) as show:
-            transfer = Transfer(0, show)
+            transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
 
@@ -489,7 +489,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
         )
 
     with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
-        transfer = Transfer(num_bytes, show)
+        transfer = Download(num_bytes, show)
 
         def fetch(file: str) -> None:
             # The hub gives larger files by its own protocol alone, which huggingface_hub has.

@@ -118,7 +118,7 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
 
 def _formats(config: dict[str, Any], files: dict[str, Any]) -> list[str]:
     """What a name on the hub may end with, or how the weights are stored."""
-    labels = [label_of(stem) for stem in gguf_models(dict.fromkeys(files, 0))]
+    labels = [label_of(stem) for stem in gguf_models(files)]
     if labels:
         return labels
     quantised = config.get("quantization_config")

@@ -1,7 +1,5 @@
 """Frozen experts that a CPU trains adapters on: what is read ahead is what is used next."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

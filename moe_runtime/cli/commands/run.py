@@ -346,6 +346,8 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
         "by stand-ins": stats.stand_in_choices,
         "left out": stats.skipped_choices,
     }
+    if stats.kv_cache != "exact":
+        rows.append(("keys and values (lossy)", f"kept in {stats.kv_cache}"))
     if any(changed.values()):
         each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
         rows.append(("choices changed (lossy)", each))
