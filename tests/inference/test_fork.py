@@ -44,7 +44,7 @@ for threads in ("native", "python"):
         refused(model)
         del model
         print("the child ends", flush=True)
-        sys.exit(0) if threads == "native" else os._exit(0)  # the end of an interpreter takes seconds
+        sys.exit(0) if threads == "native" else os._exit(0)  # an interpreter takes seconds to end
     assert os.waitpid(child, 0)[1] == 0
     assert generate(model) == before
     model.moe.check()
