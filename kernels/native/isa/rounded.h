@@ -1,7 +1,7 @@
 /* Products with rows that are rounded to int8, blocks of Q8_0, as attention to cached keys and values needs them: each row is
  * decoded once for a few rows of x. A code times its scale is exact in fp32, so values are not rounded, and a row of x has the
- * same bits whatever the others are. For a row alone, codes are multiplied as they are, and scales by what belongs to all of a
- * block. */
+ * same bits whatever the others are. For a row alone, or left over, codes are multiplied as they are, and scales by what
+ * belongs to all of a block. */
 #pragma once
 
 #include "formats/blocks.h"
@@ -102,13 +102,14 @@ INLINE void mix_rounded_rows(int rows, Matrix w, int64_t num_weight_rows, int64_
     }
 
 static void dot_rounded(Matrix weight, int64_t num_weight_rows, int64_t k, const float *x, int64_t num_rows, float *out) {
-#define DOT_ROUNDED(rows) dot_rounded_rows((rows < ROUNDED_X_ROWS ? rows : ROUNDED_X_ROWS), weight, num_weight_rows, k, x, out, num_weight_rows)
+#define AT_ONCE(rows) ((rows) < ROUNDED_X_ROWS ? (rows) : ROUNDED_X_ROWS)
+#define DOT_ROUNDED(rows) dot_rounded_rows(AT_ONCE(rows), weight, num_weight_rows, k, x, out, num_weight_rows)
     for (; num_rows > 0; num_rows -= ROUNDED_X_ROWS, x += ROUNDED_X_ROWS * k, out += ROUNDED_X_ROWS * num_weight_rows)
         FOR_ROUNDED_X_ROWS(num_rows, DOT_ROUNDED)
 }
 
 static void mix_rounded(Matrix weight, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t num_rows, float *out) {
-#define MIX_ROUNDED(rows) mix_rounded_rows((rows < ROUNDED_X_ROWS ? rows : ROUNDED_X_ROWS), weight, num_weight_rows, num_columns, x, num_weight_rows, out)
+#define MIX_ROUNDED(rows) mix_rounded_rows(AT_ONCE(rows), weight, num_weight_rows, num_columns, x, num_weight_rows, out)
     for (; num_rows > 0; num_rows -= ROUNDED_X_ROWS, x += ROUNDED_X_ROWS * num_weight_rows, out += ROUNDED_X_ROWS * num_columns)
         FOR_ROUNDED_X_ROWS(num_rows, MIX_ROUNDED)
 }
