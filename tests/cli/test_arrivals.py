@@ -222,7 +222,7 @@ CASES = {
         {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
     ),
     "finetune": Case(
-        ("moe_runtime.training.finetune.finetuning.prepare",),
+        ("moe_runtime.training.finetune.finetune_run.prepare",),
         ("models/pocket", "text.txt"),
         {
             "model": ("", "models/pocket"),
@@ -297,6 +297,13 @@ CASES = {
             "output": ("--output p.npz", Path("p.npz")),
         },
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
+    ),
+    "models list": Case((), (), {}),
+    "models remove": Case(
+        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("maker/tiny",),
+        {"names": ("", "maker/tiny")},
+        {"yes": "tests/checkpoints/test_hub.py"},
     ),
     "predictor list": Case((), (), {}),
     "predictor teach": Case(
