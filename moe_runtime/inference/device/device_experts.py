@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
@@ -83,7 +82,6 @@ class DeviceExperts(OffloadedExperts):
     misses: Misses | None = None
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
-    @override
     def _make_step_kernel(self, weights: ExpertWeights) -> None:
         """There is none: the host's kernel cannot read the device's memory."""
 
