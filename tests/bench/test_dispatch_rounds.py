@@ -54,7 +54,7 @@ class OneTokenOff:
 def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     with pytest.raises(PeerFailedError, match="1 of 12 tokens differ"):
-        DispatchSide("padded", OneTokenOff()).repeat()  # type: ignore[arg-type]
+        DispatchSide("padded", OneTokenOff()).repeat()
 
 
 def test_the_command_measures_two_ranks(tmp_path, monkeypatch, capsys):
