@@ -41,6 +41,10 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
     return int(num_bytes)
 
 
+CHOSE = "chose"
+"""A stage of progress that begins so is a line to be shown, and no work."""
+
+
 def format_bytes(num_bytes: float, *, up: bool = False) -> str:
     """A number of bytes in binary units with four significant digits.
 
@@ -153,6 +157,8 @@ SHARES = ("auto", "even", "adaptive")
 ACTIVATIONS = ("exact", "int8")
 """What is multiplied by quantised weights: values as they are, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
+KV_CACHES = ("exact", "int8")
+"""How keys and values are kept: as computed, or rounded to int8, 32 values to a scale."""
 STAND_IN = "stand-in"
 MISSES = ("device", "cpu", "auto", STAND_IN)
 DRAFTS = ("none", "lookup")

@@ -119,6 +119,7 @@ class RuntimeStats(ExpertCounters):
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.
+        kv_cache: how keys and values are kept: exact, or int8 (lossy).
         policy_reason: why this policy, where it was not named; empty where it was.
         draft_steps: steps of one token of a text, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
@@ -138,6 +139,7 @@ class RuntimeStats(ExpertCounters):
     policy: str = "lru"
     shares: str = "even"
     policy_reason: str = ""
+    kv_cache: str = "exact"
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0

@@ -1,7 +1,5 @@
 """Settings of glibc's allocator, each in a process of its own."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_runtime.kernels.decode_step.rounded_rows import round_rows, width_of
 from moe_runtime.kernels.decode_step.single_query_attention import (
     MAX_COLUMNS,
     Impl,
     single_query_attention_reference,
+    strides_in_bytes,
 )
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.linear.op import check_status, linear_reference
 from moe_runtime.kernels.native import (
+    CACHED_CODES,
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
@@ -36,7 +39,7 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.rms_norm import rms_norm_reference
 
-_PLACE = struct.Struct("9q").pack
+_PLACE = struct.Struct("10q").pack
 
 
 class HeadNorm(NamedTuple):
@@ -53,7 +56,7 @@ class HeadNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionWeights:
-    """The weights of an attention layer, with the record that the native kernel reads.
+    """The weights of an attention layer, with the C struct that the native kernel reads.
 
     It remembers addresses: make it once for a place in memory, anew when the place changes.
 
@@ -71,7 +74,7 @@ class AttentionWeights:
         pairs_share: Whether cosines and sines come once for the two values of a pair.
         dtype: Of all tensors.
         num_queries: Values of all queries of a token.
-        record: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
+        c_struct: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
     """
 
     qkv: Tensor
@@ -89,7 +92,7 @@ class AttentionWeights:
     pairs_share: bool = False
     dtype: torch.dtype = field(init=False)
     num_queries: int = field(init=False)
-    record: bytes | None = field(init=False, repr=False)
+    c_struct: bytes | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError where shapes or dtypes do not belong together."""
@@ -125,7 +128,7 @@ class AttentionWeights:
         dtypes = {tensor.dtype for tensor in self.tensors()}
         if len(dtypes) > 1:
             raise ValueError(f"all tensors of a layer must have one dtype, got {dtypes}")
-        object.__setattr__(self, "record", self._native_record())
+        object.__setattr__(self, "c_struct", self._as_c_struct())
 
     @property
     def num_keys(self) -> int:
@@ -138,7 +141,7 @@ class AttentionWeights:
         biases = [bias for bias in (self.qkv_bias, self.output_bias) if bias is not None]
         return [self.qkv, self.output, *biases, *norms]
 
-    def _native_record(self) -> bytes | None:
+    def _as_c_struct(self) -> bytes | None:
         if self.dtype not in DTYPE_CODES or 0 in self.qkv.shape or 0 in self.output.shape:
             return None
         sinks = self.sinks
@@ -191,7 +194,8 @@ def attention_step(
         cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the width of a key. The
             rest of a head is not turned. Where pairs share their angles, 2 R values are.
         sin_BR: Likewise.
-        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten.
+        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten. Keys
+            and values may be rounded to int8, as `round_rows` gives them.
         value_BGSV: `[B, G, S, V]`, likewise.
         mask_BS: `[B, S]` fp32 to be added to the scores, or None.
         impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
@@ -254,10 +258,13 @@ def _problem(
         return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
     batch, length = x.shape[0], key.shape[-2] if key.ndim == 4 else 0
     heads = weights.num_key_heads
+    widths = [] if key.ndim != 4 or value.ndim != 4 else [width_of(key), width_of(value)]
     if (
         length == 0
-        or key.shape != (batch, heads, length, weights.key_dim)
-        or value.shape != (batch, heads, length, weights.value_dim)
+        or key.shape[:3] != (batch, heads, length)
+        or value.shape[:3] != (batch, heads, length)
+        or widths != [weights.key_dim, weights.value_dim]
+        or key.dtype is not value.dtype
     ):
         return (
             f"key and value must be [{batch}, {heads}, S, {weights.key_dim}] and "
@@ -282,17 +289,18 @@ def _native_problem(
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     dtype = weights.dtype
-    if weights.record is None:
+    if weights.c_struct is None:
         return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
-    for tensor in (x, cos, sin, key, value):
+    cached = () if key.dtype is torch.uint8 else (key, value)
+    for tensor in (x, cos, sin, *cached):
         if tensor.dtype is not dtype or not tensor.is_cpu:
             return f"it needs CPU tensors of {dtype}, got {tensor.dtype} on {tensor.device}"
     if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         return "it needs x, cos and sin without gaps"
     if not 0 < x.shape[0] <= ROWS_PER_CALL:
         return f"it takes 1 to {ROWS_PER_CALL} sequences, got {len(x)}"
-    if key.shape[-1] > MAX_COLUMNS:
-        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if weights.key_dim > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {weights.key_dim}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
@@ -308,17 +316,16 @@ def _run_native(
     mask = None if mask is None else mask.contiguous()
     places = b""
     for key, value in cached:
-        k, v = key.stride(), value.stride()
-        keys = key.data_ptr(), k[0] * size, k[1] * size, k[2] * size
-        values = value.data_ptr(), v[0] * size, v[1] * size, v[2] * size
-        places += _PLACE(*keys, *values, key.shape[2])
+        keys = key.data_ptr(), *strides_in_bytes(key)
+        values = value.data_ptr(), *strides_in_bytes(value)
+        places += _PLACE(*keys, *values, key.shape[2], CACHED_CODES[key.dtype])
     # a row of queries, keys and values; queries normalised, and turned; mixed values
     scratch = x.new_empty(
         batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])
     )
     out = x.new_empty((batch, weights.output.shape[0]))
     status = library.attention_step(
-        weights.record, x.data_ptr(), batch,
+        weights.c_struct, x.data_ptr(), batch,
         cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * size,
         cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
         scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
@@ -367,7 +374,7 @@ def attention_heads(
     library, given = native_library(), (query_BTQ, key_BTN, cos_BTR, sin_BTR)
     if (
         library is None
-        or weights.record is None
+        or weights.c_struct is None
         or not batch * tokens
         or any(tensor.dtype is not weights.dtype or not tensor.is_cpu for tensor in given)
         or needs_torch(*given, *weights.tensors())
@@ -377,7 +384,7 @@ def attention_heads(
     query_BHTK = query_BTQ.new_empty((batch, weights.num_heads, tokens, weights.key_dim))
     key_BGTK = key_BTN.new_empty((batch, weights.num_key_heads, tokens, weights.key_dim))
     status = library.attention_heads(
-        weights.record, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
+        weights.c_struct, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
         cos_BTR.data_ptr(), sin_BTR.data_ptr(), cos_BTR.shape[0] * tokens, cos_BTR.shape[2],
         query_BHTK.data_ptr(), key_BGTK.data_ptr(), library.shares_threads(),
     )  # fmt: skip
@@ -403,8 +410,10 @@ def attention_step_reference(
     query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
     query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
     key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
-    key_BGSD[:, :, -1] = rotated(key_BGD, cos_BR, sin_BR)
-    value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
+    new_BGD, value_BGV = rotated(key_BGD, cos_BR, sin_BR), _heads(value, weights.value_dim)
+    if key_BGSD.dtype is torch.uint8:
+        new_BGD, value_BGV = round_rows(new_BGD), round_rows(value_BGV)
+    key_BGSD[:, :, -1], value_BGSV[:, :, -1] = new_BGD, value_BGV
     turned_BHD = rotated(query_BHD, cos_BR, sin_BR)
     mixed_BHV = single_query_attention_reference(
         turned_BHD, key_BGSD, value_BGSV, mask_BS, weights.scale, weights.sinks

@@ -170,7 +170,7 @@ def _native_problem(
     if x_TD.stride(1) != 1 or out_RO.stride(1) != 1:
         return f"x and out need unit stride, got {x_TD.stride()} and {out_RO.stride()}"
     for weights in experts:
-        if weights.record is None:
+        if weights.c_struct is None:
             return "weights must be fp32, bf16, fp16 or quantised CPU tensors with unit stride"
     if needs_torch(x_TD):
         return NEEDS_TORCH
@@ -190,9 +190,9 @@ def _run_native(
     if sum(runs.counts) > ROWS_PER_CALL:
         pieces = portions(runs.experts, runs.counts)
     for some in runs.cut(pieces):
-        records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
+        structs = b"".join([weights.c_struct for weights in some.experts])  # type: ignore[misc]
         options = {"shape": some.experts[0].shape, "activation": activation, "decodes": decodes}
-        call_kernel(library, x_TD, records, *some[1:], out_RO, **options)
+        call_kernel(library, x_TD, structs, *some[1:], out_RO, **options)
 
 
 def portions(

@@ -29,7 +29,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 28
+#define MOE_ABI_VERSION 30
 
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
@@ -62,6 +62,9 @@ int pool_threads(void);
 void pool_relax(int turn);
 
 /* ---- matrices ---- */
+
+/* Rows of keys and values in int8, 32 values after their scale in fp16: blocks of Q8_0. */
+enum { DTYPE_ROUNDED = 3, ROUNDED_VALUES = 32, ROUNDED_BYTES = 34 };
 
 /* How weights are multiplied, and so how the rows of x are packed:
  *   KIND_F32      fp32 weights, x as fp32 in order
@@ -130,6 +133,18 @@ typedef struct {
     Bias gate_bias, up_bias, down_bias;
 } Expert;
 
+/* Some queries of the heads that share a key head, and what they attend to. Query q sees the keys up to place + q, `window` of
+ * them at most. Distances in bytes. */
+typedef struct {
+    const char *query, *key, *value; /* [heads, queries, key_dim], [length, key_dim], [length, value_dim] */
+    char *out;                       /* [heads, queries, value_dim] */
+    const char *sinks;               /* of each head, or NULL */
+    int64_t query_head, query_row, key_row, value_row, out_head, out_row;
+    int64_t heads, queries, length, key_dim, value_dim, place, window;
+    int dtype, sinks_dtype;
+    float scale;
+} AttentionBlock;
+
 /* ---- instruction sets ---- */
 
 /* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as [k / k_step][row][k_step], for matrix
@@ -157,6 +172,8 @@ typedef struct {
      * after an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
     void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
                              float *out, int64_t ldo);
+    /* out = softmax(scale * query . keys, sink) . values; `scratch` as attention_scratch divides it. */
+    void (*attend)(const AttentionBlock *block, char *scratch);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
     /* Adds the values of a bias from the first on. */
@@ -168,6 +185,10 @@ typedef struct {
     int (*quantized_kind)(const Quantized *format, int x_dtype);
     /* The values of the first rows of a quantised matrix. */
     void (*dequantize)(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype);
+    /* Of a matrix of DTYPE_ROUNDED and a few rows of x without gaps: dot products out[row, n], and sums out[row] of its rows
+     * by weights x[row, n]. */
+    void (*dot_rounded)(Matrix weight, int64_t num_weight_rows, int64_t k, const float *x, int64_t num_rows, float *out);
+    void (*mix_rounded)(Matrix weight, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t num_rows, float *out);
 } Isa;
 
 /* The instruction set that calls use. */
@@ -191,7 +212,11 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
                                           int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
                                           int sinks_dtype, char *out, int64_t outer, int64_t inner, int64_t rows, int64_t length,
-                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int share_threads);
+                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int cached_dtype,
+                                          int share_threads);
+
+/* A row of DTYPE_ROUNDED of `count` values; on the calling thread. A NaN spoils its block. */
+void moe_round_row(int dtype, const char *x, int64_t count, char *out);
 
 /* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. On the calling thread. */
 void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
@@ -213,6 +238,29 @@ int64_t order_scratch_bytes(const OrderStep *steps, int64_t count);
 MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *slot, char *scratch);
 
 /* ---- small helpers ---- */
+
+/* Keys that a block of queries is multiplied with at once, and where `attend` keeps what: places in bytes, of queries as many
+ * steps in a row, and columns of values with those that fill up vectors. */
+enum { KEYS_AT_ONCE = 128 };
+typedef struct {
+    int64_t query_steps, query_row, weight_row, columns;
+    int64_t queries, keys, values, weights, scores, sums, most, bytes;
+} AttentionScratch;
+
+static inline AttentionScratch attention_scratch(const AttentionBlock *block, int pairs, const Isa *isa) {
+    const int64_t rows = block->heads * block->queries, together = pairs ? 2 : 1, line = 64;
+    AttentionScratch at = {.query_steps = parts_of(block->key_dim, together), .columns = round_up(block->value_dim, isa->k_step)};
+    at.query_row = 4 * (at.query_steps + 1);
+    at.weight_row = 4 * KEYS_AT_ONCE / together;
+    at.keys = round_up(rows * at.query_row, line);
+    at.values = at.keys + 4 * at.query_steps * KEYS_AT_ONCE;
+    at.weights = at.values + at.weight_row * at.columns;
+    at.scores = at.weights + isa->max_panel_rows * at.weight_row;
+    at.sums = at.scores + isa->max_panel_rows * 4 * KEYS_AT_ONCE;
+    at.most = at.sums + 4 * rows * at.columns;
+    at.bytes = round_up(at.most + 8 * rows, line);
+    return at;
+}
 
 /* How weights whose outputs are neighbours in memory are multiplied with rows of a data type. */
 static inline int column_kind(const Isa *isa, int x_dtype, int weight_dtype) {

@@ -26,6 +26,7 @@ from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
     DRAFTS,
+    KV_CACHES,
     MISSES,
     SHARES,
     STAND_IN,
@@ -52,7 +53,11 @@ from moe_runtime.inference.budget import (
     set_up_libraries,
     tokens_to_plan_for,
 )
-from moe_runtime.inference.cpu.attention import rest_torch_threads, use_single_query_attention
+from moe_runtime.inference.cpu.attention import (
+    rest_torch_threads,
+    rounding_of,
+    use_single_query_attention,
+)
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
@@ -60,7 +65,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     RuntimeHandle,
     as_loaded_model,
 )
-from moe_runtime.inference.kv_cache import grow_cache_in_place
+from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit
@@ -96,6 +101,7 @@ def load(
     predictor: str | Path = "next-gate",
     shares: str = "auto",
     cache_code: str = "none",
+    kv_cache: str = "exact",
     activations: str = "exact",
     misses: str = "device",
     routing: str = "exact",
@@ -137,6 +143,8 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts and linear layers lie in memory: ``"none"``, as in the files,
             or ``"planes"``, in a lossless code that holds 1.4 times as many experts; only on a CPU.
+        kv_cache: how keys and values are kept: ``"exact"``, or ``"int8"``: rounded to 8 bits, 32
+            values to a scale, in half the memory. Running states stay as they are. Lossy; CPU only.
         activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
         misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
@@ -186,7 +194,7 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    check_names(policy, shares, predictor, cache_code, activations)
+    check_names(policy, shares, predictor, cache_code, activations, kv_cache)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode, place = parse_mode(prefetch), find_device(device)
@@ -195,7 +203,9 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     rules = LossyRules.of(routing, skip_below, misses)
-    check_place(place, rules, draft, misses, trace, is_alone=group is None and placement is None)
+    check_place(
+        place, rules, draft, misses, trace, kv_cache, is_alone=group is None and placement is None
+    )
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -207,6 +217,7 @@ def load(
         check_records(trace, timeline, inputs)
     tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
+    require_roundable(model, kv_cache)
     set_up_libraries(checkpoint.dtype)
     # memory of imported libraries; everything after this line counts as the runtime's
     baseline = resident_bytes()
@@ -223,25 +234,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
-    slot_maps, set_aside_bytes = {"host": experts, "device": experts}, 0
-    if cache_code != "none":
-        from moe_runtime.inference.cache_code import coded_experts
-
-        slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
-    kind = OffloadedExperts
-    if place.type != "cpu":
-        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
-
-        kind = DeviceExperts
-        experts.packed_dense.clear()  # dense layers have no products from codes there
-        slot_maps["device"], set_aside_bytes = plan_device(experts)
-    modules = replace_experts(
-        model,
-        experts,
-        lambda module, layer: kind(
-            module, layer, [key for key in experts.layouts if key.layer == layer + 1]
-        ),
-    )
+    modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
@@ -268,6 +261,7 @@ def load(
         # processes that divide the experts must not choose each for itself
         max_tokens if partition is None else tokens_to_plan_for(checkpoint.config, max_tokens),
         extra_bytes,
+        kv_cache,
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -290,7 +284,7 @@ def load(
         # of a CPU's plan the dense weights are less where embeddings stay in their files
         is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
         stored = experts.embeddings if is_stored else {}
-        finish_dense(model, checkpoint, experts, place, progress, stored)
+        finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -316,9 +310,9 @@ def load(
     apply_rules(rules, model, blocks, modules, store)
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
-        from moe_runtime.inference.device.decoding_model import record_decoding
+        from moe_runtime.inference.device.decoding_model import capture_decoding
 
-        record_decoding(model, modules)
+        capture_decoding(model, modules)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -329,6 +323,7 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
         context=context,
+        kv_cache=kv_cache,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -383,6 +378,29 @@ def load(
     return model
 
 
+def _lay_out(
+    model: PreTrainedModel, experts: ExpertMap, place: torch.device, cache_code: str
+) -> tuple[list[OffloadedExperts], dict[str, ExpertMap], int]:
+    """Modules in the place of the experts, how experts lie in the slots of each tier, and bytes to
+    set aside for that."""
+    slot_maps, set_aside_bytes, kind = {"host": experts, "device": experts}, 0, OffloadedExperts
+    if cache_code != "none":
+        from moe_runtime.inference.cache_code import coded_experts
+
+        slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
+    if place.type != "cpu":
+        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
+
+        kind = DeviceExperts
+        experts.packed_dense.clear()  # dense layers have no products from codes there
+        slot_maps["device"], set_aside_bytes = plan_device(experts)
+
+    def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
+        return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])
+
+    return replace_experts(model, experts, make), slot_maps, set_aside_bytes
+
+
 def replace_experts(
     model: PreTrainedModel, experts: ExpertMap, make: Callable[[ExpertsModule, int], ExpertsT]
 ) -> list[ExpertsT]:
@@ -402,6 +420,7 @@ def finish_dense(
     place: torch.device,
     progress: Progress | None = None,
     stored: Mapping[str, str] | None = None,
+    kv_cache: str = "exact",
 ) -> None:
     """Loads everything but the experts, and makes the model ready to generate; embeddings
     ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
@@ -412,7 +431,7 @@ def finish_dense(
         use_single_query_attention(model)
         fuse_attention_layers(model)
         rest_torch_threads(model)
-        grow_cache_in_place(model)
+        grow_cache_in_place(model, rounding_of(model, kv_cache))
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
     if settings is not None:
         model.generation_config = settings
@@ -427,15 +446,15 @@ def _plan(
     dense_bytes: int,
     max_tokens: int | None,
     extra_bytes: int,
+    kv_cache: str,
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
     signature = signature_of(checkpoint, experts)
 
     def reserve(num_tokens: int) -> int:
-        return extra_bytes + reserve_for(
-            checkpoint, experts, signature, max_tokens=num_tokens, dense_bytes=dense_bytes
-        )
+        sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
+        return extra_bytes + reserve_for(checkpoint, experts, signature, **sizes, kv_cache=kv_cache)
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -451,7 +470,7 @@ def _plan(
             slot_bytes=slot_maps[dense_place].slot_bytes,
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
-            step_bytes=context_step_bytes(config, dtype, signature.top_k),
+            step_bytes=context_step_bytes(config, dtype, signature.top_k, kv_cache),
         )
     plans = {
         place: plan_memory(
@@ -515,10 +534,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(
-        ("policy", "prefetch", "shares", "cache_code", "activations", "misses", "draft"), (str,)
-    ),
-    "routing": (str,),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "kv_cache"), (str,)),
+    **dict.fromkeys(("activations", "misses", "draft", "routing"), (str,)),
     "skip_below": (float, int),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
@@ -530,15 +547,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_names(
-    policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
+    policy: str,
+    shares: str,
+    predictor: str | Path,
+    cache_code: str,
+    activations: str = "exact",
+    kv_cache: str = "exact",
 ) -> None:
     """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
     file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
-    shares or of activations has the name."""
+    shares, of activations or of KV cache has the name."""
     require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
+    require_known("kv_cache", kv_cache, KV_CACHES)
     if predictor != AUTO:
         if is_file_name(predictor):
             from moe_runtime.lab.traces.learned import read_predictor_signature
@@ -554,6 +577,7 @@ def check_place(
     draft: str,
     misses: str,
     trace: str | Path | None,
+    kv_cache: str,
     *,
     is_alone: bool,
 ) -> None:
@@ -564,6 +588,8 @@ def check_place(
     given = dict.fromkeys(rules.named, "cpu")
     if draft != "none":
         given[f"draft {draft}"] = "cpu"
+    if kv_cache != "exact":
+        given[f"kv_cache {kv_cache}"] = "cpu"
     if misses not in ("device", STAND_IN):
         given[f"misses {misses}"] = "cuda"
     kinds = {"cpu": "the CPU", "cuda": "a GPU"}

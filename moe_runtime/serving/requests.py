@@ -308,6 +308,7 @@ class ExpertStatistics:
     expert_bytes: int
     budget_bytes: int
     policy: str
+    kv_cache: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

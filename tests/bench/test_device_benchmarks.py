@@ -1,7 +1,5 @@
 """`benchmarks/device_decode.py`, `device_training.py` and `kernels.py`: what needs no GPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

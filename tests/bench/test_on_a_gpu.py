@@ -1,7 +1,5 @@
 """`make gpu`: every test that a GPU can fail is run, and what is found is kept, whatever fails."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Servers that a benchmark starts: what is left of them when it has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -41,6 +41,7 @@ LOADING = {
     "policy": ("--policy lru", "lru"),
     "shares": ("--shares adaptive", ("shares", "adaptive")),
     "cache_code": ("--cache-code planes", ("cache_code", "planes")),
+    "kv_cache": ("--kv-cache int8", ("kv_cache", "int8")),
     "activations": ("--activations int8", ("activations", "int8")),
     "misses": ("--misses auto", ("misses", "auto")),
     "routing": ("--routing cache-aware:0.1", ("routing", "cache-aware:0.1")),
@@ -61,6 +62,7 @@ CASES = {
             "max_tokens": ("--max-tokens 237", 237),
             "cache_code": ("--cache-code planes", "planes"),
             "misses": ("--misses stand-in", "stand-in"),
+            "kv_cache": ("--kv-cache int8", "int8"),
             "verify": ("--verify", True),
         },
         {"host_memory": "tests/cli/test_commands.py"},
@@ -220,7 +222,7 @@ CASES = {
         {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
     ),
     "finetune": Case(
-        ("moe_runtime.training.finetune.finetuning.prepare",),
+        ("moe_runtime.training.finetune.finetune_run.prepare",),
         ("models/pocket", "text.txt"),
         {
             "model": ("", "models/pocket"),
@@ -295,6 +297,13 @@ CASES = {
             "output": ("--output p.npz", Path("p.npz")),
         },
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
+    ),
+    "models list": Case((), (), {}),
+    "models remove": Case(
+        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("maker/tiny",),
+        {"names": ("", "maker/tiny")},
+        {"yes": "tests/checkpoints/test_hub.py"},
     ),
     "predictor list": Case((), (), {}),
     "predictor teach": Case(

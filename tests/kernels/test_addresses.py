@@ -3,8 +3,6 @@
 Only the pages that are written of such a buffer are ever there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

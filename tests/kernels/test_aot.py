@@ -1,7 +1,5 @@
 """What the compiler makes of every kernel, for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

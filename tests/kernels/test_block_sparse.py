@@ -1,7 +1,5 @@
 """Block-sparse products: the Triton kernels and the CPU path against dense products in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

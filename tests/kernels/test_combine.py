@@ -1,7 +1,5 @@
 """`combine` against a loop over tokens in fp64, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What goes wrong on GPUs alone: kernels compiled anew, chips and settings taken for others."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,8 +107,8 @@ class FakeKernel:
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., FakeKernel]:
-        def run(*values: object, **arguments: object) -> FakeKernel:
+    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., FakeKernel]":
+        def run(*values: object, **arguments: object) -> "FakeKernel":
             names = ["x_ptr", "size", "BLOCK", "num_warps", "enable_fp_fusion"]
             assert list(arguments) == (names if arguments else [])
             given = list(arguments.values())[:3] or list(values)

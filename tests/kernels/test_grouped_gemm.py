@@ -1,7 +1,5 @@
 """`grouped_gemm`: the Triton kernels against the specification in fp64, forward and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -35,7 +33,7 @@ class Case:
     routing: str = "random"
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def drawn(self) -> Case:
+    def drawn(self) -> "Case":
         """The case with its tensors."""
         ids = torch.randint(0, self.num_experts + 1, (self.num_tokens, self.num_choices))
         if self.routing == "one":

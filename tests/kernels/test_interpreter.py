@@ -1,7 +1,5 @@
 """Triton's interpreter, in which builtins and programs are worked out once for each kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

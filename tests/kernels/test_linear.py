@@ -1,7 +1,5 @@
 """`linear` against fp64, in every implementation, data type and instruction set."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """`linear` of one row by the Triton kernel, and several layers of one row in one launch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

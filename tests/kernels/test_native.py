@@ -1,7 +1,5 @@
 """The native library itself: loading, threads, processes, memory limits, and life without it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """The gradient of a matrix by the native kernel, against fp64 products of the same values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

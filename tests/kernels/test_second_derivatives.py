@@ -1,8 +1,6 @@
 """Second derivatives, of named inputs too: right, or refused in one line. torch's own refusal is
 passed over where inputs are named, and what is missing counts as zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

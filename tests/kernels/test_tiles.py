@@ -1,7 +1,5 @@
 """Every shipped tile, in every kernel that uses it, against plain torch in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

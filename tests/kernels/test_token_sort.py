@@ -1,7 +1,5 @@
 """`token_sort` against Python's own stable sort."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The tuner with a made-up clock, and the tables it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A layer whose experts differ in width."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What CUDA's runtime is asked for directly, and may refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`MoELayer(..., group=...)`: experts over processes, by the argument of the layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -292,6 +292,7 @@ def test_adapters_are_models_of_the_server(
 ) -> None:
     words = [f"{name}={folder}" for name, folder in folders.items()]
     loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
+    loading["kv_cache"] = "exact"
     with started([str(base)], loading, words) as (site, ready):
         assert ready.loaded[0].moe.stats().budget_bytes < 64 << 20  # the rest is the adapters'
         _, listed = site.ask("/v1/models")

@@ -1,7 +1,5 @@
 """Pictures in the engine: many sequences at once, cut prompts, lost caches, kept prefixes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,12 +78,12 @@ def check(seeing: Any, options: EngineOptions, *, is_tight: bool = False) -> Non
 
 
 @some(*EVERY_WAY, STATES)
-def test_a_text_is_that_of_the_sequence_alone(seeing: Any) -> None:
+def test_a_text_is_that_of_the_sequence_alone(seeing):
     check(seeing, EngineOptions(prompt_tokens=16, idle_prompt_tokens=16))
 
 
 @pytest.mark.parametrize("is_tight", [True, False], ids=["little room", "exact"])
 @some(*EVERY_WAY)
-def test_little_room_and_exact_steps_change_no_text(seeing: Any, is_tight: bool) -> None:
+def test_little_room_and_exact_steps_change_no_text(seeing, is_tight):
     options = EngineOptions(prompt_tokens=16, reuses_prefixes=not is_tight, exact=not is_tight)
     check(seeing, options, is_tight=is_tight)

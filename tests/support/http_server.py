@@ -321,6 +321,7 @@ class ScriptedEngine:
             expert_bytes=1 << 25,
             budget_bytes=1 << 26,
             policy="lru",
+            kv_cache="int8",
         )
         return EngineStatistics(
             running=1,

@@ -35,10 +35,14 @@ typedef __m512 Vec;
 INLINE Vec vec_zero(void) { return _mm512_setzero_ps(); }
 INLINE Vec vec_all(float value) { return _mm512_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+INLINE Vec vec_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, acc); }
+INLINE Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 INLINE Vec vec_load_f32(const float *src) { return _mm512_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm512_storeu_ps(dst, a); }
+
+INLINE Vec vec_load_i8(const char *src) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)src))); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)src)); }
 
@@ -78,6 +82,8 @@ INLINE void vec_pair_rows(const char *even, const char *odd, char *low, char *hi
     _mm512_storeu_si512(high, _mm512_unpackhi_epi16(first, second));
 }
 
+INLINE void vec_store_bf16(char *dst, Vec a) { _mm256_storeu_si256((__m256i *)dst, (__m256i)_mm512_cvtneps_pbh(a)); }
+
 INLINE Vec dot_bf16(Vec acc, BfVec a, BfVec b) { return _mm512_dpbf16_ps(acc, a, b); }
 #endif
 
@@ -92,10 +98,14 @@ typedef __m256 Vec;
 INLINE Vec vec_zero(void) { return _mm256_setzero_ps(); }
 INLINE Vec vec_all(float value) { return _mm256_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+INLINE Vec vec_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, acc); }
+INLINE Vec vec_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 INLINE Vec vec_load_f32(const float *src) { return _mm256_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm256_storeu_ps(dst, a); }
+
+INLINE Vec vec_load_i8(const char *src) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)src))); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)src)); }
 
@@ -127,7 +137,13 @@ typedef uint32_t Words __attribute__((vector_size(16)));
 INLINE Vec vec_zero(void) { return (Vec){0.0f, 0.0f, 0.0f, 0.0f}; }
 INLINE Vec vec_all(float value) { return (Vec){value, value, value, value}; }
 INLINE Vec vec_add(Vec a, Vec b) { return a + b; }
+INLINE Vec vec_mul(Vec a, Vec b) { return a * b; }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return acc + a * b; }
+
+INLINE Vec vec_max(Vec a, Vec b) {
+    const Words is_more = (Words)(a > b);
+    return (Vec)(((Words)a & is_more) | ((Words)b & ~is_more));
+}
 
 INLINE Vec vec_load_f32(const float *src) {
     Vec value;
@@ -136,6 +152,8 @@ INLINE Vec vec_load_f32(const float *src) {
 }
 
 INLINE void vec_store_f32(float *dst, Vec a) { memcpy(dst, &a, sizeof a); }
+
+INLINE Vec vec_load_i8(const char *src) { return (Vec){(int8_t)src[0], (int8_t)src[1], (int8_t)src[2], (int8_t)src[3]}; }
 
 INLINE Words load_words(const char *src) {
     Words words;
@@ -168,3 +186,20 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
     for (int i = 0; i < 4; i++) out[i] = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
 }
 #endif
+
+/* exp_f32 of numbers that are not positive. */
+INLINE Vec vec_exp(Vec x) {
+    typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+    const Vec shifter = vec_all(12582912.0f);
+    x = vec_max(vec_all(-87.0f), x); /* a NaN stays one */
+    const Vec shifted = x * vec_all(1.44269504088896341f) + shifter, n = shifted - shifter;
+    const Vec r = x - n * vec_all(0.693359375f) - n * vec_all(-2.12194440e-4f);
+    Vec p = vec_all(1.9875691500e-4f);
+    p = p * r + vec_all(1.3981999507e-3f);
+    p = p * r + vec_all(8.3334519073e-3f);
+    p = p * r + vec_all(4.1665795894e-2f);
+    p = p * r + vec_all(1.6666665459e-1f);
+    p = p * r + vec_all(5.0000001201e-1f);
+    p = p * (r * r) + r + vec_all(1.0f);
+    return p * (Vec)(((Ints)shifted - (Ints)shifter + 127) << 23);
+}

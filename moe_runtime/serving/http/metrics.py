@@ -100,6 +100,9 @@ class EngineCollector:
         text = "How experts are kept; always 1."
         policies = {(name, one.policy): 1.0 for name, one in experts.items()}
         yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
+        text = "How keys and values are kept; always 1."
+        forms = {(name, one.kv_cache): 1.0 for name, one in experts.items()}
+        yield _family(GaugeMetricFamily, "moe:kv_cache_info", text, forms, "form")
 
 
 def _family(

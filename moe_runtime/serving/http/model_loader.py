@@ -290,7 +290,7 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
     computing = (
         str(model.dtype),
         str(model.device),
-        str(settings.loading.get("activations", "exact")),
+        *(str(settings.loading.get(name, "exact")) for name in ("activations", "kv_cache")),
         "torch" if library is None else library.isa,
         "exact" if settings.engine.exact else "",
         *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),

@@ -1,7 +1,5 @@
 """`expert_ffn` against fp64, and the promise that an expert's result depends on itself alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

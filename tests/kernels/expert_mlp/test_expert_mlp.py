@@ -1,7 +1,5 @@
 """`expert_mlp`: the specification against a brute force, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, LAYOUTS, make_experts, make_routing, mlp_by_hand

@@ -1,7 +1,5 @@
 """`expert_mlp` inside torch.compile, under autocast, and in torch's own check of operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing

@@ -1,7 +1,5 @@
 """Every implementation of `expert_mlp` against the specification in fp64: output and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What lies around the products in C beside the same in torch, in every pair of types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

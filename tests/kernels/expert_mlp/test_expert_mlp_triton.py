@@ -1,7 +1,5 @@
 """`expert_mlp` with Triton kernels against the specification in fp64, forward and all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

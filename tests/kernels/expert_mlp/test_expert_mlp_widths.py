@@ -1,7 +1,5 @@
 """Experts of different widths: every path against one expert after another in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

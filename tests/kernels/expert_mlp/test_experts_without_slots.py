@@ -3,8 +3,6 @@
 Shape suffixes: T tokens, K top-k, E experts, S slots, D model, R rows.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is kept for a backward pass, and that no call waits for the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

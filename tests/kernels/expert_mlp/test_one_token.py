@@ -1,7 +1,5 @@
 """One token's experts: the kernels without matrix units, against fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

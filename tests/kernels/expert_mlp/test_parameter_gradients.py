@@ -1,7 +1,5 @@
 """Gradients of parameters added to those there are, and those of some experts alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts in fp32 under autocast on the CPU: rounded one by one, to the bits of a rounded copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts that come into slots a few at a time give the bits of one call with all of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

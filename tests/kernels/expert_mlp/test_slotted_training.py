@@ -2,8 +2,6 @@
 same bits however the experts come.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in ggml's blocks against the `gguf` package, which decodes them on its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`grouped_gemm` with weights in ggml's blocks: the Triton kernels against the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from low_precision import UNIT_ROUNDOFF

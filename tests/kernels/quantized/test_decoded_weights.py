@@ -1,7 +1,5 @@
 """Products of many rows with quantised weights: the bits of a product with their values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantized_experts import with_values

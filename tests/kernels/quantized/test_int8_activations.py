@@ -1,7 +1,5 @@
 """Rows rounded to int8 before they are multiplied by integer codes: only where it is asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

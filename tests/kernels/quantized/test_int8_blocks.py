@@ -1,7 +1,5 @@
 """Rows rounded to int8 by blocks of GGUF files, against the values that `gguf` gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

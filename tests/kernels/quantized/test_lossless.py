@@ -1,7 +1,5 @@
 """The lossless code of bf16 matrices: every bit comes back, and what is damaged is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

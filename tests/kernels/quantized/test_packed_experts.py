@@ -1,7 +1,5 @@
 """`expert_mlp` of quantised experts: every implementation against their values in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`grouped_gemm` with quantised weights: the Triton kernels against the values of the format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Products of quantised weights against fp64 products of their values, on every instruction set."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

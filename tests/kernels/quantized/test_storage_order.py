@@ -1,7 +1,5 @@
 """Numbers that lie in files in another order than products read: C and torch beside plain loops."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -80,7 +80,7 @@ def run(scenario: Callable[[Stage], Awaitable[None]], stage: Stage) -> Stage:
     return stage
 
 
-def test_a_model_is_loaded_for_its_first_request_and_others_of_it_wait() -> None:
+def test_a_model_is_loaded_for_its_first_request_and_others_of_it_wait():
     async def scenario(stage: Stage) -> None:
         stage.loader.may_load.clear()
         requests = [asyncio.ensure_future(stage.table.hold(name)) for name in ("a", "a-lora", "a")]
@@ -96,7 +96,7 @@ def test_a_model_is_loaded_for_its_first_request_and_others_of_it_wait() -> None
     assert run(scenario, Stage(room=2)).loader.done == ["+a"]
 
 
-def test_the_least_recently_used_model_goes_where_memory_is_short() -> None:
+def test_the_least_recently_used_model_goes_where_memory_is_short():
     async def scenario(stage: Stage) -> None:
         for name in ("a", "b", "a", "c", "a", "b"):
             await stage.use(name)
@@ -105,7 +105,7 @@ def test_the_least_recently_used_model_goes_where_memory_is_short() -> None:
     assert run(scenario, Stage(room=2)).loader.done == ["+a", "+b", "-b", "+c", "-c", "+b"]
 
 
-def test_a_model_in_use_stays_and_those_who_need_its_memory_take_turns() -> None:
+def test_a_model_in_use_stays_and_those_who_need_its_memory_take_turns():
     """Later requests of the model in use wait behind the one that needs its memory."""
 
     async def scenario(stage: Stage) -> None:
@@ -131,7 +131,7 @@ def test_a_model_in_use_stays_and_those_who_need_its_memory_take_turns() -> None
     assert run(scenario, Stage(room=1)).loader.done == done
 
 
-def test_unloading_waits_for_requests_and_the_next_one_loads_again() -> None:
+def test_unloading_waits_for_requests_and_the_next_one_loads_again():
     async def scenario(stage: Stage) -> None:
         first = await stage.table.hold("a")
         stage.table.unload("a")
@@ -152,7 +152,7 @@ def test_unloading_waits_for_requests_and_the_next_one_loads_again() -> None:
     assert run(scenario, Stage(room=1)).loader.done == ["+a", "-a", "+a", "-a", "+b"]
 
 
-def test_a_model_that_nobody_asks_for_is_unloaded() -> None:
+def test_a_model_that_nobody_asks_for_is_unloaded():
     async def scenario(stage: Stage) -> None:
         await stage.use("a")
         held = await stage.table.hold("b")
@@ -174,7 +174,7 @@ def test_a_model_that_nobody_asks_for_is_unloaded() -> None:
 
 
 @pytest.mark.parametrize("error", [CapacityError("too\nsmall"), MemoryError()])
-def test_a_model_that_cannot_be_loaded_is_said_so_and_tried_again(error: Exception) -> None:
+def test_a_model_that_cannot_be_loaded_is_said_so_and_tried_again(error):
     async def scenario(stage: Stage) -> None:
         stage.loader.failure = error
         requests = [asyncio.ensure_future(stage.table.hold("a")) for _ in range(2)]
@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_loaded_is_said_so_and_tried_again(error: Excepti
     assert run(scenario, Stage(room=1)).loader.done == ["+a"]
 
 
-def test_requests_that_go_away_leave_no_model_in_use() -> None:
+def test_requests_that_go_away_leave_no_model_in_use():
     async def scenario(stage: Stage) -> None:
         stage.loader.may_load.clear()
         early, late = (asyncio.ensure_future(stage.table.hold("a")) for _ in range(2))

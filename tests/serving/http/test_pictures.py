@@ -136,9 +136,7 @@ OF_ALL = "two of odd sizes, between texts"
     ],
     indirect=["folder"],
 )
-def test_an_answer_is_that_of_transformers(
-    client: openai.OpenAI, reference: Any, folder: Path, talk: list[Any]
-) -> None:
+def test_an_answer_is_that_of_transformers(client, reference, folder, talk):
     found = logprobs(ask(client, *talk))
     wanted = expected(reference, folder, *talk)[: len(found)]
     assert found == pytest.approx(wanted, abs=1e-3)
@@ -148,8 +146,8 @@ def test_an_answer_is_that_of_transformers(
     "folder", [name for name in pc.TABLE if name in (FIRST, KEEPS_NONE)], indirect=True
 )
 def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(
-    site: Served, client: openai.OpenAI, reference: Any, folder: Path
-) -> None:
+    site, client, reference, folder
+):
     def cached_tokens(answer: Any) -> int:
         return answer.usage.prompt_tokens_details.cached_tokens
 
@@ -168,7 +166,7 @@ TURN: Any = [pc.picture(5), "What is it?"]
 
 
 @of_one_family
-def test_the_responses_api_gives_the_same_text(client: openai.OpenAI) -> None:
+def test_the_responses_api_gives_the_same_text(client):
     wanted = ask(client, TURN)
     image = {"type": "input_image", "image_url": pc.data_url(TURN[0]), "detail": "auto"}
     content: Any = [image, {"type": "input_text", "text": TURN[1]}]
@@ -181,7 +179,7 @@ def test_the_responses_api_gives_the_same_text(client: openai.OpenAI) -> None:
 
 
 @of_one_family
-def test_the_messages_api_gives_the_same_text(site: Served, client: openai.OpenAI) -> None:
+def test_the_messages_api_gives_the_same_text(site, client):
     import anthropic
 
     wanted = ask(client, TURN)
@@ -223,14 +221,14 @@ URL = {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/picture.pn
     ],
     ids=["address", "file", "no base64", "bad base64", "text", "too many pixels"],
 )
-def test_what_is_no_picture_is_refused(site: Served, part: Any, complaint: str) -> None:
+def test_what_is_no_picture_is_refused(site, part, complaint):
     error = refusal(site, [{"type": "text", "text": "Look"}, part])
     assert complaint in error["message"]
     assert error["param"] == "messages.0.content.1.image_url"
 
 
 @of_one_family
-def test_pictures_have_a_place_and_an_end(site: Served) -> None:
+def test_pictures_have_a_place_and_an_end(site):
     (image,) = pc.content_of([pc.picture(0)])
     assert "may be in a message of the user" in refusal(site, [image], "system")["message"]
     many = refusal(site, [image] * 33)["message"]
@@ -255,9 +253,7 @@ class Files(SimpleHTTPRequestHandler):
 
 
 @of_one_family
-def test_addresses_are_fetched_where_the_server_may(
-    site: Served, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monkeypatch):
     model = replace(site.server.models["seeing"], fetches_pictures=True)
     monkeypatch.setitem(site.server.models.place("seeing").served, "seeing", model)
     (tmp_path / "picture.png").write_bytes(pc.png(TURN[0]))

@@ -16,7 +16,7 @@ def _times(metrics: Metrics, arrived_s: float) -> RequestTimes:
     return RequestTimes(metrics, "pocket", clock=lambda: next(clock))
 
 
-def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
+def test_queue_prefill_and_decode_add_up_to_the_last_token():
     metrics = Metrics(dict)
     times = _times(metrics, 100.0)
     times.started(0, 103.0)
@@ -33,7 +33,7 @@ def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
     assert sums["request_time_per_output_token"] == 4  # the end behind the last token is no token
 
 
-def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
+def test_an_answer_without_tokens_has_only_queue_and_inference_time():
     metrics = Metrics(dict)
     times = _times(metrics, 1.0)
     times.started(0, 2.0)
@@ -44,7 +44,7 @@ def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
     assert "request_decode_time" not in sums
 
 
-def test_an_answer_that_never_started_spent_its_time_in_the_queue() -> None:
+def test_an_answer_that_never_started_spent_its_time_in_the_queue():
     metrics = Metrics(dict)
     _times(metrics, 1.0).ended(0, 6.0, 5, 0, "stop")
     sums = _sums(metrics)
