@@ -65,7 +65,7 @@ CASES = {
             "kv_cache": ("--kv-cache int8", "int8"),
             "verify": ("--verify", True),
         },
-        {"host_memory": "tests/cli/test_commands.py"},
+        dict.fromkeys(("host_memory", "speed"), "tests/cli/test_commands.py"),
     ),
     "serve": Case(
         ("moe_runtime.serving.http.starting.run_server",),
@@ -222,7 +222,7 @@ CASES = {
         {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
     ),
     "finetune": Case(
-        ("moe_runtime.training.finetune.finetuning.prepare",),
+        ("moe_runtime.training.finetune.finetune_run.prepare",),
         ("models/pocket", "text.txt"),
         {
             "model": ("", "models/pocket"),

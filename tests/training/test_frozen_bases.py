@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.serving.adapters import AdapterFolder
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
