@@ -163,6 +163,16 @@ def test_a_conversation_is_that_of_a_chat(asked):
     assert one == other
 
 
+def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
+    """It differs from task to task, and the instructions behind it are a prefix to share."""
+    line = "x-anthropic-billing-header: cc_version=2.1.332.3b1; cch=eb6c6;"
+    blocks = [{"type": "text", "text": text} for text in (line, "Be brief.")]
+    given = {"messages": USER, "max_tokens": 9}
+    one, other = (asked(PATH, {**given, "system": found}) for found in (blocks, blocks[1:]))
+    assert one == other
+    assert asked(PATH, {**given, "system": blocks[:1]}) == asked(PATH, given)
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "plain"),
     [
