@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 28
+ABI_VERSION = 29
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -82,7 +82,7 @@ _KERNELS = {
     "moe_reads_forget": "v pq",
     "moe_reads_wait": "v pq",
     "moe_reads_kick": "v p",
-    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipii",
+    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipppii",
     "moe_expert_step": "i pqppqqqppqqqiiiiipi",
 }
 
