@@ -110,6 +110,7 @@ def load(
     progress: Progress | None = None,
     group: Group | None = None,
     placement: str | Path | None = None,
+    adapter: str | Path | None = None,
 ) -> PreTrainedModel:
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
@@ -167,6 +168,8 @@ def load(
             process. Shares of memory and ``"auto"`` divide what is free equally among the processes
             of a machine.
         placement: the file that says which process has which experts; equal runs when omitted.
+        adapter: the folder of a LoRA adapter as PEFT or ``finetune`` writes it, on layers, experts
+            or both. Its products are added to the model's own, which stays as it is; only on a CPU.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
@@ -196,6 +199,11 @@ def load(
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     rules = LossyRules.of(routing, skip_below, misses)
     check_place(place, rules, draft, misses, trace, is_alone=group is None and placement is None)
+    own_adapter = None
+    if adapter is not None:
+        from moe_runtime.inference.adapters import LoadedAdapter
+
+        own_adapter = LoadedAdapter(adapter, place)
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -259,6 +267,10 @@ def load(
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes
+    if own_adapter is not None:
+        own_adapter.require_fit(model)
+        room = tokens_to_plan_for(checkpoint.config, max_tokens)
+        extra_bytes += own_adapter.num_bytes + own_adapter.workspace_bytes(room)
     plans, context = _plan(
         checkpoint,
         slot_maps,
@@ -373,6 +385,8 @@ def load(
         learning=learning,
         drafts=None if drafts is None else drafts.control,
     )
+    if own_adapter is not None:
+        own_adapter.apply(model)
     if rules.stands_in:
         _copy_experts(model, modules, progress)
     if warm_up:
@@ -521,7 +535,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "routing": (str,),
     "skip_below": (float, int),
     "predictor": (str, Path),
-    **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
+    **dict.fromkeys(("trace", "timeline", "placement", "adapter"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
     "io_threads": (int,),
     **dict.fromkeys(("warm_up", "teach"), (bool,)),

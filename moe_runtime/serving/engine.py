@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Draft
 from moe_runtime.inference.sequence_cache import set_room
-from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses

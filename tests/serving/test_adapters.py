@@ -25,10 +25,11 @@ from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
+from moe_runtime.checkpoints.adapter_files import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
-from moe_runtime.serving.adapters import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder, Adapters
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.starting import AdapterChoice, adapters_of
 from moe_runtime.serving.requests import EngineOptions
@@ -233,7 +234,7 @@ def test_ten_thousand_random_reservations_keep_to_the_memory() -> None:
     draw = random.Random(0)
     sizes = {name: draw.randrange(1, 50) for name in "abcdefgh"}
     folders: Any = {
-        name: types.SimpleNamespace(num_bytes=size, widths={}, pairs=dict)
+        name: types.SimpleNamespace(num_bytes=size, widths={}, stacked={}, pairs=dict)
         for name, size in sizes.items()
     }
     adapters = Adapters(torch.nn.Module(), folders, max_bytes=90)

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 
 KINDS = (

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.config import Budget, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.inference.adapters import resident_bytes
 from moe_runtime.inference.budget import (
     AUTO_SHARE,
     MIN_SLOTS,
@@ -26,7 +28,6 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     resize_cache,
 )
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns
 
 _OWN_BYTES = 6 * 2**20

@@ -22,14 +22,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer, read_config
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.kernels.native import native_library
-from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.dividing import (
     SlotSharing,
