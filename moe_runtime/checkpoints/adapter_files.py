@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, read_header
 from moe_runtime.checkpoints.strict_json import clipped, parse_object
-from moe_runtime.digests import check_digests
+from moe_runtime.digests import check_digests, digest_of_file
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.files import read_bounded
 
@@ -274,6 +274,11 @@ class AdapterFolder:
 
     def scale(self, layer: str) -> float:
         return self._scales[layer]
+
+    def digest(self) -> str:
+        """Of both files."""
+        config = self.folder / "adapter_config.json"
+        return digest_of_file(config) + digest_of_file(self._file)
 
     def workspace_bytes(self, num_rows: int) -> int:
         """Memory of a pass of so many tokens in addition to that of the model."""

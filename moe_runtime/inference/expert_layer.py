@@ -88,7 +88,8 @@ class RowAdapters:
         chosen = [self._of_token[token] for token in tokens]
         if not any(chosen):
             return None
-        return [own and own[expert] for own, expert in zip(chosen, each, strict=True)]
+        pairs = zip(chosen, each, strict=True)
+        return [None if own is None else own[expert] for own, expert in pairs]
 
 
 class OffloadedExperts(AbsentParameters):

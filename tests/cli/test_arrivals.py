@@ -113,6 +113,7 @@ CASES = {
             "exact": ("--exact", ("exact", True)),
             "max_tokens": ("--max-tokens 239", ("max_tokens", 239)),
             **LOADING,
+            "adapter": ("--adapter there", ("adapter", Path("there"))),
             "device": ("--device cpu", ("device", "cpu")),
         },
         {"verbose": "tests/serving/test_generate_command.py"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, stacked_experts, tiny_mod
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedUseError
+from moe_runtime.errors import CapacityError, MoERuntimeError, UnsupportedUseError
 
 FAMILIES = {str(family): family for family in (*moe_families.FAMILIES, *moe_families.ADAPTED)}
 KINDS = {
@@ -76,7 +75,9 @@ def test_logits_are_those_of_peft(tmp_path: Path, name: str) -> None:
     """fp64 is the judge: unmerged products round in other places than merged weights, not more."""
     tiny = tiny_model(FAMILIES[name])
     folder = save(tiny, tmp_path / "base", sharded=False)
-    options = {"use_rslora": True, "alpha_pattern": {"experts.down_proj": 4}} if "Qwen" in name else {}
+    options = (
+        {"use_rslora": True, "alpha_pattern": {"experts.down_proj": 4}} if "Qwen" in name else {}
+    )
     adapter = write_adapter(tiny, tmp_path / "adapter", **options)
     plain = logits_of(tiny)
     peft32 = peft.PeftModel.from_pretrained(copy.deepcopy(tiny), adapter)
@@ -91,3 +92,98 @@ def test_logits_are_those_of_peft(tmp_path: Path, name: str) -> None:
         assert error(found, exact) <= 8 * error(single, exact)
         with pytest.raises(UnsupportedUseError, match="beside this model's weights"):
             model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "olmoe-q4_k.gguf"]
+)
+def test_packed_bases_that_stream(tmp_path: Path, kind: str) -> None:
+    """The base stays in its codes, in a budget for few experts; PEFT has its values."""
+    folder, plain = bases(kind, tmp_path)
+    values: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    adapter = write_adapter(values, tmp_path / "adapter", experts_only=True)
+    exact = logits_of(peft.PeftModel.from_pretrained(copy.deepcopy(values), adapter))
+    loading = {**LOADING, "dtype": "float32", "adapter": adapter}
+    found = []
+    for memory in ("64MiB", smallest_memory(folder, loading)):
+        model: Any = moe_runtime.load(folder, **loading | {"host_memory": memory})
+        with model.moe:
+            found.append(logits_of(model))
+            model.moe.check()
+    assert all(map(torch.equal, *found)), "a budget changes no bit"
+    # sums of a hundred fp32 terms, logits of a few units, two layers and their norms
+    assert error(found[0], exact) < 1e-3 < error(logits_of(values), exact)
+
+
+def smallest_memory(folder: Path, loading: dict[str, Any]) -> int:
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(folder, **loading | {"host_memory": 1})
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
+
+
+def test_half_precision_is_as_near_as_merged_weights(tmp_path: Path) -> None:
+    """bf16: unmerged products are at most as far from fp32 as PEFT's rounded sums, doubled."""
+    tiny = tiny_model(FAMILIES["Qwen3MoeForCausalLM"])
+    folder = save(tiny.bfloat16(), tmp_path / "base", sharded=False)
+    adapter = write_adapter(tiny, tmp_path / "adapter", r=2)
+    half = logits_of(peft.PeftModel.from_pretrained(copy.deepcopy(tiny), adapter))
+    exact = logits_of(peft.PeftModel.from_pretrained(copy.deepcopy(tiny).float(), adapter))
+    model: Any = moe_runtime.load(folder, **LOADING, adapter=adapter)
+    with model.moe:
+        assert error(logits_of(model), exact) <= 2 * error(half, exact)
+
+
+def test_inputs_have_gradients_through_adapters(tmp_path: Path) -> None:
+    tiny = tiny_model(FAMILIES["Qwen3MoeForCausalLM"])
+    folder = save(tiny, tmp_path / "base", sharded=False)
+    adapter = write_adapter(tiny, tmp_path / "adapter")
+
+    def gradient(model: Any) -> torch.Tensor:
+        embedded = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits
+        return torch.autograd.grad(logits.log_softmax(-1)[0, -1, 3], embedded)[0]
+
+    exact = gradient(peft.PeftModel.from_pretrained(copy.deepcopy(tiny), adapter))
+    model: Any = moe_runtime.load(folder, **LOADING, adapter=adapter)
+    with model.moe:
+        found = gradient(model)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
+
+
+def test_drafts_change_no_text_of_an_adapter(tmp_path: Path) -> None:
+    tiny = tiny_model(FAMILIES["Qwen3MoeForCausalLM"])
+    folder = save(tiny, tmp_path / "base", sharded=False)
+    adapter = write_adapter(tiny, tmp_path / "adapter")
+    prompt, texts = PROMPT.repeat(1, 3), []
+    for draft in ("none", "lookup"):
+        model: Any = moe_runtime.load(folder, **LOADING, adapter=adapter, draft=draft)
+        with model.moe:
+            texts.append(model.generate(prompt, max_new_tokens=20, do_sample=False))
+    assert torch.equal(*texts)
+
+
+def test_adapters_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    tiny = tiny_model(FAMILIES["Qwen3MoeForCausalLM"])
+    folder = save(tiny, tmp_path / "base", sharded=False)
+    adapter = write_adapter(tiny, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    stored, read = load_file(file), []
+
+    def refusal(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, file)
+        with pytest.raises(MoERuntimeError) as error:
+            moe_runtime.load(
+                folder, **LOADING, adapter=adapter, progress=lambda *_: read.append(True)
+            )
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    inner = {n: t for n, t in stored.items() if "layers.0.mlp.experts.base_layer" not in n}
+    assert "mlp.experts.gate_up_proj of the model, for which it has no matrices" in refusal(inner)
+    swapped = {n.replace(".base_layer", ".x").replace("experts.lora", "experts.base_layer.lora")
+               .replace("experts.x", "experts"): t for n, t in stored.items()}  # fmt: skip
+    assert "give the model that the adapter was trained for" in refusal(swapped)
+    ranks = {n: (t[1:] if "lora_A" in n else t[:, 1:]).contiguous() for n, t in stored.items()}
+    assert "ranks, but the model's" in refusal(ranks)
+    assert not read

@@ -344,7 +344,24 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         base, tmp_path / "experts", 3, r=2, target_modules=[],
         target_parameters=["mlp.experts.down_proj"],
     )  # fmt: skip
-    assert "target_parameters is ['mlp.experts.down_proj'], which no" in refusal(experts)
+    for settings, kind, said in (
+        ({"target_parameters": None}, CheckpointError, "experts, which PEFT would ignore"),
+        ({"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}, CheckpointError,
+         "name model.layers.0.mlp.experts.gate_up_proj of the model, for which it has no"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, UnsupportedModelError,
+         "the adapter of model.layers.0.mlp.experts.gate_up_proj has"),
+        ({"rank_pattern": {"down_proj": 3}}, CheckpointError, "says rank 3 for"),
+    ):  # fmt: skip
+        place = tmp_path / f"experts {said[:30]}"
+        assert said in refusal(changed(experts, place, **settings), kind)
+    router = changed(folders["narrow"], tmp_path / "router", target_parameters=["mlp.gate.weight"])
+    pair = {"A": torch.ones(2, 64), "B": torch.ones(8, 2)}
+    save_file(
+        load_file(folders["narrow"] / "adapter_model.safetensors")
+        | {f"base_model.model.model.layers.0.mlp.gate.lora_{p}.weight": t for p, t in pair.items()},
+        router / "adapter_model.safetensors",
+    )
+    assert "layers.0.mlp.gate.lora_A is beside no experts of the model" in refusal(router)
     narrow = folders["narrow"]
     named = changed(narrow, tmp_path / "named")
     settings = json.loads((experts / "adapter_config.json").read_text())
@@ -494,7 +511,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "bias": ("all", "lora_only"),
     "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "new"),
     "modules_to_save": (["lm_head"],),
-    "target_parameters": (["mlp.experts.down_proj"],),
+    "target_parameters": ("mlp.experts.down_proj", [1], {}),
     "layer_replication": ([[0, 1], [0, 2]],),
     "trainable_token_indices": ([1], []),
     "alora_invocation_tokens": ([1], []),

@@ -205,8 +205,8 @@ def adapters_of(folder: Path, seed: int) -> Path:
 
 
 def read_adapters(folder: Path) -> list[Any]:
-    pairs = AdapterFolder(folder).pairs()
-    return [(name, pair.first_RI, pair.second_OR, pair.scale) for name, pair in pairs.items()]
+    found = AdapterFolder(folder)
+    return [(name, *pair, found.scale(name)) for name, pair in found.pairs().items()]
 
 
 def placement_of(folder: Path, seed: int) -> Path:
