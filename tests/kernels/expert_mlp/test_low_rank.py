@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from quantized_experts import DIM, HIDDEN, make_expert, relative_error, with_values
@@ -44,7 +46,7 @@ def merged(weights: ExpertWeights, own: LowRankExpert | None) -> ExpertWeights:
     """The same expert in fp64, with an adapter in its weights."""
     if weights.shape.formats:
         weights = with_values(weights, torch.float64)
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("gate", "up", "down"):
         matrix, factors = getattr(weights, name), None if own is None else getattr(own, name)
         found[name] = None if matrix is None else matrix.double()
