@@ -28,11 +28,12 @@ VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference researc
 PYTHONS ?= python3.12 python3.13
 PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models policies routing)
 
-# Clients that the server is tried with, unchanged, and the tests that run these and TRAINERS.
+# Clients that the server is tried with, unchanged, and the tests that run these and TRAINERS; the
+# page's need chromium.
 CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0 instructor==1.17.0 litellm==1.110.2 \
   llama-index-llms-openai-like==0.8.1
 CLIENTS_TESTS ?= $(addprefix tests/,serving/http/test_foreign_clients.py \
-  serving/http/test_tool_clients.py offload/test_saving.py)
+  serving/http/test_tool_clients.py serving/http/test_page.py offload/test_saving.py)
 
 # A trainer of others, which is tried with the torch and transformers of the other tests.
 TRAINERS ?= trl==1.16.0

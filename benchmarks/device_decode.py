@@ -51,9 +51,12 @@ PASSING_EXPERTS = 32
 MOST_ERROR = 1.5
 """Of the largest error of transformers in bf16, at most, where logits differ by rounding alone."""
 LATE = "no time was left"
+COSTS = ("miss_cpu_s", "miss_copy_s", "miss_return_s", "miss_launch_s")
+WAYS = ("resident_steps", "fetched_steps", "cut_steps")
 METRICS = {
     **{name: Metric("tokens/s", "more") for name in ("tokens_per_s", "prefill_tokens_per_s")},
-    **facts("s", "load_s", "misses_bound_s", "stall_s_a_token"),
+    **facts("s", "load_s", "misses_bound_s", "stall_s_a_token", *COSTS),
+    **facts("count", *WAYS),
     **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *MEMORY),
     **facts("count", "missed_a_token"),
     **facts("count", "computed_by_cpu_a_token", "same_bits", better="more"),
@@ -337,6 +340,7 @@ def _experts(stats: Any, tokens: int) -> dict[str, float]:
         "copied_bytes_a_token": stats.copied_bytes / tokens,
         "read_bytes_a_token": stats.bytes_read / tokens,
         "stall_s_a_token": stats.stall_s / tokens,
+        **{name: getattr(stats, name) for name in (*COSTS, *WAYS)},
     }
 
 

@@ -153,6 +153,8 @@ SHARES = ("auto", "even", "adaptive")
 ACTIVATIONS = ("exact", "int8")
 """What is multiplied by quantised weights: values as they are, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
+KV_CACHES = ("exact", "int8")
+"""How keys and values are kept: as computed, or rounded to int8, 32 values to a scale."""
 STAND_IN = "stand-in"
 MISSES = ("device", "cpu", "auto", STAND_IN)
 DRAFTS = ("none", "lookup")

@@ -37,6 +37,13 @@ class ExpertCounters:
         computed_misses: the misses that the CPU computed where they lay, for a model on a device.
         planned_s: predicted seconds of the misses that were planned (`load(misses="auto")`).
         spent_s: seconds that these took, until the CPU had done its part and the last copy ended.
+        miss_cpu_s: measured seconds of one missing expert on the CPU, for one row.
+        miss_copy_s: to copy one to the device.
+        miss_return_s: to bring the rows that the CPU computed to the device.
+        miss_launch_s: to launch the product of one that was copied.
+        resident_steps: decode steps that were one graph over experts in slots of the device.
+        fetched_steps: those that were one graph, which read missing experts in host memory.
+        cut_steps: those that were cut in every layer, to wait for missing experts.
         replaced_choices: choices of tokens that went to a resident expert instead of a missing one
             (`load(routing="cache-aware:LAMBDA")`).
         stand_in_choices: those that a rounded copy answered (`load(misses="stand-in")`).
@@ -54,6 +61,13 @@ class ExpertCounters:
     computed_misses: int = 0
     planned_s: float = 0.0
     spent_s: float = 0.0
+    miss_cpu_s: float = 0.0
+    miss_copy_s: float = 0.0
+    miss_return_s: float = 0.0
+    miss_launch_s: float = 0.0
+    resident_steps: int = 0
+    fetched_steps: int = 0
+    cut_steps: int = 0
     replaced_choices: int = 0
     skipped_choices: int = 0
     stand_in_choices: int = 0
@@ -105,6 +119,7 @@ class RuntimeStats(ExpertCounters):
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.
+        kv_cache: how keys and values are kept: exact, or int8 (lossy).
         policy_reason: why this policy, where it was not named; empty where it was.
         draft_steps: steps of one token of a text, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
@@ -124,6 +139,7 @@ class RuntimeStats(ExpertCounters):
     policy: str = "lru"
     shares: str = "even"
     policy_reason: str = ""
+    kv_cache: str = "exact"
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0

@@ -166,7 +166,10 @@ def _same_start() -> Iterator[None]:
         sys.modules["numpy"].random.seed(0)
     torch, num_threads = sys.modules.get("torch"), None
     if torch is not None:
-        torch.manual_seed(0)
+        # torch.manual_seed formats the stack for each kind of device that is not there
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(0)
         num_threads = torch.get_num_threads()
     yield
     if torch is not None and torch.get_num_threads() != num_threads:

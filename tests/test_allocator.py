@@ -1,7 +1,5 @@
 """Settings of glibc's allocator, each in a process of its own."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys
@@ -25,7 +23,7 @@ print(full - psutil.Process().memory_info().rss)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
-def test_free_pages_between_blocks_go_back_to_the_system() -> None:
+def test_free_pages_between_blocks_go_back_to_the_system():
     command = [sys.executable, "-c", HOLES]
     given = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     # a page at either end of a hole may be shared with what stays

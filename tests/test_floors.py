@@ -132,12 +132,12 @@ def may_import(room: str, target: str) -> bool:
     return FLOORS[target] < FLOORS[room]
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_room_has_a_floor():
     """A new room gets a floor here and in CONTRIBUTING.md."""
     assert {room_of_file(path) for path in EVERYTHING} <= {*FLOORS, None}
 
 
-def test_contributing_has_the_floors() -> None:
+def test_contributing_has_the_floors():
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", read(Path("CONTRIBUTING.md")), re.M)
     written = {
         name: int(floor)
@@ -148,7 +148,7 @@ def test_contributing_has_the_floors() -> None:
     assert written == {name: floor for name, floor in FLOORS.items() if name not in GROUND}
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_down():
     wrong = [
         f"{path}:{line} imports {module}"
         for path in EVERYTHING
@@ -159,7 +159,7 @@ def test_imports_go_down() -> None:
     assert wrong == []
 
 
-def test_rule_can_fail() -> None:
+def test_rule_can_fail():
     tree = ast.parse("def f():\n    from moe_runtime import inference")
     targets = {room_of_module(module) for _, module in imported_modules(tree)} - {None}
     assert targets == {"inference"}
@@ -168,7 +168,7 @@ def test_rule_can_fail() -> None:
     assert may_import("inference", "memory")
 
 
-def test_light_rooms_stay_light() -> None:
+def test_light_rooms_stay_light():
     """The ground floor needs only the standard library, and policies never see a tensor."""
     wrong = []
     for path in PRODUCT:
@@ -186,13 +186,13 @@ def c_files() -> list[Path]:
     return [path.relative_to(ROOT) for path in sorted(found)]
 
 
-def test_files_are_short() -> None:
+def test_files_are_short():
     assert Path("kernels/native/products/driver.c") in c_files()
     lengths = {str(path): len(read(path).splitlines()) for path in [*EVERYTHING, *c_files()]}
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
-def test_file_names_say_what_they_are() -> None:
+def test_file_names_say_what_they_are():
     """No name occurs in three rooms or more."""
     rooms: dict[str, set[str | None]] = {}
     for path in PRODUCT:
@@ -207,7 +207,7 @@ SAME_CLASSES: dict[str, str] = {
 }
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing():
     files: dict[str, list[str]] = {}
     for path in PRODUCT:
         for node in nodes_of(parse(path)):
@@ -232,7 +232,7 @@ OLD_WORDS = {
 }
 
 
-def test_words_are_those_of_the_field() -> None:
+def test_words_are_those_of_the_field():
     found = [
         f"{path}:{number}: {match[0]}, expected {term}"
         for path in PRODUCT
@@ -284,7 +284,7 @@ def unmarked_functions(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_second_derivatives_are_refused_or_right() -> None:
+def test_second_derivatives_are_refused_or_right():
     found = {str(path): unmarked_functions(parse(path)) for path in PRODUCT}
     assert found.pop("kernels/operands/second_derivative.py") == {"_Refusing"}
     assert set().union(*found.values()) == SEEN_THROUGH
@@ -300,7 +300,7 @@ OWN_ENVIRONMENT = {
 }
 
 
-def test_no_hidden_state() -> None:
+def test_no_hidden_state():
     """No `global`; the environment is read by the command line only; nothing swallows errors."""
     wrong = []
     for path in PRODUCT:
@@ -322,6 +322,7 @@ OWN_WRITERS = {
     "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
+    "moe_runtime/cli/terminal.py": "appends what was typed",
     "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",
@@ -360,7 +361,7 @@ def writes(tree: ast.Module) -> list[int]:
     return found
 
 
-def test_outputs_have_one_writer() -> None:
+def test_outputs_have_one_writer():
     """What is written by name goes through `files.py`, or into a folder of `folders.py`."""
     wrong = [
         f"{path}:{line}"
@@ -386,7 +387,7 @@ def committed_texts() -> list[Path]:
     ]
 
 
-def test_no_machine_paths() -> None:
+def test_no_machine_paths():
     """No file names a folder of somebody's machine: everything is relative or an argument."""
     folders = "|".join(["root", "work", "tmp", "home", "Users", "mnt"])
     machine_path = re.compile(rf"(?<![\w.<}}-])/(?:{folders})/[\w.]+[^\s\"'`)]*")

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fixture_types import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("benchmarks", "kernels", "policies", "models")
@@ -47,7 +46,7 @@ def package_of(relative: Path) -> str:
     return ".".join(parts if parts[0] == "moe_runtime" else ("moe_runtime", *parts))
 
 
-def test_package_list_equals_disk() -> None:
+def test_package_list_equals_disk():
     on_disk = {package_of(path) for path in product_files()}
     listed = project_table()["tool"]["setuptools"]["packages"]
     assert len(listed) == len(set(listed))
@@ -56,7 +55,7 @@ def test_package_list_equals_disk() -> None:
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_link_leads_to_folder(name: str) -> None:
+def test_link_leads_to_folder(name):
     link = ROOT / "moe_runtime" / name
     assert link.is_symlink()
     assert link.resolve() == ROOT / name
@@ -64,14 +63,14 @@ def test_link_leads_to_folder(name: str) -> None:
     assert not (ROOT / name / "__init__.py").exists()
 
 
-def test_subfolders_are_packages() -> None:
+def test_subfolders_are_packages():
     folders = {path.parent for path in product_files()} - {Path(name) for name in MAPPED}
     assert [
         str(folder) for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()
     ] == []
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     code = (
         "import moe_runtime, sys; "
         "heavy = {'torch', 'triton', 'transformers', 'kernels', 'numpy'} & set(sys.modules); "
@@ -80,7 +79,7 @@ def test_import_is_light() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT / "tests")
 
 
-def test_public_names_resolve() -> None:
+def test_public_names_resolve():
     import moe_runtime
 
     for name in moe_runtime.__all__:
@@ -91,7 +90,7 @@ def test_public_names_resolve() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_everything_and_needs_no_compiler(tmp_path: Path) -> None:
+def test_wheel_holds_everything_and_needs_no_compiler(tmp_path):
     """A wheel built from this tree has every module and data file, and imports on its own."""
     # A copy, so that the build leaves nothing in the checkout.
     source = tmp_path / "source"
@@ -156,14 +155,14 @@ def setup_script() -> ModuleType:
         (["libc.musl-x86_64.so.1"], "linux_x86_64"),
     ],
 )
-def test_platform_is_the_oldest_that_has_what_libraries_call(names: list[str], tag: str) -> None:
+def test_platform_is_the_oldest_that_has_what_libraries_call(names, tag):
     content = b"\x7fELF\0" + b"\0".join(name.encode() for name in names) + b"\0"
     assert setup_script().platform_of([b"\0GLIBC_2.3\0", content], "linux_x86_64") == tag
     assert setup_script().platform_of([content], "macosx_14_0_arm64") == "macosx_14_0_arm64"
 
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs binutils")
-def test_platform_of_the_built_library_agrees_with_binutils() -> None:
+def test_platform_of_the_built_library_agrees_with_binutils():
     from moe_runtime.kernels.native import describe
 
     path = describe().path
@@ -178,7 +177,7 @@ def test_platform_of_the_built_library_agrees_with_binutils() -> None:
     assert found == f"manylinux_{newest[0]}_{newest[1]}_x86_64"
 
 
-def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_build_says_its_commit(tmp_path, monkeypatch):
     command = ["git", "rev-parse", "HEAD"]
     head = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     script = setup_script()
@@ -193,7 +192,7 @@ def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.long
-def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
+def test_wheel_works_where_there_is_no_compiler(tmp_path):
     """A wheel with its native library, built from the source archive, in an environment of its own:
     version, bench and report."""
     source, site = tmp_path / "source", tmp_path / "venv"

@@ -27,7 +27,7 @@ subprocess.run([sys.executable, "-P", "-c", {LOOK!r}], check=True)
 """
 
 
-def test_no_example_of_a_property_is_timed() -> None:
+def test_no_example_of_a_property_is_timed():
     assert settings.default is not None
     assert settings.default.deadline is None
     assert HealthCheck.too_slow in settings.default.suppress_health_check
@@ -42,7 +42,7 @@ def test_no_example_of_a_property_is_timed() -> None:
 
 
 @pytest.mark.parametrize("isa", ["avx2", pytest.param("none", marks=pytest.mark.long)])
-def test_an_instruction_set_is_forced_from_the_start(isa: str, tmp_path: Path) -> None:
+def test_an_instruction_set_is_forced_from_the_start(isa, tmp_path):
     """In the tests and in the programs that they start; torch's own kernels follow."""
     if isa not in (*describe().isas, "none"):
         pytest.skip(f"this machine or this build has no {isa}")
@@ -79,7 +79,7 @@ sys.exit(3)
     [SEEN, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"],
     ids=["ends", "killed"],
 )
-def test_a_program_that_is_forked_is_as_one_that_is_started(code: str, tmp_path: Path) -> None:
+def test_a_program_that_is_forked_is_as_one_that_is_started(code, tmp_path):
     real, forked = (
         subprocess.run(
             [python, "-P", "-c", code, "word"],
@@ -97,7 +97,7 @@ def test_a_program_that_is_forked_is_as_one_that_is_started(code: str, tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_to_a_program_that_is_forked_ends_it(number: signal.Signals) -> None:
+def test_a_signal_to_a_program_that_is_forked_ends_it(number):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     command = [warm_python(), "-P", "-c", code]
     pipe = subprocess.PIPE

@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_runtime.kernels.decode_step.rounded_rows import round_rows, width_of
 from moe_runtime.kernels.decode_step.single_query_attention import (
     MAX_COLUMNS,
     Impl,
     single_query_attention_reference,
+    strides_in_bytes,
 )
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.linear.op import check_status, linear_reference
 from moe_runtime.kernels.native import (
+    CACHED_CODES,
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
@@ -36,7 +39,7 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.rms_norm import rms_norm_reference
 
-_PLACE = struct.Struct("9q").pack
+_PLACE = struct.Struct("10q").pack
 
 
 class HeadNorm(NamedTuple):
@@ -191,7 +194,8 @@ def attention_step(
         cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the width of a key. The
             rest of a head is not turned. Where pairs share their angles, 2 R values are.
         sin_BR: Likewise.
-        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten.
+        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten. Keys
+            and values may be rounded to int8, as `round_rows` gives them.
         value_BGSV: `[B, G, S, V]`, likewise.
         mask_BS: `[B, S]` fp32 to be added to the scores, or None.
         impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
@@ -254,10 +258,13 @@ def _problem(
         return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
     batch, length = x.shape[0], key.shape[-2] if key.ndim == 4 else 0
     heads = weights.num_key_heads
+    widths = [] if key.ndim != 4 or value.ndim != 4 else [width_of(key), width_of(value)]
     if (
         length == 0
-        or key.shape != (batch, heads, length, weights.key_dim)
-        or value.shape != (batch, heads, length, weights.value_dim)
+        or key.shape[:3] != (batch, heads, length)
+        or value.shape[:3] != (batch, heads, length)
+        or widths != [weights.key_dim, weights.value_dim]
+        or key.dtype is not value.dtype
     ):
         return (
             f"key and value must be [{batch}, {heads}, S, {weights.key_dim}] and "
@@ -284,15 +291,16 @@ def _native_problem(
     dtype = weights.dtype
     if weights.record is None:
         return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
-    for tensor in (x, cos, sin, key, value):
+    cached = () if key.dtype is torch.uint8 else (key, value)
+    for tensor in (x, cos, sin, *cached):
         if tensor.dtype is not dtype or not tensor.is_cpu:
             return f"it needs CPU tensors of {dtype}, got {tensor.dtype} on {tensor.device}"
     if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         return "it needs x, cos and sin without gaps"
     if not 0 < x.shape[0] <= ROWS_PER_CALL:
         return f"it takes 1 to {ROWS_PER_CALL} sequences, got {len(x)}"
-    if key.shape[-1] > MAX_COLUMNS:
-        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if weights.key_dim > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {weights.key_dim}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
@@ -308,10 +316,9 @@ def _run_native(
     mask = None if mask is None else mask.contiguous()
     places = b""
     for key, value in cached:
-        k, v = key.stride(), value.stride()
-        keys = key.data_ptr(), k[0] * size, k[1] * size, k[2] * size
-        values = value.data_ptr(), v[0] * size, v[1] * size, v[2] * size
-        places += _PLACE(*keys, *values, key.shape[2])
+        keys = key.data_ptr(), *strides_in_bytes(key)
+        values = value.data_ptr(), *strides_in_bytes(value)
+        places += _PLACE(*keys, *values, key.shape[2], CACHED_CODES[key.dtype])
     # a row of queries, keys and values; queries normalised, and turned; mixed values
     scratch = x.new_empty(
         batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])
@@ -403,8 +410,10 @@ def attention_step_reference(
     query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
     query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
     key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
-    key_BGSD[:, :, -1] = rotated(key_BGD, cos_BR, sin_BR)
-    value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
+    new_BGD, value_BGV = rotated(key_BGD, cos_BR, sin_BR), _heads(value, weights.value_dim)
+    if key_BGSD.dtype is torch.uint8:
+        new_BGD, value_BGV = round_rows(new_BGD), round_rows(value_BGV)
+    key_BGSD[:, :, -1], value_BGSV[:, :, -1] = new_BGD, value_BGV
     turned_BHD = rotated(query_BHD, cos_BR, sin_BR)
     mixed_BHV = single_query_attention_reference(
         turned_BHD, key_BGSD, value_BGSV, mask_BS, weights.scale, weights.sinks

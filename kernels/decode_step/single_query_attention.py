@@ -10,7 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.decode_step.rounded_rows import widen_rows, width_of
 from moe_runtime.kernels.native import (
+    CACHED_CODES,
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_NO_MEMORY,
@@ -44,7 +46,8 @@ def single_query_attention(
     Args:
         query_BHD: `[B, H, D]`, H a multiple of G; fp32, bf16 or fp16.
         key_BGSD: `[B, G, S, D]`, S at least 1, unit stride along D, any other strides.
-        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query.
+        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query, or rounded to int8,
+            as `round_rows` gives them.
         mask_BS: `[B, S]` fp32 to be added to the scores, or None.
         scale: Factor of the scores.
         sinks_H: `[H]`, fp32, bf16 or fp16, or None.
@@ -99,10 +102,11 @@ def _problem(
         return f"expected query [B, H, D], key [B, G, S, D] and value [B, G, S, V], got {shapes}"
     batch, heads, dim = query.shape
     groups, length = key.shape[1:3]
-    if key.shape != (batch, groups, length, dim) or value.shape[:3] != key.shape[:3]:
+    is_fitting = len(key) == batch and width_of(key) == dim and key.dtype is value.dtype
+    if not is_fitting or value.shape[:3] != key.shape[:3]:
         return (
-            f"key and value must be [{batch}, G, S, {dim}] and [{batch}, G, S, V], got "
-            f"{list(key.shape)} and {list(value.shape)}"
+            f"key and value must be [{batch}, G, S, {dim}] and [{batch}, G, S, V] of one dtype, "
+            f"got {key.dtype} {list(key.shape)} and {value.dtype} {list(value.shape)}"
         )
     if groups == 0 or heads % groups or length == 0:
         return f"{heads} query heads need key heads that divide them, got {groups} of {length} keys"
@@ -118,10 +122,10 @@ def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | N
     if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return f"it needs CPU tensors, got {query.device}, {key.device} and {value.device}"
     dtype = query.dtype
-    if dtype not in DTYPE_CODES or key.dtype != dtype or value.dtype != dtype:
+    if dtype not in DTYPE_CODES or {key.dtype, value.dtype} not in ({dtype}, {torch.uint8}):
         return f"it knows one of fp32, bf16 and fp16, got {dtype}, {key.dtype} and {value.dtype}"
-    if key.shape[-1] > MAX_COLUMNS:
-        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if query.shape[-1] > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {query.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
@@ -138,23 +142,30 @@ def _run_native(
     sinks = None if sinks is None else sinks.contiguous()
     batch, heads, dim = query.shape
     groups, length = key.shape[1:3]
-    out = query.new_empty((batch, heads, value.shape[-1]))
+    value_dim = width_of(value)
+    out = query.new_empty((batch, heads, value_dim))
     size = query.element_size()
-    key_strides, value_strides = key.stride(), value.stride()
+    key_strides, value_strides = strides_in_bytes(key), strides_in_bytes(value)
     status = library.single_query_attention(
         query.data_ptr(), heads * dim * size,
-        key.data_ptr(), key_strides[0] * size, key_strides[1] * size, key_strides[2] * size,
-        value.data_ptr(), value_strides[0] * size, value_strides[1] * size, value_strides[2] * size,
+        key.data_ptr(), *key_strides, value.data_ptr(), *value_strides,
         None if mask is None else mask.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
         0 if sinks is None else DTYPE_CODES[sinks.dtype],
         out.data_ptr(),
-        batch, groups, heads // groups, length, dim, value.shape[-1],
-        scale, DTYPE_CODES[query.dtype], library.shares_threads(),
+        batch, groups, heads // groups, length, dim, value_dim,
+        scale, DTYPE_CODES[query.dtype], CACHED_CODES[key.dtype], library.shares_threads(),
     )  # fmt: skip
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for the scores of {heads} heads and {length} keys")
     return out
+
+
+def strides_in_bytes(cached: Tensor) -> tuple[int, int, int]:
+    """Bytes between sequences, heads and tokens of keys or values `[B, G, S, D]`."""
+    outer, inner, row, _ = cached.stride()
+    size = cached.element_size()
+    return outer * size, inner * size, row * size
 
 
 def single_query_attention_reference(
@@ -167,6 +178,8 @@ def single_query_attention_reference(
 ) -> Tensor:
     """The specification in plain torch: in fp32, or in fp64 for an fp64 query, rounded once."""
     wide = precise_dtype(query_BHD)
+    if key_BGSD.dtype is torch.uint8:
+        key_BGSD, value_BGSV = widen_rows(key_BGSD, wide), widen_rows(value_BGSV, wide)
     shared = query_BHD.shape[1] // key_BGSD.shape[1]
     query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale
     scores_BGRS = query_BGRD @ key_BGSD.to(wide).transpose(-1, -2)

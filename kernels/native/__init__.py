@@ -2,6 +2,7 @@
 
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,
+    CACHED_CODES,
     DTYPE_CODES,
     NEEDS_TORCH,
     STATUS_BAD_ROW,
@@ -19,6 +20,7 @@ from moe_runtime.kernels.native.library import (
 
 __all__ = [
     "ACTIVATION_CODES",
+    "CACHED_CODES",
     "DTYPE_CODES",
     "NEEDS_TORCH",
     "STATUS_BAD_ROW",

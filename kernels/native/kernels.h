@@ -29,7 +29,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 29
+#define MOE_ABI_VERSION 30
 
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
@@ -62,6 +62,9 @@ int pool_threads(void);
 void pool_relax(int turn);
 
 /* ---- matrices ---- */
+
+/* Rows of keys and values in int8, 32 values after their scale in fp16: blocks of Q8_0. */
+enum { DTYPE_ROUNDED = 3, ROUNDED_VALUES = 32, ROUNDED_BYTES = 34 };
 
 /* How weights are multiplied, and so how the rows of x are packed:
  *   KIND_F32      fp32 weights, x as fp32 in order
@@ -168,6 +171,10 @@ typedef struct {
     int (*quantized_kind)(const Quantized *format, int x_dtype);
     /* The values of the first rows of a quantised matrix. */
     void (*dequantize)(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype);
+    /* Of a matrix of DTYPE_ROUNDED and a few rows of x without gaps: dot products out[row, n], and sums out[row] of its rows
+     * by weights x[row, n]. */
+    void (*dot_rounded)(Matrix weight, int64_t num_weight_rows, int64_t k, const float *x, int64_t num_rows, float *out);
+    void (*mix_rounded)(Matrix weight, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t num_rows, float *out);
 } Isa;
 
 /* The instruction set that calls use. */
@@ -191,7 +198,11 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
                                           int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
                                           int sinks_dtype, char *out, int64_t outer, int64_t inner, int64_t rows, int64_t length,
-                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int share_threads);
+                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int cached_dtype,
+                                          int share_threads);
+
+/* A row of DTYPE_ROUNDED of `count` values; on the calling thread. A NaN spoils its block. */
+void moe_round_row(int dtype, const char *x, int64_t count, char *out);
 
 /* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. On the calling thread. */
 void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,

@@ -20,10 +20,12 @@ from torch.autograd import forward_ad
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 29
+ABI_VERSION = 30
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHED_CODES = {**DTYPE_CODES, torch.uint8: 3}
+"""Of keys and values, which may be rounded to int8."""
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW, STATUS_DAMAGED = 0, 1, 2, 3
 
@@ -56,7 +58,7 @@ _KERNELS = {
     "moe_combine_slots": "i pppqqqiii",
     "moe_attention_step": "i ppqppqqpqpppi",
     "moe_attention_heads": "i pppqqppqqppi",
-    "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfii",
+    "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfiii",
     "moe_latent_attention": "i p",
     "moe_delta_rule_step": "v p",
     "moe_conv_step": "v p",

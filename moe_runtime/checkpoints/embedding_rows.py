@@ -85,7 +85,7 @@ class RowsTensor(PackedTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.embedding and isinstance(args[1], RowsTensor):
-            return _outside_graphs(args[1].matrix.look_up, args[0])
+            return _look_up_uncompiled(args[1].matrix.look_up, args[0])
         if func is nn.functional.linear:
             return with_values(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
@@ -97,7 +97,7 @@ class RowsTensor(PackedTensor):
         return f"RowsTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-_outside_graphs: Any = torch.compiler.disable(lambda look_up, ids: look_up(ids))
+_look_up_uncompiled: Any = torch.compiler.disable(lambda look_up, ids: look_up(ids))
 
 
 def may_stay_in_file(model: PreTrainedModel, name: str, entry: Weight) -> bool:

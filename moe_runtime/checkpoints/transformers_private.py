@@ -132,6 +132,13 @@ ATTENTION_SETTING = "_attn_implementation"
 """What configurations call the attention that a model was built with; 5.17."""
 
 
+def attention_names(model: Any) -> set[str]:
+    """What the configurations of a model's attention layers name."""
+    configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
+    names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
+    return {name for name in names if name}
+
+
 def attention_name(model: PreTrainedModel) -> str | None:
     return getattr(model.config, ATTENTION_SETTING)
 

@@ -37,15 +37,18 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(
-    *messages: str, is_held: Callable[[], bool] = lambda: False
+    *messages: str,
+    is_held: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = say_at_once,
 ) -> Iterator[StopRequest]:
     """Within the block the first signals only set the request; the next one acts at once.
 
     The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under `nohup`, stays so.
 
     Args:
-        messages: shown on stderr when the first ones come, one for each.
+        messages: shown when the first ones come, one for each.
         is_held: whether those that follow only set the request too.
+        say: shows them, within the handler; on stderr when omitted.
     """
     request = StopRequest()
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
@@ -58,7 +61,7 @@ def stop_on_signals(
             for watched, old in before.items():
                 signal.signal(watched, old)
         if request.num_signals <= len(messages):
-            say_at_once(messages[request.num_signals - 1])
+            say(messages[request.num_signals - 1])
         elif not is_held():
             signal.raise_signal(number)
 

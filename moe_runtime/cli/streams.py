@@ -9,7 +9,11 @@ from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
 _NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""Removes what a terminal would obey: a model can write escape sequences as well as text."""
+
+
+def without_control(text: str) -> str:
+    """Removes what a terminal would obey: a model can write escape sequences as well as text."""
+    return text.translate(_NO_CONTROL)
 
 
 def open_closed_streams() -> list[str]:
@@ -108,7 +112,7 @@ class TextOutput:
     def write(self, piece: str) -> None:
         """Writes a piece of text, without what a terminal would obey."""
         self._used = True
-        sys.stdout.write(piece.translate(_NO_CONTROL) if self._is_terminal else piece)
+        sys.stdout.write(without_control(piece) if self._is_terminal else piece)
         sys.stdout.flush()
 
     def end_line(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from moe_runtime.config import Budget, format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.kernels.decode_step.rounded_rows import row_bytes
 from moe_runtime.kernels.linear.op import kept_code_bytes
 from moe_runtime.policies.prediction.base import most_remembered_bytes, shape_of
 from moe_runtime.types import ModelSignature
@@ -120,6 +121,7 @@ def reserve_for(
     *,
     max_tokens: int,
     dense_bytes: int,
+    kv_cache: str = "exact",
 ) -> int:
     """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens of a batch.
 
@@ -129,7 +131,7 @@ def reserve_for(
     for many rows, and a part of an expert is copied while it is put in order.
     """
     config, dtype = checkpoint.config, checkpoint.dtype
-    kv_token = kv_bytes_per_token(config, dtype)
+    kv_token = kv_bytes_per_token(config, dtype, kv_cache)
     activations = activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
@@ -152,18 +154,23 @@ def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
     return shapes | {(hidden, width) for width in (widths[0], widths[-1])}
 
 
-def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
+def reserve_per_token(
+    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str = "exact"
+) -> int:
     """Bytes by which the reserve is smaller, at least, for each token less."""
     activations = activation_bytes_per_token(config, dtype, top_k)
-    return kv_bytes_per_token(config, dtype) + activations
+    return kv_bytes_per_token(config, dtype, kv_cache) + activations
 
 
-def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the KV cache, and of one layer more."""
-    text = config.get_text_config()
+def kv_bytes_per_token(
+    config: PreTrainedConfig, dtype: torch.dtype, kv_cache: str = "exact"
+) -> int:
+    """Bytes of the KV cache, and of one layer more: what it is copied into, or widened."""
+    text, width = config.get_text_config(), widest_head(config)
     heads = largest_of(text, "num_key_value_heads") or text.num_attention_heads
-    kv_layer = 2 * heads * widest_head(config) * dtype.itemsize
-    return kv_layer * (text.num_hidden_layers + 1)
+    kv_layer = 2 * heads * width * dtype.itemsize
+    kept = kv_layer if kv_cache == "exact" else 2 * heads * row_bytes(width)
+    return kept * text.num_hidden_layers + kv_layer
 
 
 def activation_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
@@ -381,11 +388,13 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     return max_tokens
 
 
-def context_step_bytes(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
+def context_step_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str = "exact"
+) -> int:
     """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default."""
     room = room_for(2 * CONTEXT_STEP) - room_for(CONTEXT_STEP)
     activations = activation_bytes_per_token(config, dtype, top_k)
-    return room * kv_bytes_per_token(config, dtype) + CONTEXT_STEP * activations
+    return room * kv_bytes_per_token(config, dtype, kv_cache) + CONTEXT_STEP * activations
 
 
 def default_context(

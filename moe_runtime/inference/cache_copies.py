@@ -52,18 +52,22 @@ class BlockCopies:
         return sum(self._sizes())
 
     def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
-        """The bytes of the block with a number, 0 the first."""
+        """The bytes of the block with a number, 0 the first; the last one may have fewer tokens."""
         num_bytes, size = self.learn(cache), self._num_tokens
         cached = self._cached(cache)
         device = cached[0].device if cached else None
         block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         for place, part in zip(self._parts(block), cached, strict=True):
-            place.copy_(part.narrow(-2, index * size, size))
+            count = min(size, part.shape[-2] - index * size)
+            place.narrow(-2, 0, count).copy_(part.narrow(-2, index * size, count))
+            place.narrow(-2, count, size - count).zero_()
         return block
 
-    def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
-        """Puts a copied block after what is in a cache."""
-        parts = self._parts(block)
+    def append(
+        self, cache: DynamicCache, block: torch.Tensor, num_tokens: int | None = None
+    ) -> None:
+        """Puts a copied block, or its first tokens, after what is in a cache."""
+        parts = [part[..., :num_tokens, :] for part in self._parts(block)]
         for place, index in enumerate(filled(cache, with_windows=False)):
             cache.update(parts[2 * place], parts[2 * place + 1], index)
 

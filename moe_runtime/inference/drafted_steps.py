@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import cache_name
+from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter
@@ -29,7 +29,6 @@ from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.kv_cache import can_give_back, give_room
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
-    attention_names,
     can_join,
     most_exact_rows,
     rows_with_own_bits,
@@ -289,7 +288,7 @@ def _tried_rows(model: Any, limit: int) -> int:
         inputs = {"input_ids": torch.tensor(ids), "position_ids": torch.tensor(rows), name: cache}
         return model(**inputs, use_cache=True, return_dict=True)
 
-    own = new_cache(model.config, grows=True)
+    own = new_cache(model, grows=True)
     begun = model(torch.tensor([prompt]), use_cache=True, return_dict=True, **{name: own})
     if {*begun} != {"logits", name} or not can_give_back(own):
         return 1

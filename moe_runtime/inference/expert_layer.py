@@ -176,7 +176,7 @@ class OffloadedExperts(AbsentParameters):
                 weights of experts were given to it.
         """
         if torch.compiler.is_compiling():
-            return _outside_graphs(self.forward, hidden_states, top_k_index, top_k_weights)
+            return _call_uncompiled(self.forward, hidden_states, top_k_index, top_k_weights)
         for name in self._absent_names:  # other weights in their place would not be used
             if not isinstance(self._parameters.get(name), AbsentTensor):
                 refuse_content()
@@ -294,8 +294,8 @@ class OffloadedExperts(AbsentParameters):
                 keys, copies = rules.split(keys)
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             activation = self._activation_now()
-            run = self._run_group if self._step_kernel is None else self._run_rows
-            self._lease_and_run(routing, partial(run, routing, own_rows, activation, out_RD))
+            run = partial(self._run_rows, routing, own_rows, activation, out_RD)
+            self._lease_and_run(routing, run)
             if rules is not None and copies:
                 self._run_rows(routing, own_rows, activation, out_RD, copies)
                 missing = [key for key, _ in copies]
@@ -364,19 +364,6 @@ class OffloadedExperts(AbsentParameters):
         y_RD = frozen_expert(x_RD, weights, self._activation_now(), adapters_R)
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
-    def _run_group(
-        self,
-        routing: LayerRouting,
-        rows: Mapping[int, list[int]],
-        activation: ExpertActivation,
-        out_RD: torch.Tensor,
-        group: Sequence[tuple[ExpertKey, ExpertWeights]],
-    ) -> None:
-        """As ``_run_rows``; the first experts of all say which kernel there is."""
-        if self._step_kernel is None:
-            self._step_kernel = self._make_step_kernel(group[0][1])
-        self._run_rows(routing, rows, activation, out_RD, group)
-
     def _run_rows(
         self,
         routing: LayerRouting,
@@ -422,6 +409,8 @@ class OffloadedExperts(AbsentParameters):
             for group in lease:
                 if visits_all and lease.all_started:
                     self.store.read_ahead(self._following)
+                if self._step_kernel is None:
+                    self._step_kernel = self._make_step_kernel(group[0][1])
                 use(group)
                 for listener in listeners if is_later else ():
                     listener.demanded(routing)
@@ -433,7 +422,7 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 
 
 # runs outside compiled graphs: the compiler would trace every read and thread
-_outside_graphs: Any = torch.compiler.disable(_call)
+_call_uncompiled: Any = torch.compiler.disable(_call)
 
 
 def _find_activation(experts: Any) -> ExpertActivation:

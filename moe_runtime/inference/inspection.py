@@ -26,6 +26,7 @@ from moe_runtime.inference.budget import (
     smallest_budget,
     tokens_to_plan_for,
 )
+from moe_runtime.inference.kv_cache import require_roundable
 from moe_runtime.inference.loading import AUTO, check_names, resolve_policy, signature_of
 from moe_runtime.inference.lossy import copied_bytes
 from moe_runtime.policies.eviction.base import PolicyChoice
@@ -139,6 +140,7 @@ def inspect_checkpoint(
     max_tokens: int | None = None,
     cache_code: str = "none",
     misses: str = "device",
+    kv_cache: str = "exact",
     verify: bool = False,
     progress: Progress | None = None,
 ) -> CheckpointSummary:
@@ -156,11 +158,13 @@ def inspect_checkpoint(
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         ValueError: an option is not one of those that exist.
     """
-    check_names(AUTO, AUTO, AUTO, cache_code)
+    check_names(AUTO, AUTO, AUTO, cache_code, kv_cache=kv_cache)
     require_known("misses", misses, MISSES)
     with nullcontext(path_or_id) if verify else found_headers(path_or_id, progress) as found:
         checkpoint = open_checkpoint(found, dtype, progress=progress)
-        summary = _summary_of(checkpoint, max_tokens, cache_code, misses, verify, progress)
+        summary = _summary_of(
+            checkpoint, max_tokens, cache_code, misses, kv_cache, verify, progress
+        )
     return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
 
 
@@ -169,12 +173,14 @@ def _summary_of(
     max_tokens: int | None,
     cache_code: str,
     misses: str,
+    kv_cache: str,
     verify: bool,
     progress: Progress | None,
 ) -> CheckpointSummary:
     known = known_positions(checkpoint.config) if max_tokens is None else None
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
+    require_roundable(model, kv_cache)
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     cached, landing_bytes = experts, 0
     if cache_code != "none":
@@ -190,8 +196,14 @@ def _summary_of(
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     signature = signature_of(checkpoint, experts)
     reserve_bytes = reserve_for(
-        checkpoint, cached, signature, max_tokens=max_tokens, dense_bytes=dense_bytes
+        checkpoint,
+        cached,
+        signature,
+        max_tokens=max_tokens,
+        dense_bytes=dense_bytes,
+        kv_cache=kv_cache,
     )
+    per_token = checkpoint.config, checkpoint.dtype, experts.top_k, kv_cache
     return CheckpointSummary(
         path=checkpoint.folder,
         model_type=checkpoint.config.model_type,
@@ -211,8 +223,8 @@ def _summary_of(
         reserve_bytes=landing_bytes + stand_in_bytes + reserve_bytes,
         max_tokens=max_tokens,
         known_tokens=known,
-        context_step_bytes=context_step_bytes(checkpoint.config, checkpoint.dtype, experts.top_k),
-        token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype, experts.top_k),
+        context_step_bytes=context_step_bytes(*per_token),
+        token_bytes=reserve_per_token(*per_token),
         signature=signature,
     )
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, attention_name, cache_name
+from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,11 +37,83 @@ def cache_of(named: Mapping[str, Any]) -> Any:
     return named[new] if new in named else named.get(old)
 
 
-def grow_cache_in_place(model: PreTrainedModel) -> None:
-    """Makes the dynamic caches that a model is called with grow in place; other kinds stay."""
-    model.register_forward_pre_hook(
-        lambda _, args, options: give_room(cache_of(options)), with_kwargs=True
-    )
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Keys and values are kept in int8, see `rounded_rows`.
+
+    Attributes:
+        attention: the model's attention that takes rounded rows as they are; None where none does,
+            and they are widened for every step.
+    """
+
+    attention: str | None
+
+    def gives_rows(self, model: Any) -> bool:
+        return self.attention is not None and attention_name(model) == self.attention
+
+
+def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
+    """Refuses ``kv_cache="int8"`` for a model that keeps no keys and values, or others. Raises
+    UnsupportedModelError: says what it keeps."""
+    if kv_cache == "exact":
+        return
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    layers = DynamicCache(config=model.config).layers
+    filled = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+    widths = {getattr(m, name, 0) for m in model.modules() for name in ("head_dim", "v_head_dim")}
+    odd = sorted(width for width in widths if isinstance(width, int) and width % GROUP)
+    found = None
+    if any(hasattr(type(module), "expand_kv") for module in model.modules()):
+        found = "latents, which keys and values are made of"
+    elif any(hasattr(module, "indexer") for module in model.modules()):
+        found = "an index beside keys and values"
+    elif not filled:
+        found = "states, and no keys and values"
+    elif any(type(layer) not in _growing_layers() for layer in filled):
+        found = "keys, values and states in one layer"
+    elif odd:
+        found = f"heads of {odd[0]} values, which are no groups of {GROUP}"
+    if found is not None:
+        raise UnsupportedModelError(
+            f"kv_cache int8 rounds keys and values, and {type(model).__name__} keeps {found}; "
+            "expected kv_cache exact"
+        )
+
+
+def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None) -> None:
+    """Makes the dynamic caches that a model is called with grow in place, and keep int8 where there
+    is a ``rounding``; other kinds stay, or are refused (UnsupportedUseError)."""
+    cast(Any, model)._kv_rounding = rounding
+
+    def prepare(_: Any, args: Any, options: dict[str, Any]) -> Any:
+        cache = cache_of(options)
+        if rounding is None:
+            return give_room(cache)
+        is_cached = options.get("use_cache")
+        is_cached = model.config.use_cache if is_cached is None else is_cached
+        if cache is None and is_cached and not torch.is_grad_enabled():
+            from transformers.cache_utils import DynamicCache
+
+            cache = DynamicCache(config=model.config)
+            options = {**options, cache_name(model.forward): cache}
+        elif cache is not None and _is_foreign(cache):
+            raise UnsupportedUseError(
+                f"kv_cache int8 rounds what a DynamicCache keeps, got a {type(cache).__name__}; "
+                "give none, or load the model with kv_cache exact"
+            )
+        give_room(cache, model)
+        return args, options
+
+    model.register_forward_pre_hook(prepare, with_kwargs=True)
+
+
+def _is_foreign(cache: Any) -> bool:
+    """Whether it is a cache of transformers that keeps what it gets."""
+    from transformers.cache_utils import DynamicCache
+
+    is_theirs = type(cache).__module__.startswith("transformers.")
+    return is_theirs and (type(cache) is not DynamicCache or cache.offloading)
 
 
 def take_place(
@@ -53,11 +128,15 @@ def take_place(
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
         return None
     layer = layers[layer_index]
-    if type(layer) not in _growing_layers().values() or not layer.is_initialized:
-        return None
-    if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
-        return None
-    return layer.take_place()
+    return layer.take_place() if can_take_place(layer, dtype) else None
+
+
+def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether a layer's keys and values can be attended to and written as they lie."""
+    if not isinstance(layer, tuple(_growing_layers().values())) or not layer.is_initialized:
+        return False
+    kept = layer.keys.dtype
+    return kept is layer.values.dtype and (kept is dtype or hasattr(layer, "gives_rows"))
 
 
 def can_give_back(cache: Any) -> bool:
@@ -69,19 +148,26 @@ def can_give_back(cache: Any) -> bool:
     )
 
 
-def give_room(cache: Any) -> None:
-    """Makes a dynamic cache grow in place; other kinds, and None, stay as they are."""
+def give_room(cache: Any, model: Any = None) -> None:
+    """Makes a dynamic cache grow in place, and keep int8 where the ``model`` has a rounding; other
+    kinds, and None, stay as they are."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if type(cache) is not DynamicCache:
         return
-    growing = _growing_layers()
+    rounding: Rounding | None = getattr(model, "_kv_rounding", None)
+    growing = _growing_layers() if rounding is None else _rounded_layers()
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = growing[DynamicLayer]
+    gives_rows = rounding is not None and rounding.gives_rows(model)
     for index, layer in enumerate(cache.layers):
         if type(layer) in growing and getattr(layer, "sliding_window", 2) > 1:
             cache.layers[index] = taken = object.__new__(growing[type(layer)])
             vars(taken).update(vars(layer), growing_keys=_Growing(), growing_values=_Growing())
+            if rounding is not None and taken.is_initialized:
+                taken.keys, taken.values = round_rows(taken.keys), round_rows(taken.values)
+        if rounding is not None and hasattr(cache.layers[index], "gives_rows"):
+            cast(Any, cache.layers[index]).gives_rows = gives_rows
 
 
 @functools.cache
@@ -151,6 +237,42 @@ def _growing_layers() -> dict[type, type]:
             self.values = self.growing_values.give_back(num_tokens, kept)
 
     return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
+
+
+@functools.cache
+def _rounded_layers() -> dict[type, type]:
+    """Those whose keys and values are kept in int8."""
+    return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
+
+
+def _rounding(growing: Any) -> type:
+    """A class of layers that grow, whose keys and values are rows of `rounded_rows`."""
+
+    class RoundedLayer(growing):
+        """Keys and values in int8. What comes is rounded first, so that a token is seen alike by
+        those of its own pass and by later ones."""
+
+        gives_rows = False  # whether they go to attention as they are
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Appends ``[B, G, Q, D]`` keys and values, or rows of others; gives all of them, as
+            rows or in the type that came."""
+            if key_states.dtype is torch.uint8:
+                return super().update(key_states, value_states, *args, **kwargs)
+            if key_states.requires_grad or value_states.requires_grad:
+                raise UnsupportedUseError(
+                    "kv_cache int8 has no gradients: call the model with use_cache=False, or load "
+                    "it with kv_cache exact"
+                )
+            new = round_rows(key_states), round_rows(value_states)
+            keys, values = super().update(*new, *args, **kwargs)
+            if self.gives_rows and not torch.compiler.is_compiling():
+                return keys, values
+            return widen_rows(keys, key_states.dtype), widen_rows(values, value_states.dtype)
+
+    return RoundedLayer
 
 
 class _Growing:

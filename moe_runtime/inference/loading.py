@@ -26,6 +26,7 @@ from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
     DRAFTS,
+    KV_CACHES,
     MISSES,
     SHARES,
     STAND_IN,
@@ -37,6 +38,7 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
+from moe_runtime.inference.adapters import LoadedAdapter
 from moe_runtime.inference.budget import (
     Context,
     MemoryPlan,
@@ -52,7 +54,11 @@ from moe_runtime.inference.budget import (
     set_up_libraries,
     tokens_to_plan_for,
 )
-from moe_runtime.inference.cpu.attention import rest_torch_threads, use_single_query_attention
+from moe_runtime.inference.cpu.attention import (
+    rest_torch_threads,
+    rounding_of,
+    use_single_query_attention,
+)
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
@@ -60,7 +66,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     RuntimeHandle,
     as_loaded_model,
 )
-from moe_runtime.inference.kv_cache import grow_cache_in_place
+from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit
@@ -96,6 +102,7 @@ def load(
     predictor: str | Path = "next-gate",
     shares: str = "auto",
     cache_code: str = "none",
+    kv_cache: str = "exact",
     activations: str = "exact",
     misses: str = "device",
     routing: str = "exact",
@@ -138,6 +145,8 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts and linear layers lie in memory: ``"none"``, as in the files,
             or ``"planes"``, in a lossless code that holds 1.4 times as many experts; only on a CPU.
+        kv_cache: how keys and values are kept: ``"exact"``, or ``"int8"``: rounded to 8 bits, 32
+            values to a scale, in half the memory. Running states stay as they are. Lossy; CPU only.
         activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
         misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
@@ -189,7 +198,7 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    check_names(policy, shares, predictor, cache_code, activations)
+    check_names(policy, shares, predictor, cache_code, activations, kv_cache)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode, place = parse_mode(prefetch), find_device(device)
@@ -198,12 +207,10 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     rules = LossyRules.of(routing, skip_below, misses)
-    check_place(place, rules, draft, misses, trace, is_alone=group is None and placement is None)
-    own_adapter = None
-    if adapter is not None:
-        from moe_runtime.inference.adapters import LoadedAdapter
-
-        own_adapter = LoadedAdapter(adapter, place)
+    check_place(
+        place, rules, draft, misses, trace, kv_cache, is_alone=group is None and placement is None
+    )
+    own_adapter = LoadedAdapter(adapter, place)
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -213,8 +220,9 @@ def load(
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
-    tokens_to_plan_for(checkpoint.config, max_tokens)
+    planned_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
+    require_roundable(model, kv_cache)
     set_up_libraries(checkpoint.dtype)
     # memory of imported libraries; everything after this line counts as the runtime's
     baseline = resident_bytes()
@@ -266,11 +274,7 @@ def load(
     }
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = table_bytes + set_aside_bytes
-    if own_adapter is not None:
-        own_adapter.require_fit(model)
-        room = tokens_to_plan_for(checkpoint.config, max_tokens)
-        extra_bytes += own_adapter.num_bytes + own_adapter.workspace_bytes(room)
+    extra_bytes = table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens)
     plans, context = _plan(
         checkpoint,
         slot_maps,
@@ -278,8 +282,9 @@ def load(
         free,
         dense_bytes,
         # processes that divide the experts must not choose each for itself
-        max_tokens if partition is None else tokens_to_plan_for(checkpoint.config, max_tokens),
+        max_tokens if partition is None else planned_tokens,
         extra_bytes,
+        kv_cache,
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -295,14 +300,13 @@ def load(
     # before weights are loaded: memory of the choice is free again by then
     fastest = plans.get("device", plans["host"])
     folder = checkpoint.folder
-    choice = resolve_policy(
-        policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
-    )
+    room = fastest.num_slots, experts.slot_bytes
+    choice = resolve_policy(policy, shares, signature, folder, *room)
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         # of a CPU's plan the dense weights are less where embeddings stay in their files
         is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
         stored = experts.embeddings if is_stored else {}
-        finish_dense(model, checkpoint, experts, place, progress, stored)
+        finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -341,6 +345,7 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
         context=context,
+        kv_cache=kv_cache,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -385,8 +390,7 @@ def load(
         learning=learning,
         drafts=None if drafts is None else drafts.control,
     )
-    if own_adapter is not None:
-        own_adapter.apply(model)
+    own_adapter.apply(model)
     if rules.stands_in:
         _copy_experts(model, modules, progress)
     if warm_up:
@@ -416,6 +420,7 @@ def finish_dense(
     place: torch.device,
     progress: Progress | None = None,
     stored: Mapping[str, str] | None = None,
+    kv_cache: str = "exact",
 ) -> None:
     """Loads everything but the experts, and makes the model ready to generate; embeddings
     ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
@@ -426,7 +431,7 @@ def finish_dense(
         use_single_query_attention(model)
         fuse_attention_layers(model)
         rest_torch_threads(model)
-        grow_cache_in_place(model)
+        grow_cache_in_place(model, rounding_of(model, kv_cache))
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
     if settings is not None:
         model.generation_config = settings
@@ -441,15 +446,15 @@ def _plan(
     dense_bytes: int,
     max_tokens: int | None,
     extra_bytes: int,
+    kv_cache: str,
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
     signature = signature_of(checkpoint, experts)
 
     def reserve(num_tokens: int) -> int:
-        return extra_bytes + reserve_for(
-            checkpoint, experts, signature, max_tokens=num_tokens, dense_bytes=dense_bytes
-        )
+        sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
+        return extra_bytes + reserve_for(checkpoint, experts, signature, **sizes, kv_cache=kv_cache)
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -465,7 +470,7 @@ def _plan(
             slot_bytes=slot_maps[dense_place].slot_bytes,
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
-            step_bytes=context_step_bytes(config, dtype, signature.top_k),
+            step_bytes=context_step_bytes(config, dtype, signature.top_k, kv_cache),
         )
     plans = {
         place: plan_memory(
@@ -529,10 +534,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(
-        ("policy", "prefetch", "shares", "cache_code", "activations", "misses", "draft"), (str,)
-    ),
-    "routing": (str,),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "kv_cache"), (str,)),
+    **dict.fromkeys(("activations", "misses", "draft", "routing"), (str,)),
     "skip_below": (float, int),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement", "adapter"), (str, Path, _NONE)),
@@ -544,15 +547,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_names(
-    policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
+    policy: str,
+    shares: str,
+    predictor: str | Path,
+    cache_code: str,
+    activations: str = "exact",
+    kv_cache: str = "exact",
 ) -> None:
     """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
     file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
-    shares or of activations has the name."""
+    shares, of activations or of KV cache has the name."""
     require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
+    require_known("kv_cache", kv_cache, KV_CACHES)
     if predictor != AUTO:
         if is_file_name(predictor):
             from moe_runtime.lab.traces.learned import read_predictor_signature
@@ -568,6 +577,7 @@ def check_place(
     draft: str,
     misses: str,
     trace: str | Path | None,
+    kv_cache: str,
     *,
     is_alone: bool,
 ) -> None:
@@ -578,6 +588,8 @@ def check_place(
     given = dict.fromkeys(rules.named, "cpu")
     if draft != "none":
         given[f"draft {draft}"] = "cpu"
+    if kv_cache != "exact":
+        given[f"kv_cache {kv_cache}"] = "cpu"
     if misses not in ("device", STAND_IN):
         given[f"misses {misses}"] = "cuda"
     kinds = {"cpu": "the CPU", "cuda": "a GPU"}

@@ -79,7 +79,12 @@ class LossyRules:
     @staticmethod
     def refuse_exact(loading: Mapping[str, Any]) -> None:
         """Refuses options of `load` beside an engine that is exact. Raises ValueError: by them the
-        experts in memory decide what is computed."""
+        experts in memory decide what is computed, or keys and values are rounded."""
+        if (kept := loading.get("kv_cache", "exact")) != "exact":
+            raise ValueError(
+                f"exact keeps every bit, and kv_cache {kept} rounds keys and values: leave one of "
+                "them out"
+            )
         names = ("routing", "skip_below", "misses")
         given = [loading.get(n, d) for n, d in zip(names, ("exact", 0.0, "device"), strict=True)]
         if found := LossyRules.of(*given).named:

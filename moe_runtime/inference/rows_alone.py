@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.checkpoints.transformers_private import attention_names
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.sequence_cache import can_share_a_pass
@@ -146,12 +146,6 @@ def most_exact_rows(layer: OffloadedExperts, sizes: Items[int], dtype: torch.dty
             found = size
         most = found
     return most
-
-
-def attention_names(model: Any) -> set[str]:
-    configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
-    names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
-    return {name for name in names if name}
 
 
 def can_join(model: Any) -> bool:

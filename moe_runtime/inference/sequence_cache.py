@@ -20,9 +20,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.device.static_caches import RowCache, RowLayer
-from moe_runtime.inference.kv_cache import give_room
+from moe_runtime.inference.kv_cache import can_take_place, give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
 from moe_runtime.memory.device.cuda_device import CudaDevice
 
@@ -93,12 +92,12 @@ def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float
     )
 
 
-def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> int:
+def tokens_of_states(cache: DynamicCache, reserved: int) -> int:
     """Tokens whose room has place for the states of a sequence in addition to their keys and
     values.
 
-    Memory is reserved as if every layer kept keys and values: layers with states use the rest of
-    it.
+    Of a token ``reserved`` bytes are set aside, as if every layer kept keys and values: layers with
+    states use the rest of it.
     """
     states = sum(state.nbytes for state in _tensors_of(cache))
     filled: list[Any] = [
@@ -106,7 +105,6 @@ def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> in
     ]
     parts = [part for layer in filled for part in (layer.keys, layer.values)]
     used = sum(part.nbytes // max(part.shape[-2], 1) for part in parts)
-    reserved = kv_bytes_per_token(config, dtype)
     left = reserved - used
     return -(-states // (left if left > 0 else reserved))
 
@@ -130,10 +128,11 @@ _KNOWN_LAYERS = {
 }
 
 
-def new_cache(config: Any, *, grows: bool) -> DynamicCache:
-    cache = DynamicCache(config=config)
+def new_cache(model: Any, *, grows: bool) -> DynamicCache:
+    """An empty cache for a model, of the kind that the model makes of any."""
+    cache = DynamicCache(config=model.config)
     if grows:
-        give_room(cache)
+        give_room(cache, model)
     return cache
 
 
@@ -411,11 +410,8 @@ class _BatchLayer(CacheLayerMixin):
 
     def take_places(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Makes keys and values of each sequence one token longer; it is not written yet."""
-        for layer in self._layers:
-            if not hasattr(layer, "take_place") or not layer.is_initialized:
-                return None
-            if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
-                return None
+        if not all(can_take_place(layer, dtype) for layer in self._layers):
+            return None
         rows = self._rows or [1] * len(self._layers)
         each = zip(self._layers, rows, strict=True)
         return [place for layer, num_rows in each for place in _places(layer, num_rows)]

@@ -85,6 +85,7 @@ class Conversation:
         self._reader = reader
         self.messages: list[dict[str, Any]] = []
         self.turns: list[Turn] = []
+        self.num_generated = 0  # tokens of all answers, also of one that is being made
         self._pictures: list[Picture] = []  # of all messages, in their order
         self._waiting: list[tuple[str, Picture]] = []
         self.reset()
@@ -108,6 +109,24 @@ class Conversation:
             raise ValueError("this model takes no pictures")
         (picture,) = self._reader.open_all([file])
         self._waiting.append((os.path.abspath(at_home(file)), picture))
+
+    @property
+    def files(self) -> list[str]:
+        """Of all pictures: those of messages, then those before the next one."""
+        contents = [message["content"] for message in self.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return [*(part["image"] for part in parts if "image" in part)] + [
+            file for file, _ in self._waiting
+        ]
+
+    def go_on_from(self, other: Conversation, pictures: Sequence[Picture]) -> None:
+        """Takes the messages of another model's conversation; ``pictures`` are its ``files``, as
+        this model has them."""
+        num_waiting = len(other._waiting)
+        self.messages, self.turns = [*other.messages], [*other.turns]
+        self._pictures = [*pictures[: len(pictures) - num_waiting]]
+        waiting = zip(other._waiting, pictures[len(self._pictures) :], strict=True)
+        self._waiting = [(file, picture) for (file, _), picture in waiting]
 
     def undo(self) -> bool:
         """Takes the last message and its answer back; gives whether there was one."""
@@ -204,6 +223,7 @@ class Conversation:
                     cached_tokens = event.cached_tokens
                 elif isinstance(event, NewToken):
                     times_s.append(time.perf_counter())
+                    self.num_generated += 1
                     reason = show(text.add(event))
         finally:
             handle.cancel()

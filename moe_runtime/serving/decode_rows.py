@@ -133,8 +133,9 @@ class RowDecoding:
         if num_tokens > self._account.capacity - self.room:
             self._tidy()
             for sequence, _ in self._held:
-                self._scheduler.preempt(sequence)
-                self._scheduler.num_preemptions += 1
+                with Failure():
+                    self.take_out(sequence, is_view=True)
+                self._scheduler.make_way(sequence)
             self.close()
 
     def _admit(self, sequences: Items[Sequence]) -> None:

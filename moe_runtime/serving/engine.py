@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefixes import PrefixDisk, Prefixes, account_for
+from moe_runtime.serving.prefixes import Filled, PrefixDisk, Prefixes, account_for
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineOptions,
@@ -34,7 +35,14 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
+from moe_runtime.serving.scheduling import (
+    Arrival,
+    Failure,
+    Scheduler,
+    Sequence,
+    beside_prompts,
+    groups_of,
+)
 from moe_runtime.serving.step_sizes import StepSizes
 
 
@@ -122,9 +130,7 @@ class Engine:
             block = 0
             if self._options.reuses_prefixes and self._passes.keeps_prefixes:
                 block = self._options.prompt_tokens if self._options.exact else PIECE
-            self._account = account_for(
-                self._passes, capacity, block_tokens=block, config=model.config, dtype=model.dtype
-            )
+            self._account = account_for(self._passes, capacity, block_tokens=block)
             self._prefixes = Prefixes(
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
             )
@@ -133,8 +139,13 @@ class Engine:
             )
             self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
             self._scheduler = Scheduler(
-                self._account, most_running=self._options.most_running, adapters=self._adapters
+                self._account,
+                most_running=self._options.most_running,
+                adapters=self._adapters,
+                leave=self._prefixes.leave,
             )
+            self._threads = ThreadPoolExecutor(1, "moe-runtime prefixes")
+            undo.callback(self._threads.shutdown)
             self._rows = RowDecoding(self._passes, self._scheduler, self._options)
             self._drafts: Any = getattr(model, "_drafts", None)  # of a model from ``load``
             known = known_positions(model.config)
@@ -143,6 +154,7 @@ class Engine:
             undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
+        self._awaited: list[Arrival[Filled]] = []
         self._num_requests = 0
         self._is_open, self._is_closed = True, False
         self._counts: Counter[str] = Counter()
@@ -232,6 +244,7 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._threads.shutdown()
         self._passes.close()
 
     def check(self) -> None:
@@ -271,9 +284,21 @@ class Engine:
             if not self._has_work():
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._is_closed or self._has_work())
+            awaited, self._awaited = self._awaited, []
+            self._changed.wait_for(lambda: self._is_closed or self._has_news(awaited))
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
             return not self._is_closed
+
+    def _has_news(self, awaited: list[Arrival[Filled]]) -> bool:
+        """Whether a step can do more than the last one, which only waited."""
+        known = (*self._scheduler.running, *self._scheduler.waiting)
+        is_cancelled = any(sequence.is_cancelled for sequence in known)
+        return not awaited or bool(self._arrived) or is_cancelled or any(a.is_done for a in awaited)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _end_all(self) -> None:
         with self._changed:
@@ -297,6 +322,13 @@ class Engine:
                 self._start(sequence)
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
+        for sequence in [*self._scheduler.running]:
+            if sequence.arrival is None or not sequence.arrival.is_done:
+                continue
+            with Failure() as failure:
+                self._begin(sequence, sequence.arrival.result())
+            if failure.has_failed:
+                self._finish(sequence, failure.finished)
         in_rows, decoding = self._rows.divide()
         num_decoding = len(decoding) + sum(map(len, in_rows))
         divides = self._options.exact or not self._passes.reads_together
@@ -304,6 +336,10 @@ class Engine:
         with Failure():  # later requests compute it again
             chosen = self._prefixes.cut(chosen)
         num_prompt = sum(num_new for _, num_new in chosen)
+        arriving = (sequence.arrival for sequence in self._scheduler.running)
+        if not num_decoding and not num_prompt and (awaited := [*filter(None, arriving)]):
+            self._awaited = awaited
+            return
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=num_decoding):
             beside = [] if divides else beside_prompts(decoding, chosen)
             rest = [sequence for sequence in decoding if sequence not in beside]
@@ -393,13 +429,29 @@ class Engine:
             drafter = sequence.drafter = self._drafts.new_drafter()
             drafter.extend(sequence.tokens)
         self._adapters.read(sequence.request.adapter)
-        cache, room = self._passes.new_cache(), self._account.room_of(sequence)
-        prompt = sequence.request.prompt_ids
-        num_found = self._prefixes.fill(sequence, cache, room)
-        read_end = len(prompt) if self._options.exact else len(sequence.tokens)
-        sequence.start(cache, num_found, read_end)
-        sequence.room = room if num_found else 0
-        self._counts["prefix_hit_tokens"] += min(num_found, len(prompt))
+        room = self._account.room_of(sequence)
+        filled = self._prefixes.fill(sequence, self._passes.new_cache(), room)
+        if not self._prefixes.may_be_on_disk(sequence, filled):
+            self._begin(sequence, filled)
+            return
+
+        def read(is_dropped: Callable[[], bool]) -> Filled:
+            with torch.inference_mode():
+                return self._prefixes.read(sequence, filled, is_dropped)
+
+        sequence.arrival = Arrival(self._threads, read)
+        sequence.arrival.call_when_done(self._notify)
+
+    def _begin(self, sequence: Sequence, filled: Filled) -> None:
+        """A sequence goes on after what its cache was filled with."""
+        self._prefixes.begin(sequence, filled)
+        num_prompt, num_found = len(sequence.request.prompt_ids), filled.num_cached
+        read_end = num_prompt if self._options.exact else len(sequence.tokens)
+        if num_prompt <= num_found == len(sequence.tokens) - 1:
+            read_end = num_found  # it decodes, as when it left
+        sequence.start(filled.cache, num_found, read_end)
+        sequence.room = filled.room if num_found else 0
+        self._counts["prefix_hit_tokens"] += min(num_found, num_prompt)
 
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
@@ -474,6 +526,7 @@ class Engine:
                 self._rows.take_out(sequence, is_view=True)
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
+        self._prefixes.forget(sequence)
         self._passes.requests.end(sequence.number)
         self._finished[finished.reason] += 1
         sequence.finish(finished)

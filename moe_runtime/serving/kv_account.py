@@ -25,10 +25,18 @@ def rounded_up(num_tokens: int) -> int:
 
 
 def digests_of(
-    tokens: Sequence[int], block_tokens: int, digest: bytes, num_bytes: int, key: bytes = b""
+    tokens: Sequence[int],
+    block_tokens: int,
+    digest: bytes,
+    num_bytes: int,
+    key: bytes = b"",
+    *,
+    with_rest: bool = False,
 ) -> Iterator[bytes]:
-    """Of the whole blocks of some tokens, each with all before it; ``digest`` comes first."""
-    for first in range(0, len(tokens) - block_tokens + 1, block_tokens) if block_tokens else ():
+    """Of the whole blocks of some tokens, each with all before it; ``digest`` comes first. With the
+    rest, also of the tokens after them."""
+    end = len(tokens) if with_rest else len(tokens) - block_tokens + 1
+    for first in range(0, end, block_tokens) if block_tokens else ():
         block = array("q", tokens[first : first + block_tokens]).tobytes()
         digest = hashlib.blake2b(digest + block, digest_size=num_bytes, key=key).digest()
         yield digest

@@ -19,10 +19,12 @@ from transformers.cache_utils import DynamicCache
 
 from moe_runtime.checkpoints.transformers_private import (
     attention_name,
+    attention_names,
     cache_name,
 )
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.adapters import Adapters
+from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
@@ -36,7 +38,6 @@ from moe_runtime.inference.pictures import (
 )
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
-    attention_names,
     can_join,
     most_exact_rows,
     rows_with_own_bits,
@@ -110,6 +111,7 @@ class ModelPasses:
         states: copies what a cache keeps beside the tokens of blocks; None where that is nothing.
         token_bytes: of a token in a block, where there are such states.
         state_tokens: tokens whose room the running states of a sequence need.
+        reserved_bytes: of memory that are set aside for a token's keys and values.
     """
 
     def __init__(self, model: Any, adapters: Adapters, *, exact: int = 1) -> None:
@@ -150,6 +152,10 @@ class ModelPasses:
         self.states: StateCopies | None = None
         self.token_bytes = 0
         self._has_states = keeps_states(config)
+        is_rounded = getattr(model, "_kv_rounding", None) is not None
+        self.reserved_bytes = kv_bytes_per_token(
+            config, model.dtype, "int8" if is_rounded else "exact"
+        )
         self._graphs = _graphs_of(model)
         self.can_have_rows = (
             self._graphs is not None
@@ -176,7 +182,7 @@ class ModelPasses:
         return self.can_join and not self._has_states
 
     def new_cache(self) -> DynamicCache:
-        cache = new_cache(self._model.config, grows=self._device.type == "cpu")
+        cache = new_cache(self._model, grows=self._device.type == "cpu")
         setattr(cache, DRAFTED_ELSEWHERE, True)
         return cache
 
@@ -408,7 +414,7 @@ class ModelPasses:
         cache = self.new_cache()
         whole = self._call([ids], cache, keep=1)[:, -1]
         if self._has_states:
-            self.state_tokens = tokens_of_states(cache, self._model.config, self._model.dtype)
+            self.state_tokens = tokens_of_states(cache, self.reserved_bytes)
         if self._has_states or not can_share_a_pass(self._model.config):
             with Failure() as failure:  # some states take one token more, or many from the start
                 halves = self.new_cache()

@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import os
 import re
+import secrets
 import stat
 import time
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -26,7 +27,6 @@ from transformers.cache_utils import DynamicCache
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
-from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.cache_copies import BlockCopies, drop_after
 from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.kv_account import KVAccount, digests_of
@@ -97,8 +97,8 @@ class PrefixFiles:
         self._block_tokens = block_tokens
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
         state = _on_disk(state_bytes) if state_bytes else 0
-        self._most_blocks = (disk.most_bytes - state) // _on_disk(block_bytes)
-        if self._most_blocks <= 0:
+        self.most_blocks = (disk.most_bytes - state) // _on_disk(block_bytes)
+        if self.most_blocks <= 0:
             least = _on_disk(block_bytes) + state
             raise ValueError(
                 f"--prefix-disk must be at least {format_bytes(least)}, which "
@@ -116,13 +116,16 @@ class PrefixFiles:
         except OSError as error:
             self._failed(error)
 
-    def find(self, tokens: Items[int], first: int, owner: str = "") -> Iterator[torch.Tensor]:
+    def find(
+        self, tokens: Items[int], first: int, owner: str = "", *, with_rest: bool = False
+    ) -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block from ``first``, as bytes.
 
-        Blocks kept under another ``owner`` are not found.
+        Blocks kept under another ``owner`` are not found. With the rest, the last may be of fewer
+        tokens.
         """
         path: list[Path] = []
-        for index, file in enumerate(self._files(tokens, owner)):
+        for index, file in enumerate(self._files(tokens, owner, with_rest=with_rest)):
             if index < first:
                 continue
             block = self._read(file, self._block_bytes)
@@ -132,6 +135,11 @@ class PrefixFiles:
             yield block
         self._use(path)
 
+    def knows(self, tokens: Items[int], index: int, owner: str) -> bool:
+        """Whether there is a file of the block with a number."""
+        file = next(itertools.islice(self._files(tokens, owner), index, None), None)
+        return file is not None and file.exists()
+
     def last_state(self, tokens: Items[int], owner: str = "") -> int:
         """Blocks of the longest beginning of some tokens after which there is a state."""
         path = [*self._files(tokens, owner)]
@@ -140,9 +148,11 @@ class PrefixFiles:
                 return num_blocks
         return 0
 
-    def find_state(self, tokens: Items[int], owner: str = "") -> torch.Tensor | None:
-        """The state after some tokens, whole blocks, as bytes."""
-        *_, last = self._files(tokens, owner)
+    def find_state(
+        self, tokens: Items[int], owner: str = "", *, with_rest: bool = False
+    ) -> torch.Tensor | None:
+        """The state after some tokens, whole blocks, as bytes; or after all of them."""
+        *_, last = self._files(tokens, owner, with_rest=with_rest)
         file = _state_file(last)
         self._use([file])
         return self._read(file, self._state_bytes)
@@ -153,19 +163,23 @@ class PrefixFiles:
         make: Callable[[int], torch.Tensor],
         owner: str = "",
         states: Mapping[int, torch.Tensor] | None = None,
+        *,
+        with_rest: bool = False,
     ) -> None:
-        """Writes the whole blocks of some tokens that are not there yet, as many as have place.
+        """Writes the whole blocks of some tokens that are not there yet, as many as have place, and
+        with the rest what is after them.
 
         ``states`` are those after some of them, by tokens.
         """
-        path = list(itertools.islice(self._files(tokens, owner), self._most_blocks))
+        files = self._files(tokens, owner, with_rest=with_rest)
+        path = list(itertools.islice(files, self.most_blocks))
         try:
             self._use([file for file in path if file.exists()])  # or they give way to what follows
             for index, file in enumerate(path):
                 if not file.exists():
                     self._write(file, make(index))
             for end, state in (states or {}).items():
-                if (index := end // self._block_tokens - 1) < len(path):
+                if (index := -(-end // self._block_tokens) - 1) < len(path):
                     file = _state_file(path[index])
                     if not file.exists():
                         self._write(file, state)
@@ -173,6 +187,13 @@ class PrefixFiles:
         except OSError as error:
             self._failed(error)
         self._use(path)
+
+    def forget(self, tokens: Items[int], owner: str) -> None:
+        """Removes what was kept of some tokens with their rest."""
+        for file in self._files(tokens, owner, with_rest=True):
+            for each in (file, _state_file(file)):
+                with contextlib.suppress(OSError):
+                    each.unlink(missing_ok=True)
 
     def _failed(self, error: OSError) -> None:
         self.num_failures += 1
@@ -185,11 +206,12 @@ class PrefixFiles:
         make_folders(self._folder)
         os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
-    def _files(self, tokens: Items[int], owner: str) -> Iterator[Path]:
+    def _files(self, tokens: Items[int], owner: str, *, with_rest: bool = False) -> Iterator[Path]:
         root = self._root
         if owner:
             root = hashlib.blake2b(root + owner.encode(), digest_size=_DIGEST_BYTES).digest()
-        for digest in digests_of(tokens, self._block_tokens, root, _DIGEST_BYTES):
+        size = self._block_tokens
+        for digest in digests_of(tokens, size, root, _DIGEST_BYTES, with_rest=with_rest):
             yield self._folder / digest.hex()
 
     def _read(self, file: Path, size: int) -> torch.Tensor | None:
@@ -323,13 +345,13 @@ another form."""
 
 
 def account_for(
-    passes: ModelPasses, capacity: int, *, block_tokens: int, config: Any, dtype: torch.dtype
+    passes: ModelPasses, capacity: int, *, block_tokens: int
 ) -> KVAccount[torch.Tensor]:
     """Room for ``capacity`` tokens. Memory is set aside as if all layers kept each: blocks that
     have fewer take less room."""
     block_room, state_room = block_tokens, 0
     if block_tokens and passes.states is not None:
-        reserved = kv_bytes_per_token(config, dtype)
+        reserved = passes.reserved_bytes
         block_room = max(1, -(-block_tokens * passes.token_bytes // reserved))
         state_room = -(-passes.states.num_bytes // reserved)
     return KVAccount(
@@ -339,6 +361,23 @@ def account_for(
         block_room=block_room,
         state_room=state_room,
     )
+
+
+class Filled(NamedTuple):
+    """A cache with the beginning of a text.
+
+    Attributes:
+        room: tokens that it has room for.
+        num_cached: tokens in it.
+        state: after them, still to be put there; None where there is none.
+        num_read: those of them that came from the disk.
+    """
+
+    cache: DynamicCache
+    room: int
+    num_cached: int
+    state: torch.Tensor | None
+    num_read: int = 0
 
 
 class Prefixes:
@@ -364,6 +403,7 @@ class Prefixes:
         self._copies = BlockCopies(account.block_tokens)
         self._states = passes.states if account.block_tokens else None
         self._files: PrefixFiles | None = None
+        self._secret = secrets.token_hex(_SUM_BYTES)
         self.num_disk_tokens = 0
         if disk is None:
             return
@@ -417,17 +457,16 @@ class Prefixes:
                     return True
         return False
 
-    def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> int:
-        """Copies the longest known beginning of a sequence into its empty cache; gives its tokens.
+    def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> Filled:
+        """Copies the longest known beginning of a sequence into its empty cache, from memory.
 
         Where the cache's room was taken from the blocks that were found, it grows as these are
         freed: both are never there at once.
         """
-        tokens, root = self._wanted(sequence), sequence.root
         found, sequence.found = sequence.found[::-1], []
         state, sequence.found_state = sequence.found_state, None
         size, num_cached = self._account.block_tokens, 0
-        is_given_up = len(self._account.find(tokens, root)) < len(found)
+        is_given_up = len(self._account.find(self._wanted(sequence), sequence.root)) < len(found)
         at_once = -(-len(found) // _PARTS) if is_given_up else len(found)
         while found:
             grown = num_cached + at_once * size if len(found) > at_once else room
@@ -435,19 +474,94 @@ class Prefixes:
             for _ in range(min(at_once, len(found))):
                 self._append(cache, found.pop(), num_cached, grown)
                 num_cached += size
-        if self._files is not None and _is_plain(sequence):
-            owner = sequence.request.prefix_owner
-            num_cached, state = self._read(tokens, owner, cache, num_cached, room, state)
+        return Filled(cache, room, num_cached, state)
+
+    def may_be_on_disk(self, sequence: Sequence, filled: Filled) -> bool:
+        if self._files is None or sequence.left or not _is_plain(sequence):
+            return self._files is not None and sequence.left > 0
+        first = filled.num_cached // self._account.block_tokens
+        return self._files.knows(self._wanted(sequence), first, sequence.request.prefix_owner)
+
+    def read(self, sequence: Sequence, filled: Filled, is_dropped: Callable[[], bool]) -> Filled:
+        """Appends what the disk has; from any thread, since nobody else has the cache by then. Ends
+        early where it is dropped."""
+        if sequence.left > filled.num_cached:
+            back = self._read_left(sequence, filled, is_dropped)
+            if back is not None:
+                return back
+        if not _is_plain(sequence) or is_dropped():
+            return filled
+        owner, tokens = sequence.request.prefix_owner, self._wanted(sequence)
+        return self._read(tokens, owner, filled, is_dropped)
+
+    def begin(self, sequence: Sequence, filled: Filled) -> None:
+        """Has a sequence go on after what its cache was filled with."""
+        num_cached, size = filled.num_cached, self._account.block_tokens
+        self.num_disk_tokens += filled.num_read
+        self.forget(sequence)
+        if self._states is None:
+            return
+        if filled.state is not None:
+            self._states.put(filled.state, filled.cache, num_cached)
+        end = len(sequence.request.prompt_ids if self._exact else sequence.tokens) - TAIL_TOKENS
+        sequence.num_computed = num_cached
+        for each in (*range(STATE_TOKENS, end - STATE_TOKENS // 2, STATE_TOKENS), end):
+            self._plan(sequence, each)
+        # where another text went on in another way
+        num_known = self._account.num_known(self._wanted(sequence), sequence.root)
+        self._plan(sequence, num_known * size)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Writes a sequence whose room others need to the disk, from where it comes back as it was.
+        One that has no place there is computed again."""
+        files, cache, end = self._files, sequence.cache, sequence.num_computed
+        if files is None or cache is None or not end or sequence.wants_prompt_logprobs:
+            return
+        if -(-end // self._account.block_tokens) > files.most_blocks:
+            return
+        states: dict[int, torch.Tensor] = {}
         if self._states is not None:
-            if state is not None:
-                self._states.put(state, cache, num_cached)
-            end = len(sequence.request.prompt_ids if self._exact else sequence.tokens) - TAIL_TOKENS
-            sequence.num_computed = num_cached
-            for each in (*range(STATE_TOKENS, end - STATE_TOKENS // 2, STATE_TOKENS), end):
-                self._plan(sequence, each)
-            # where another text went on in another way
-            self._plan(sequence, self._account.num_known(tokens, root) * size)
-        return num_cached
+            states[end] = self._states.new()
+            if not self._states.take(states[end], cache, end):
+                return
+        make = partial(self._copies.copy, cache)
+        files.keep(sequence.keys[:end], make, self._owner_of(sequence), states, with_rest=True)
+        sequence.left = end
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence is back, or ends: what is on the disk for it alone goes."""
+        end, sequence.left = sequence.left, 0
+        if self._files is not None and end and (self._exact or not _is_plain(sequence)):
+            self._files.forget(sequence.keys[:end], self._owner_of(sequence))
+
+    def _owner_of(self, sequence: Sequence) -> str:
+        """Whose the files of a sequence that left are: its own where others must not go on from
+        them, or would get other bits."""
+        if self._exact or not _is_plain(sequence):
+            return f"{self._secret} {sequence.number}"
+        return sequence.request.prefix_owner
+
+    def _read_left(
+        self, sequence: Sequence, filled: Filled, is_dropped: Callable[[], bool]
+    ) -> Filled | None:
+        """The whole of a sequence that left, or None, and the cache is as before."""
+        assert self._files is not None
+        tokens, owner = sequence.keys[: sequence.left], self._owner_of(sequence)
+        size, end = self._account.block_tokens, filled.num_cached
+        for block in self._files.find(tokens, end // size, owner, with_rest=True):
+            if is_dropped():
+                break
+            count = min(size, len(tokens) - end)
+            self._append(filled.cache, block, end, filled.room, count)
+            end += count
+        state = None
+        if self._states is not None and end == len(tokens):
+            state = self._files.find_state(tokens, owner, with_rest=True)
+        if end < len(tokens) or (self._states is not None and state is None):
+            drop_after(filled.cache, filled.num_cached)
+            set_room(filled.cache, filled.room)
+            return None
+        return filled._replace(num_cached=end, state=state, num_read=end - filled.num_cached)
 
     def cut(self, chosen: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Has states copied in a pass over so many tokens of prompts, as far as they have room.
@@ -575,33 +689,27 @@ class Prefixes:
         return sequence.keys[: end if self._states is None else sequence.state_end]
 
     def _read(
-        self,
-        tokens: Items[int],
-        owner: str,
-        cache: DynamicCache,
-        num_cached: int,
-        room: int,
-        state: torch.Tensor | None,
-    ) -> tuple[int, torch.Tensor | None]:
-        """Appends what the disk has of some tokens; gives the tokens in the cache, and the state
-        after them."""
+        self, tokens: Items[int], owner: str, filled: Filled, is_dropped: Callable[[], bool]
+    ) -> Filled:
+        """Appends the blocks that the disk has of some tokens."""
         files, size = self._files, self._account.block_tokens
         assert files is not None
         if self._states is not None:
             tokens = tokens[: files.last_state(tokens, owner) * size]
-        found = num_cached
-        for block in files.find(tokens, num_cached // size, owner):
-            self._append(cache, block, found, room)
-            found += size
-        if self._states is not None and found > num_cached:
-            read = files.find_state(tokens, owner) if found == len(tokens) else None
-            if read is None:
-                drop_after(cache, num_cached)
-                set_room(cache, room)
-                return num_cached, state
-            state = read
-        self.num_disk_tokens += found - num_cached
-        return found, state
+        end = filled.num_cached
+        for block in files.find(tokens, end // size, owner):
+            if is_dropped():
+                break
+            self._append(filled.cache, block, end, filled.room)
+            end += size
+        state = filled.state
+        if self._states is not None and end > filled.num_cached:
+            state = files.find_state(tokens, owner) if end == len(tokens) else None
+            if state is None:
+                drop_after(filled.cache, filled.num_cached)
+                set_room(filled.cache, filled.room)
+                return filled
+        return filled._replace(num_cached=end, state=state, num_read=end - filled.num_cached)
 
     def _write(self, cache: DynamicCache, tokens: Items[int], sequence: Sequence) -> None:
         request = sequence.request
@@ -609,8 +717,15 @@ class Prefixes:
             make = partial(self._copies.copy, cache)
             self._files.keep(tokens, make, request.prefix_owner, sequence.cuts)
 
-    def _append(self, cache: DynamicCache, block: torch.Tensor, num_cached: int, room: int) -> None:
-        self._copies.append(cache, block)
+    def _append(
+        self,
+        cache: DynamicCache,
+        block: torch.Tensor,
+        num_cached: int,
+        room: int,
+        num_tokens: int | None = None,
+    ) -> None:
+        self._copies.append(cache, block, num_tokens)
         if not num_cached:  # now that the cache has tensors
             set_room(cache, room)
 

@@ -304,7 +304,11 @@ class ExpertStatistics:
     late_guesses: int
     wasted_guesses: int
     expert_slots: int
+    slot_bytes: int
+    expert_bytes: int
+    budget_bytes: int
     policy: str
+    kv_cache: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

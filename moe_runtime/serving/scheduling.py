@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from concurrent.futures import Executor
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from moe_runtime.inference.pictures import PlacedPicture, Positions, keys_of
 from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
@@ -84,6 +85,8 @@ class Sequence:
         cut_ends: tokens after which such a state is to be copied while they are read.
         cuts: of the pass that runs, by these tokens, where they are copied.
         state_end: tokens after which its state was copied last.
+        left: tokens that wait on the disk since it lost its room.
+        arrival: reads its beginning from the disk; None where that is done, or not begun.
         keys: what tells its tokens from those of other sequences: pictures by what they show.
         positions: of the tokens of a model that counts pictures otherwise; None where it does not.
         root: of the prefixes that it may find: its adapter and owner.
@@ -117,7 +120,8 @@ class Sequence:
         self.found_state: torch.Tensor | None = None
         self.cut_ends: set[int] = set()
         self.cuts: dict[int, torch.Tensor] = {}
-        self.state_end = 0
+        self.state_end = self.left = 0
+        self.arrival: Arrival[Any] | None = None
         self.sampler: Sampler | None = None
         self.drafter: Drafter | None = None
         self.is_alone = self.is_apart = is_apart
@@ -159,6 +163,7 @@ class Sequence:
         return end - self.num_computed
 
     def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
+        self.arrival = None
         self.cache = cache
         self.num_computed = self.num_found = num_found
         self.read_end = read_end
@@ -170,7 +175,9 @@ class Sequence:
             self._tell(Started())
 
     def stop(self) -> None:
-        self.cache = None
+        if self.arrival is not None:
+            self.arrival.drop()
+        self.arrival = self.cache = None
         self.num_computed = self.room = self.state_end = 0
         self.cut_ends.clear()
 
@@ -217,6 +224,34 @@ class Sequence:
 def _hear_nothing(event: Event) -> None: ...
 
 
+T = TypeVar("T")
+
+
+class Arrival(Generic[T]):
+    """What a thread fills a sequence's cache with, while others compute."""
+
+    def __init__(self, threads: Executor, read: Callable[[Callable[[], bool]], T]) -> None:
+        """``read`` is called with a function that says whether it is for nothing."""
+        self._is_dropped = False
+        self._future = threads.submit(read, lambda: self._is_dropped)
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
+    def result(self) -> T:
+        return self._future.result()
+
+    def drop(self) -> None:
+        """Returns when the thread has let go of the cache."""
+        self._is_dropped = True
+        if not self._future.cancel():
+            self._future.exception()
+
+
 _ORDER = attrgetter("order")
 
 
@@ -253,13 +288,20 @@ class Scheduler:
     of one each).
 
     A sequence runs when its whole prompt and its adapter have room. When those that run need more
-    room than there is, the last of them is preempted and computed again later.
+    room than there is, the last of them is preempted, and comes back or is computed again later.
     """
 
     def __init__(
-        self, account: KVAccount[Any], *, most_running: int, adapters: Adapters | None = None
+        self,
+        account: KVAccount[Any],
+        *,
+        most_running: int,
+        adapters: Adapters | None = None,
+        leave: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
+        """``leave`` may keep what a sequence that is preempted has computed."""
         self.account = account
+        self.leave = leave
         self._adapters = adapters
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -320,9 +362,15 @@ class Scheduler:
                     break
                 # one in a row of `RowDecoding` has no room to give
                 has_room = (s for s in self.running if s is sequence or self.account.room_of(s))
-                self.preempt([*has_room][-1])
-                self.num_preemptions += 1
+                self.make_way([*has_room][-1])
         return [sequence for sequence in ready if sequence.cache is not None]
+
+    def make_way(self, sequence: Sequence) -> None:
+        """Takes a sequence's room for others."""
+        with Failure():  # it is computed again
+            self.leave(sequence)
+        self.preempt(sequence)
+        self.num_preemptions += 1
 
     def preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
@@ -364,7 +412,7 @@ class Scheduler:
         chosen: list[tuple[Sequence, int]] = []
         left = most_tokens
         for sequence in self.running:
-            if not left or not sequence.is_reading:
+            if not left or not sequence.is_reading or sequence.arrival is not None:
                 continue
             num_new = sequence.read_end - sequence.num_computed
             is_apart = sequence.is_alone or sequence.wants_prompt_logprobs

@@ -48,7 +48,7 @@ def trained(folder: Path, number: int, *settings: str) -> dict[str, Number]:
     return {**means, "held_out_loss": held_out["held_out_mean"]}
 
 
-def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_those_of_train(tmp_path, capsys):
     path = write_run(tmp_path)
     sparse = ["model.moe.top_k=1", "model.moe.gate=switch", "model.moe.capacity_factor=0.5"]
     settings = {
@@ -90,9 +90,7 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(name in page.read_text() for name in settings)
 
 
-def test_a_budget_changes_no_bit_and_narrow_moments_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_changes_no_bit_and_narrow_moments_do(tmp_path, monkeypatch, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -145,8 +143,8 @@ moments = "bf16"
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is(
-    words: list[str], added: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    words, added, complaint, tmp_path, capsys
+):
     path = write_run(tmp_path, config=f"{CONFIG}\n{added}\n")
     asked = [part for one in words for part in ("--vary", one)]
     assert main(["bench", "ablation", str(path), *asked]) == 2
@@ -156,9 +154,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is(
     assert shown.out == ""
 
 
-def test_what_was_trained_before_a_stop_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_trained_before_a_stop_is_kept(tmp_path, monkeypatch, capsys):
     path, output = write_run(tmp_path), tmp_path / "results.json"
 
     def interrupt(name: str, number: int) -> None:
@@ -174,7 +170,7 @@ def test_what_was_trained_before_a_stop_is_kept(
     assert [len(one["repetitions"]) for one in results["measurements"]] == [1, 0]
 
 
-def test_a_training_that_is_stopped_within_has_no_numbers(tmp_path: Path) -> None:
+def test_a_training_that_is_stopped_within_has_no_numbers(tmp_path):
     """Both have a seed; the second one of the next round ends after the third of its 8 steps."""
     variants = read_variants(write_run(tmp_path), ["model.moe.top_k=1"])
     asked: list[int] = []
@@ -201,7 +197,7 @@ def test_a_training_that_is_stopped_within_has_no_numbers(tmp_path: Path) -> Non
     assert [len(one["repetitions"]) for one in results["measurements"]] == [1, 2]
 
 
-def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> None:
+def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path):
     path = write_run(tmp_path, config=CONFIG.replace("threads = 1\n", ""))
     variants = read_variants(path, ["run.threads=2,0"], steps_of=lambda steps: 1)
     seen: list[tuple[str, int]] = []
@@ -217,9 +213,7 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
     assert torch.get_num_threads() == results["settings"]["num_threads"] == 3
 
 
-def test_steps_of_a_variant_and_of_the_command_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_a_variant_and_of_the_command_are_refused(tmp_path, capsys):
     path = write_run(tmp_path)
     assert main(["bench", "ablation", str(path), "--vary", "run.steps=4", "--steps", "3"]) == 2
     err = capsys.readouterr().err
@@ -227,7 +221,7 @@ def test_steps_of_a_variant_and_of_the_command_are_refused(
     assert err.count("\n") == 1
 
 
-def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path: Path) -> None:
+def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path):
     variants = read_variants(write_run(tmp_path), ["run.seed=1,2"])
     rules = Rules(judged=(), most=1, is_stopping=lambda: True)
     results = measure_ablation(variants, tmp_path, rules, {"model": "m"})
@@ -235,9 +229,7 @@ def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path: Path) -> No
     assert results["ended"] == "interrupted"
 
 
-def test_a_variant_that_fails_says_so_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_that_fails_says_so_and_the_others_go_on(tmp_path, capsys):
     path, change = write_run(tmp_path), "optimizer.peak_rate=1e+30"
     words = ["--vary", change, "--seeds", "1", "--steps", "30", "--json"]
     assert main(["bench", "ablation", str(path), *words]) == 1
@@ -248,7 +240,7 @@ def test_a_variant_that_fails_says_so_and_the_others_go_on(
     assert f"{change}: {other['failure']}" in shown.err
 
 
-def test_quick_trains_once_and_briefly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_trains_once_and_briefly(tmp_path, capsys):
     path = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 30"))
     found = measured(capsys, path, "--quick", "--vary", "model.moe.gate=sigmoid_topk,round_robin")
     assert list(found) == [BASE, "model.moe.gate=sigmoid_topk", "model.moe.gate=round_robin"]
@@ -258,7 +250,7 @@ def test_quick_trains_once_and_briefly(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("path", sorted(ABLATIONS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_configurations_of_the_documentation_are_whole(path: Path) -> None:
+def test_the_configurations_of_the_documentation_are_whole(path):
     variants = read_variants(path)
     assert len(variants) > 2
     if path.stem == "gates":

@@ -63,9 +63,7 @@ def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
     )
 
 
-def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     file = counting(tmp_path, "DEVICES")
     assert main(["bench", "latency", POCKET, "--peer", file]) == 2
@@ -88,14 +86,7 @@ def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(
         ("throughput", "cuda:1", "4,7", "cuda:1", "7"),
     ],
 )
-def test_settings_reach_every_system(
-    case: str,
-    device: str,
-    visible: str | None,
-    name: str,
-    gpus: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_reach_every_system(case, device, visible, name, gpus, monkeypatch):
     """Each sees one GPU, which is its first; results say which of this machine it was."""
     given: list[Any] = []
 
@@ -121,7 +112,7 @@ def test_settings_reach_every_system(
         assert one.settings["misses"] == settings["misses"] == "auto"
 
 
-def test_without_a_gpu_systems_see_none(tmp_path: Path) -> None:
+def test_without_a_gpu_systems_see_none(tmp_path):
     """Also where the machine has some: all of a run compute on the same device."""
     results = measured(tmp_path, "cpu", "")
     (one,) = results["measurements"]
@@ -136,9 +127,7 @@ def test_without_a_gpu_systems_see_none(tmp_path: Path) -> None:
         assert process.ask("measure", prompts=[[3]], num_new=2, given=None)["ids"] == [[96, 96]]
 
 
-def test_results_say_which_gpu_and_its_peak(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_say_which_gpu_and_its_peak(tmp_path, capsys):
     results = measured(tmp_path, "cuda:0", "5")
     path = tmp_path / "r.json"
     write_results(path, results)
@@ -157,9 +146,7 @@ def test_results_say_which_gpu_and_its_peak(
     assert batches["measurements"][0]["summary"]["peak_device_bytes"]["median"] == 7000
 
 
-def test_runs_of_different_devices_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_different_devices_are_not_compared(tmp_path, capsys):
     """Of two GPUs as of two processors: that is what may be compared, and it is said."""
     on_gpu = measured(tmp_path, "cuda:0", "5")
     others = {
@@ -190,7 +177,7 @@ def test_runs_of_different_devices_are_not_compared(
 
 
 @pytest.mark.gpu
-def test_the_command_measures_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_on_a_gpu(tmp_path, capsys):
     words = ["--shape", "olmoe-tiny", "--device", "cuda", "--device-memory", "0.5", "--json"]
     output = ["-o", str(tmp_path / "r.json")]
     assert main(["bench", "latency", *words, "--quick", "--time", "1", *output]) == 0

@@ -38,7 +38,7 @@ def written(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_a_model_is_made_kept_and_computed_as_transformers_does(tmp_path: Path) -> None:
+def test_a_model_is_made_kept_and_computed_as_transformers_does(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     shape = read_config_shape(written(tmp_path, QWEN3_NEXT))
@@ -69,7 +69,7 @@ def test_a_model_is_made_kept_and_computed_as_transformers_does(tmp_path: Path) 
     assert experts == 4 * 6
 
 
-def test_configurations_of_another_content_have_names_of_their_own(tmp_path: Path) -> None:
+def test_configurations_of_another_content_have_names_of_their_own(tmp_path):
     one = read_config_shape(written(tmp_path, QWEN3_NEXT))
     other = read_config_shape(written(tmp_path, QWEN3_NEXT | {"num_experts": 8}))
     assert one.name.startswith("mine-")
@@ -80,14 +80,14 @@ def test_configurations_of_another_content_have_names_of_their_own(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "stem"), [(b"\xff.json", "\ufffd"), (b"x" * 250 + b".json", "x" * 40)]
 )
-def test_any_file_name_becomes_a_folder_s(name: bytes, stem: str, tmp_path: Path) -> None:
+def test_any_file_name_becomes_a_folder_s(name, stem, tmp_path):
     path = tmp_path / os.fsdecode(name)
     path.write_text(json.dumps(QWEN3_NEXT))
     assert read_config_shape(path).name.rpartition("-")[0] == stem
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid"])
-def test_configurations_of_the_checkout_are_read(name: str) -> None:
+def test_configurations_of_the_checkout_are_read(name):
     shape = read_config_shape(ROOT / "benchmarks" / "shapes" / f"{name}.json")
     assert shape.num_layers == 4
     assert shape.total_bytes > 128 * 4 * 3 * 512 * 1024 * 2
@@ -112,9 +112,7 @@ def test_configurations_of_the_checkout_are_read(name: str) -> None:
         (QWEN3_NEXT | {"vocab_size": 256}, "expected a vocab_size of at least 257"),
     ],
 )
-def test_what_is_no_configuration_is_one_line(
-    content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_configuration_is_one_line(content, complaint, tmp_path, capsys):
     path = written(tmp_path, content)
     assert main(["bench", "throughput", "--shape", str(path)]) == 2
     err = capsys.readouterr().err
@@ -123,9 +121,7 @@ def test_what_is_no_configuration_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_what_a_configuration_has_not_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_configuration_has_not_is_said(tmp_path, monkeypatch, capsys):
     dense = {key: value for key, value in QWEN3_NEXT.items() if "linear" not in key}
     with pytest.raises(UnsupportedModelError, match="qwen3 has no routed experts"):
         read_config_shape(written(tmp_path, dense | {"model_type": "qwen3"}))

@@ -1,7 +1,5 @@
 """`benchmarks/device_decode.py`, `device_training.py` and `kernels.py`: what needs no GPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,16 +30,14 @@ def rehearsed(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("module", [device_decode, device_training, kernels])
-def test_without_a_gpu_it_says_so_in_one_line(
-    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so_in_one_line(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py"])
     assert module.main() == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "no GPU here; rehearse with --device cpu --tiny\n")
 
 
-def test_the_rehearsal_of_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsal_of_decoding(tmp_path, monkeypatch):
     words = ["--repeats", "2", "--prompt-tokens", "4", "--new-tokens", "4", "--long-prompt", "64"]
     found = rehearsed(
         device_decode, tmp_path / "found.json", [*words, "--seconds", "1e9"], monkeypatch
@@ -79,7 +75,7 @@ def test_the_rehearsal_of_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["hit_rate"] for row in systems[resident]["repetitions"]] == [1, 1]
 
 
-def test_the_rehearsal_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsal_of_training(tmp_path, monkeypatch):
     words = ["--steps", "2", "--tokens", "16", "--context", "8", "--rank", "2"]
     found = rehearsed(device_training, tmp_path / "found.json", words, monkeypatch)
     resident, partial = (one["repetitions"] for one in found["measurements"])
@@ -96,9 +92,7 @@ def test_the_rehearsal_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (difference["measured"], difference["holds"]) == (0, True)
 
 
-def test_what_was_measured_stays_where_a_later_row_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_stays_where_a_later_row_fails(tmp_path, monkeypatch):
     words = ["--repeats", "1", "--prompt-tokens", "4", "--new-tokens", "4", "--long-prompt", "8"]
 
     def fail(bench: Any) -> None:
@@ -111,9 +105,7 @@ def test_what_was_measured_stays_where_a_later_row_fails(
     assert [len(one["repetitions"]) for one in found] == [1, 1]
 
 
-def test_the_rehearsal_of_kernels_measures_every_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rehearsal_of_kernels_measures_every_backend(tmp_path, monkeypatch, capsys):
     results = rehearsed(kernels, tmp_path / "found.json", [], monkeypatch)
     settings = results["settings"]
     assert settings["dense_tflops"] > 0
@@ -156,7 +148,7 @@ def test_the_rehearsal_of_kernels_measures_every_backend(
     assert said.count("holds") + said.count("MISSED") == len(aims)
 
 
-def test_logits_are_compared_as_far_as_texts_agree() -> None:
+def test_logits_are_compared_as_far_as_texts_agree():
     """The token that differs counts, since it was taken from logits of the same text."""
     logits_NV = torch.tensor([[0.0, 4.0], [4.0, 0.0], [2.0, 1.9], [9.0, 0.0]])
     other_NV = torch.tensor([[0.0, 4.0], [4.0, 0.0], [1.9, 2.0], [0.0, 9.0]])

@@ -36,7 +36,7 @@ class WrongReads(PlainReads):
         return lies, took_s
 
 
-def test_one_bit_more_or_less_is_no_number(tmp_path: Path) -> None:
+def test_one_bit_more_or_less_is_no_number(tmp_path):
     save_text_checkpoint(tmp_path / "model")
     plan = plan_of(tmp_path / "model", 2, 1)
     slab = Slab(1, max(one.slot_bytes for one in plan.layouts.values()))
@@ -48,7 +48,7 @@ def test_one_bit_more_or_less_is_no_number(tmp_path: Path) -> None:
     assert (wrong.compared, wrong.equal) == (3, 2)
 
 
-def test_numbers_put_in_order_meanwhile_are_compared_in_that_order(tmp_path: Path) -> None:
+def test_numbers_put_in_order_meanwhile_are_compared_in_that_order(tmp_path):
     """Files of AWQ hold codes and zeros in an order that no product reads."""
     (awq,) = (one for one in quantized_checkpoints.SAMPLES if one.name.endswith("awq"))
     plan = plan_of(quantized_checkpoints.write(awq, tmp_path).folder, 2, 1)
@@ -59,7 +59,7 @@ def test_numbers_put_in_order_meanwhile_are_compared_in_that_order(tmp_path: Pat
             assert system.equal == system.compared > 3
 
 
-def test_systems_read_the_same_experts_and_a_short_file_is_said(tmp_path: Path) -> None:
+def test_systems_read_the_same_experts_and_a_short_file_is_said(tmp_path):
     save_text_checkpoint(tmp_path / "model")
     plan = plan_of(tmp_path / "model", 3, 2)
     assert plan.keys(4) == plan.keys(4) != plan.keys(5)
@@ -80,7 +80,7 @@ def test_systems_read_the_same_experts_and_a_short_file_is_said(tmp_path: Path) 
                 system.repeat()
 
 
-def test_the_command_reads_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_experts(tmp_path, capsys):
     path = tmp_path / "r.json"
     save_text_checkpoint(tmp_path / "model")
     words = ["--experts", "3", "--in-flight", "2", "--quick", "--time", "1"]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -34,7 +33,7 @@ def shape(load: str) -> ExchangeShape:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_choices_of_a_token_differ_and_those_of_ranks_too(load: str) -> None:
+def test_choices_of_a_token_differ_and_those_of_ranks_too(load):
     ids = shape(load).ids_TK(0)
     assert (ids[:, 0] != ids[:, 1]).all()
     assert (ids.min(), ids.max()) == (0, 3)
@@ -52,15 +51,13 @@ class OneTokenOff:
         return [11.0]
 
 
-def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     with pytest.raises(PeerFailedError, match="1 of 12 tokens differ"):
         DispatchSide("padded", OneTokenOff()).repeat()  # type: ignore[arg-type]
 
 
-def test_the_command_measures_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_two_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", warm_python())
     path = tmp_path / "r.json"
     words = ["--tokens", "12", "--dim", "8", "--experts", "4", "--load", "balanced,zipf"]
@@ -85,12 +82,12 @@ def test_the_command_measures_two_ranks(
 PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path):
     with pytest.raises(RankFailureError, match=r"^of 3 ranks 1, 2 did not join within 0.05 s$"):
         meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
-def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path):
     with (
         pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
         ranks_here(PLAN, 2, str(tmp_path / "store"), never_join),
@@ -98,7 +95,7 @@ def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path: Path) ->
         pytest.fail("the group was made")
 
 
-def test_a_rank_that_dies_within_the_block_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_within_the_block_is_named(tmp_path):
     others = set(psutil.Process().children())
     with (
         pytest.raises(RankFailureError, match=r"rank 2 of 3 ended: exit code 3$"),
@@ -113,7 +110,7 @@ def _follows(process: psutil.Process) -> bool:
     return "spawn_main" in " ".join(process.cmdline())
 
 
-def test_an_interrupt_while_ranks_start_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
+def test_an_interrupt_while_ranks_start_leaves_no_process_and_no_traceback(tmp_path):
     """All processes are of one terminal."""
     words = ["bench", "dispatch", "--ranks", "3", "--experts", "6"]
     code = f"import sys; from moe_runtime.cli.main import main; sys.exit(main({words}))"

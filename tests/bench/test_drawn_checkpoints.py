@@ -11,7 +11,7 @@ from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
     make_parts,
     write_checkpoint,
 )
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_transformers_loads_every_tensor(shape: ModelShape, checkpoint: Path) -> None:
+def test_transformers_loads_every_tensor(shape, checkpoint):
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
@@ -30,7 +30,7 @@ def test_transformers_loads_every_tensor(shape: ModelShape, checkpoint: Path) ->
     assert sum(weight.numel() for weight in model.parameters()) * 2 == shape.total_bytes
 
 
-def test_routing_depends_on_the_token(shape: ModelShape, checkpoint: Path) -> None:
+def test_routing_depends_on_the_token(shape, checkpoint):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -45,7 +45,7 @@ def test_routing_depends_on_the_token(shape: ModelShape, checkpoint: Path) -> No
     assert len(set(last)) > 1
 
 
-def test_weights_depend_on_seed_and_name_only(shape: ModelShape, tmp_path: Path) -> None:
+def test_weights_depend_on_seed_and_name_only(shape, tmp_path):
     write_checkpoint(replace(shape, shard_bytes=10**9), tmp_path / "one", seed=3)
     write_checkpoint(shape, tmp_path / "many", seed=3)
     write_checkpoint(shape, tmp_path / "other", seed=4)
@@ -56,7 +56,7 @@ def test_weights_depend_on_seed_and_name_only(shape: ModelShape, tmp_path: Path)
     assert not torch.equal(one[down[0]], one[down[1]])
 
 
-def test_scales_are_those_announced(shape: ModelShape) -> None:
+def test_scales_are_those_announced(shape):
     wanted = {"embed_tokens": 1.0, "q_proj": 0.02, "o_proj": 2e-5, "0.down_proj": 2e-5}
     for part, std in wanted.items():
         plan = next(plan for plan in shape.tensors() if part in plan.name)
@@ -66,7 +66,7 @@ def test_scales_are_those_announced(shape: ModelShape) -> None:
         assert values.std() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5 + 2**-8)
 
 
-def test_shapes_have_the_sizes_that_were_published() -> None:
+def test_shapes_have_the_sizes_that_were_published():
     # Qwen3-30B-A3B-FP8: three matrices of 2048 x 768 bytes and 96 bf16 scales
     experts = {"olmoe-1b-7b": 12_582_912, "gpt-oss-20b": 13_236_480}
     experts["qwen3-30b-a3b-fp8"] = 3 * (2048 * 768 + 96 * 2)
@@ -79,7 +79,7 @@ def test_shapes_have_the_sizes_that_were_published() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
-def test_transformers_knows_every_weight_of_a_family(name: str, tmp_path: Path) -> None:
+def test_transformers_knows_every_weight_of_a_family(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     sizes = {"num_layers": 2, "num_experts": 4, "top_k": 2, "model_width": 64, "expert_width": 32}
@@ -92,7 +92,7 @@ def test_transformers_knows_every_weight_of_a_family(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny-fp8", "gpt-oss-tiny"])
-def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name, tmp_path):
     import moe_runtime
 
     shape = SHAPES[name]
@@ -125,7 +125,7 @@ def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_
 
 
 @pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
-def test_quantised_weights_are_gaussian(stored: str) -> None:
+def test_quantised_weights_are_gaussian(stored):
     """Their codes use the range that a format has: neither few of them, nor all alike."""
     shape = SHAPES["qwen3-tiny-fp8" if stored == "fp8" else "gpt-oss-tiny"]
     plan = next(plan for plan in shape.tensors() if plan.stored == stored)
@@ -142,7 +142,7 @@ def test_quantised_weights_are_gaussian(stored: str) -> None:
         assert ((signs > 0.8) & (signs < 1.25)).all()
 
 
-def test_mxfp4_codes_are_the_nearest_numbers() -> None:
+def test_mxfp4_codes_are_the_nearest_numbers():
     """Of the eight magnitudes and the group's power of two, beside the same numbers in bf16."""
     plan = TensorPlan("weight", (3, 130, 64), 0.02, "mxfp4")
     blocks, scales = (torch.from_numpy(part) for part in make_parts(plan, seed=0))

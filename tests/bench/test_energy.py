@@ -69,7 +69,7 @@ class Nvml:
         return 3 if name in self._failing else 0
 
 
-def test_packages_and_memory_add_up_and_begin_again(tmp_path: Path) -> None:
+def test_packages_and_memory_add_up_and_begin_again(tmp_path):
     write_zones(tmp_path)
     count(tmp_path, "intel-rapl:1", RANGE - 499_999)
     meter = EnergyMeter(tmp_path, no_library)
@@ -89,7 +89,7 @@ def test_packages_and_memory_add_up_and_begin_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["never", "before", "within"])
-def test_what_cannot_be_read_is_left_out(when: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_left_out(when, tmp_path):
     """A folder in the place of a counter refuses to be read, to root as well."""
     if when != "never":
         write_zones(tmp_path)
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_left_out(when: str, tmp_path: Path) -> None:
     assert joules == {}
 
 
-def test_gpus_add_up(tmp_path: Path) -> None:
+def test_gpus_add_up(tmp_path):
     nvml = Nvml()
     with EnergyMeter(tmp_path, nvml).measured() as joules:
         nvml.millijoules[1001] += 1500
@@ -116,13 +116,13 @@ def test_gpus_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["init", "count", "handle", "energy"])
-def test_a_gpu_that_does_not_say_is_left_out(failing: str, tmp_path: Path) -> None:
+def test_a_gpu_that_does_not_say_is_left_out(failing, tmp_path):
     with EnergyMeter(tmp_path, Nvml(failing)).measured() as joules:
         pass
     assert joules == {}
 
 
-def test_this_machine_is_asked_without_fuss() -> None:
+def test_this_machine_is_asked_without_fuss():
     with EnergyMeter().measured() as joules:
         pass
     assert joules.keys() <= {"cpu_joules", "gpu_joules"}

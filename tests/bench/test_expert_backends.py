@@ -1,7 +1,6 @@
 """`bench experts`: results are held to float64, and who computes something else has no numbers."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     return torch.stack(rows)  # type: ignore[arg-type]
 
 
-def test_the_reference_is_the_formula(model: Path) -> None:
+def test_the_reference_is_the_formula(model):
     layer = layer_of_model(model, torch.bfloat16)
     ids, weights = layer.routing(5, 0)
     expected = by_hand(layer, layer.tokens(5), ids, weights)[:2]
@@ -70,9 +69,7 @@ def refuses(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         (refuses, "no kernel for this type"),
     ],
 )
-def test_who_computes_something_else_has_no_numbers(
-    implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_computes_something_else_has_no_numbers(implementation, failure, model, monkeypatch):
     ExpertsInterface.register("tested", implementation)
     monkeypatch.setattr("moe_runtime.benchmarks.cases.expert_layers.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
@@ -89,9 +86,7 @@ def test_who_computes_something_else_has_no_numbers(
         assert tested["repetitions"] == []
 
 
-def test_the_command_measures_both_passes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_both_passes(model, tmp_path, capsys):
     path = tmp_path / "r.json"
     words = ["--tokens", "3,1", "--training", "--quick", "--time", "1", "--threads", "1"]
     words += ["--precision", "1", "-o", str(path)]
@@ -108,7 +103,7 @@ def test_the_command_measures_both_passes(
 
 
 @pytest.mark.gpu
-def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
+def test_a_layer_on_a_gpu_is_held_to_the_same(model):
     layer = layer_of_model(model, torch.bfloat16)
     layer.module.to("cuda")
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=True, block_s=0.001)
@@ -117,9 +112,7 @@ def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
         assert one["quality"] == {"compared": 12, "equal": 12}
 
 
-def test_without_a_gpu_none_is_used(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_none_is_used(model, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "experts", str(model), "--device", "cuda:1"]) == 2
     assert "--device cuda:1: torch sees no GPU here; use cpu or auto" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """`bench experts --formats`: what is moved, what results are held to, and who has numbers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def by_hand(layer: FormatLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_moves_its_bytes_and_is_held_to_its_decoded_weights(name: str) -> None:
+def test_a_format_moves_its_bytes_and_is_held_to_its_decoded_weights(name):
     layer = make_format_layer(name, SIZES, 1 << 24)
     bits = 8 * layer.expert_bytes / (3 * SIZES.dim_model * SIZES.dim_hidden)
     assert BITS[name.removesuffix("-int8")] == pytest.approx(bits, abs=0.01)
@@ -70,7 +69,7 @@ def test_a_format_moves_its_bytes_and_is_held_to_its_decoded_weights(name: str) 
     assert (error > 0.006).any() == name.endswith("-int8")
 
 
-def test_formats_are_systems_beside_reads_of_as_many_bytes() -> None:
+def test_formats_are_systems_beside_reads_of_as_many_bytes():
     results, rows = measure("int4", "bf16")
     assert list(rows) == ["int4", "read, int4", "bf16", "read, bf16"]
     for name in ("int4", "bf16"):
@@ -87,7 +86,7 @@ def test_formats_are_systems_beside_reads_of_as_many_bytes() -> None:
     assert results["settings"]["experts_made"] == {"int4": 6, "bf16": 6}
 
 
-def test_no_more_experts_than_fit_and_what_cannot_be_made_says_why() -> None:
+def test_no_more_experts_than_fit_and_what_cannot_be_made_says_why():
     expert = 3 * SIZES.dim_model * SIZES.dim_hidden * 2
     results, rows = measure("bf16", "q8_0", memory=4 * expert)
     assert results["settings"]["experts_made"] == {"bf16": 4, "q8_0": 6}
@@ -100,9 +99,7 @@ def test_no_more_experts_than_fit_and_what_cannot_be_made_says_why() -> None:
     assert (list(rows), results["ended"]) == (["bf16"], "failed")
 
 
-def test_a_format_that_computes_something_else_has_no_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_format_that_computes_something_else_has_no_numbers(monkeypatch):
     right = format_layers._decode_step
     monkeypatch.setattr(
         format_layers, "_decode_step", lambda experts: right([*experts[1:], experts[0]])
@@ -115,9 +112,7 @@ def test_a_format_that_computes_something_else_has_no_numbers(
         assert rows[f"read, {name}"]["failure"] is None
 
 
-def test_the_command_writes_results_and_a_row_for_each(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_results_and_a_row_for_each(model, tmp_path, capsys):
     path = tmp_path / "r.json"
     words = ["--formats", "fp8,bf16,fp8", "--quick", "--time", "1"]
     words += ["--threads", "1", "--precision", "1", "--tokens", "2", "-o", str(path)]

@@ -77,7 +77,7 @@ def measure(
     return results["measurements"][-len(variants) :]
 
 
-def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: Path) -> None:
+def test_peers_compute_the_same_layer_or_have_no_numbers(model, tmp_path):
     plain, doubled, dies = measure(model, tmp_path, "", ":doubled", ":dies")
     assert (plain["failure"], plain["quality"]) == (None, {"compared": 6, "equal": 6})
     assert plain["summary"].keys() == {"forward_1_s", "forward_5_s"}
@@ -89,7 +89,7 @@ def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: 
 
 
 @pytest.mark.skipif(native_library() is None, reason="no native library")
-def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path: Path) -> None:
+def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path):
     file = tmp_path / "plain.py"
     file.write_text(NUMPY)
     plan = FormatsPlan(["mxfp4", "int4"], LayerSizes(6, 2, 64, 32), 1 << 24, [1, 17], 1e-4)
@@ -122,7 +122,7 @@ class Peer:
 """
 
 
-def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path: Path) -> None:
+def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path):
     file = tmp_path / "spinning.py"
     file.write_text(SPINNING)
     program = find_peer(str(file), {"num_threads": 1}, "experts")
@@ -145,8 +145,8 @@ def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_was_not_handed_over_in_full_is_handed_over_again(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     plan = ExpertsPlan(
         layer=layer_of_model(model, torch.bfloat16), tokens=(1, 5), trains=False, block_s=0.001
     )
@@ -163,7 +163,7 @@ def test_a_layer_that_was_not_handed_over_in_full_is_handed_over_again(
     assert sorted(file.name for file in tmp_path.iterdir()) == names
 
 
-def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+def test_another_type_is_refused_before_anything_starts(model, tmp_path):
     (found,) = measure(model, tmp_path, "", dtype=torch.float32)
     parts = "down_proj, gate_up_proj in float32"
     told = "takes gate_up_proj and down_proj in bfloat16; this layer has "
@@ -189,9 +189,7 @@ class Pool:
     ("kind", "name", "quant"),
     [("fp8", "AVX2FP8_MOE", (8, 128)), ("int4-int8", "AMXInt4_KGroup_MOE", (4, 32))],
 )
-def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
-    kind: str, name: str, quant: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kt_kernel_is_given_codes_and_scales_of_each_expert(kind, name, quant, monkeypatch):
     given = SimpleNamespace(quant_config=SimpleNamespace())
 
     def taken(config: Any) -> Any:
@@ -210,6 +208,6 @@ def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
     assert (given.quant_config.bits, given.quant_config.group_size) == quant
 
 
-def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:
+def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path):
     with pytest.raises(ImportError, match=f"no kt_kernel for .* in {tmp_path}"):
         kt_kernel.find_extension(str(tmp_path))

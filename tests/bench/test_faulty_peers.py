@@ -78,20 +78,18 @@ AT_ONCE = (
         ),
     ],
 )
-def test_a_fault_is_one_line_with_its_place(
-    change: tuple[str, str], said: str, tmp_path: Path
-) -> None:
+def test_a_fault_is_one_line_with_its_place(change, said, tmp_path):
     failure = failure_of(written(tmp_path, change))
     assert said in failure
     assert failure.count("\n") == 0
 
 
-def test_errors_of_this_project_say_by_themselves_what_to_change(tmp_path: Path) -> None:
+def test_errors_of_this_project_say_by_themselves_what_to_change(tmp_path):
     raising = "from moe_runtime.errors import CapacityError; raise CapacityError('too small')"
     assert failure_of(written(tmp_path, ("return 6", raising))) == "too small"
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+def test_numbers_of_numpy_are_numbers(tmp_path):
     file = written(tmp_path, ("return 6", "import numpy; return numpy.int64(6)"))
     program = find_peer(file, {"num_threads": 1})
     with started(program, 30.0) as process:
@@ -108,9 +106,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
         (AT_ONCE, "its class Peer has no prefill and no step"),
     ],
 )
-def test_a_method_that_is_not_there_is_named_before_anything_is_measured(
-    old: str, said: str, tmp_path: Path
-) -> None:
+def test_a_method_that_is_not_there_is_named_before_anything_is_measured(old, said, tmp_path):
     file = written(tmp_path, (old, ""))
     with pytest.raises(ValueError, match=f"^--peer {file}: {said}$"):
         find_peer(file, {"num_threads": 1})

@@ -18,7 +18,7 @@ from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
         ("tokens/s", [1317.4], "1317 tokens/s"),
     ],
 )
-def test_the_unit_is_that_of_the_largest(unit: str, values: list[float], expected: str) -> None:
+def test_the_unit_is_that_of_the_largest(unit, values, expected):
     factor, name = unit_for(unit, values)
     assert f"{figure(values[0] * factor)} {name}" == expected
 
@@ -34,12 +34,12 @@ def test_the_unit_is_that_of_the_largest(unit: str, values: list[float], expecte
         (12.0, 0.0, "12"),
     ],
 )
-def test_digits_end_where_the_interval_does(mean: float, half: float, expected: str) -> None:
+def test_digits_end_where_the_interval_does(mean, half, expected):
     assert with_half({"mean": mean, "low": mean - half, "high": mean + half}, 1.0) == expected
     # In another unit the same digits stand, elsewhere.
     summary: dict[str, Any] = {"mean": mean / 1e3, "low": (mean - half) / 1e3}
     assert with_half({**summary, "high": (mean + half) / 1e3}, 1e3) == expected
 
 
-def test_one_repetition_has_no_interval() -> None:
+def test_one_repetition_has_no_interval():
     assert with_half({"mean": 0.25, "low": None, "high": None}, 1e3) == "250"

@@ -45,7 +45,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tests", [False, True])
-def test_each_step_has_its_time(tmp_path: Path, place: Path, tests: bool) -> None:
+def test_each_step_has_its_time(tmp_path, place, tests):
     lines: list[str] = []
     found = measure(repository(tmp_path, MAKEFILE), place, lines.append, tests=tests)
     expected = {*METRICS} if tests else {"clone_s", "install_s", "text_s", "to_text_s"}
@@ -58,9 +58,7 @@ def test_each_step_has_its_time(tmp_path: Path, place: Path, tests: bool) -> Non
         assert found["to_tests_s"] == steps + found["tests_s"]
 
 
-def test_the_first_text_is_its_first_character(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_text_is_its_first_character(place, monkeypatch):
     """The command waits for the second look at the clock before it writes more."""
     looks: list[float] = []
 
@@ -84,15 +82,13 @@ def test_the_first_text_is_its_first_character(
         (MAKEFILE.replace("demo:", "other:"), "make --silent demo: exit code 2\n"),
     ],
 )
-def test_a_step_that_fails_ends_it(
-    tmp_path: Path, place: Path, makefile: str, message: str
-) -> None:
+def test_a_step_that_fails_ends_it(tmp_path, place, makefile, message):
     with pytest.raises(StepFailure) as failure:
         measure(repository(tmp_path, makefile), place, lambda _: None, tests=True)
     assert str(failure.value).startswith(message)
 
 
-def test_what_pip_says_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pip_says_of_its_cache(tmp_path, monkeypatch):
     said = {("cache", "dir"): f"{tmp_path}\n", ("config", "list"): "global.cert='x'\n"}
     monkeypatch.setattr(fresh_clone, "_pip", lambda *words: said.get(words))
     assert pip_facts() == {"pip_cache": "cold", "pip_cache_bytes": 0, "pip_folders": False}
@@ -106,9 +102,7 @@ def test_what_pip_says_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert pip_facts() == {"pip_cache": "unknown", "pip_cache_bytes": None, "pip_folders": None}
 
 
-def test_results_are_saved_and_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_saved_and_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fresh_clone, "ROOT", repository(tmp_path, MAKEFILE))
     monkeypatch.setattr("moe_runtime.benchmarks.harness.scripting.RESULTS", tmp_path)
     words = [str(fresh_clone.__file__), "--save", "--folder", str(tmp_path)]
@@ -127,7 +121,7 @@ def test_results_are_saved_and_printed(
     assert [*tmp_path.glob("moe-clone-*")] == []
 
 
-def test_an_interrupt_leaves_no_clone_and_no_process(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_clone_and_no_process(tmp_path):
     """What a step has begun ends, too."""
     source = repository(tmp_path, "install:\n\tsleep 60\n")
     program = (

@@ -8,14 +8,12 @@ from safetensors import safe_open
 
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import locate_tensors, write_checkpoint
 from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape, make_shape
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, make_shape
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
 
-def test_file_holds_the_checkpoints_weights(
-    shape: ModelShape, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_file_holds_the_checkpoints_weights(shape, checkpoint, tmp_path):
     target = tmp_path / "model.gguf"
     write_gguf(shape, checkpoint, target)
     assert sorted(tmp_path.iterdir()) == [target]
@@ -39,7 +37,7 @@ def test_file_holds_the_checkpoints_weights(
     assert 2 * num_values == shape.total_bytes
 
 
-def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
     """By gguf's own dequantiser; rows of gate and up lie apart."""
     shape = make_shape("gpt_oss", "gpt-oss-test", 2, 3, 2, 64, 32, 2, 320, 20_000, 1, 32)
     write_checkpoint(shape, tmp_path / "model", seed=3)
@@ -68,7 +66,7 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
     assert tensors["blk.0.post_attention_norm.weight"].shape.tolist() == [64]
 
 
-def test_fp8_in_blocks_becomes_q8_0(tmp_path: Path) -> None:
+def test_fp8_in_blocks_becomes_q8_0(tmp_path):
     """Within half a step of Q8_0, whose step is the largest magnitude of 32 values over 127."""
     shape = SHAPES["qwen3-tiny-fp8"]
     write_checkpoint(shape, tmp_path / "model", seed=5)

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_file_has_all_that_the_model_has(folder: Path) -> None:
+def test_the_file_has_all_that_the_model_has(folder):
     """Next to a token stands itself in the residual: texts differ where their last tokens do."""
     tokens = load_tokenizer(folder / FILE_NAME)("a list of words")["input_ids"]
     TINY.write_settings(folder / "..")
@@ -39,9 +39,7 @@ def test_the_file_has_all_that_the_model_has(folder: Path) -> None:
     assert ((top[:, 0] - top[:, 1]) > 0.01 * logits.std()).all()
 
 
-def test_layers_are_asked_for_and_the_file_is_what_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_are_asked_for_and_the_file_is_what_is_measured(tmp_path, monkeypatch, capsys):
     assert gguf_shape_of_name(TINY.name, 4) is TINY
     assert gguf_shape_of_name("qwen3.6-35b-a3b-q4_k", 2).name == "qwen3.6-35b-a3b-q4_k-2-layers"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -145,9 +145,7 @@ def plan(model: Path) -> ExpertsPlan:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_the_layer_arrives_as_it_is(
-    name: str, plan: ExpertsPlan, packages: list[str], tmp_path: Path
-) -> None:
+def test_the_layer_arrives_as_it_is(name, plan, packages, tmp_path):
     write_layer(plan, tmp_path)
     _, peer = host._made(str(peer_file(name)), {"top_k": plan.layer.top_k})
     host.load_experts(peer, str(tmp_path))

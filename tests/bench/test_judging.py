@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def chance_by_counting(before: list[float], after: list[float]) -> float:
         ([10.0, 11, 12], [12.01, 12.02, 12.03], "noise"),  # certain, and below the bound
     ],
 )
-def test_words(before: list[float], after: list[float], word: str) -> None:
+def test_words(before, after, word):
     found, change, chance = judge(before, after, bound=0.1, is_less_better=True)
     assert found == word
     assert chance == pytest.approx(chance_by_counting(before, after))
@@ -65,7 +64,7 @@ def put_failed(path: Path) -> str:
     return put(path, [1.0], ended="failed", measurements=[one])
 
 
-def test_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_regression_is_exit_code_1(tmp_path, capsys):
     old = put(tmp_path / "old.json", [10.0, 11, 12])
     new = put(tmp_path / "new.json", [15.0, 16, 17], settings={"threads": 1})
     assert main(["bench", "compare", old, new, "--json"]) == 1
@@ -79,9 +78,7 @@ def test_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "noise" in capsys.readouterr().out
 
 
-def test_a_system_that_lost_its_numbers_is_said_and_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_system_that_lost_its_numbers_is_said_and_counts(tmp_path, capsys):
     paths = [Path(put(tmp_path / f"{name}.json", [10.0, 11, 12])) for name in ("old", "new")]
     old, new = (json.loads(path.read_text()) for path in paths)
     # A second system with numbers before, which failed after, or was not asked for.
@@ -98,7 +95,7 @@ def test_a_system_that_lost_its_numbers_is_said_and_counts(
     assert capsys.readouterr().err == "moe-runtime: gone: was not measured after\n"
 
 
-def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared(tmp_path, capsys):
     old = put(tmp_path / "old.json", [10.0, 11, 12])
     other = put(tmp_path / "other.json", [10.0, 11, 12], case="io")
     failed = put_failed(tmp_path / "failed.json")
@@ -129,12 +126,7 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
     ids=["cut", "version", "format", "twice", "none", "summary", "folder"],
 )  # fmt: skip
-def test_what_is_no_results_file_is_one_line(
-    change: Callable[[str], str] | None,
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_no_results_file_is_one_line(change, complaint, tmp_path, capsys):
     good, bad, page = put(tmp_path / "good.json", [1.0, 2]), tmp_path / "bad", tmp_path / "p.html"
     if change is None:
         bad.mkdir()
@@ -158,7 +150,7 @@ def test_what_is_no_results_file_is_one_line(
     assert page.read_text() == "old"
 
 
-def test_a_file_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_beside_itself(tmp_path, capsys):
     """Nothing differs; a page would show each number twice."""
     file, link, page = put(tmp_path / "r.json", [1.0, 2, 3]), tmp_path / "l", tmp_path / "p.html"
     link.symlink_to(file)
@@ -175,7 +167,7 @@ def test_a_file_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert not page.exists()
 
 
-def test_a_page_of_failures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_of_failures_says_so(tmp_path, capsys):
     file, page = put_failed(tmp_path / "failed.json"), tmp_path / "p.html"
     assert main(["bench", "report", file, "-o", str(page)]) == 0
     said = f"moe-runtime: {file}: no system has numbers; the page says what failed\n"
@@ -185,7 +177,7 @@ def test_a_page_of_failures_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "out of it" in text
 
 
-def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_every_number(tmp_path, capsys):
     old = put(tmp_path / "old.json", [0.010, 0.011, 0.012])
     new = put(tmp_path / "<new>|.json", [0.015, 0.016, 0.017])
     paths = {name: tmp_path / name for name in ("p.html", "plots", "t.md", "t.csv")}
@@ -207,9 +199,7 @@ def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {line.replace(r"\|", "").count("|") for line in table} == {12}
 
 
-def test_without_what_draws_the_report_has_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_what_draws_the_report_has_numbers(tmp_path, capsys, monkeypatch):
     file, page = put(tmp_path / "r.json", [0.010, 0.011, 0.012]), tmp_path / "p.html"
     # As where it is not installed: an import of it fails.
     monkeypatch.setitem(sys.modules, "matplotlib", None)

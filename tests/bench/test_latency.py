@@ -67,7 +67,7 @@ def measure(folder: Path, *variants: str, agreement: float = 0.9) -> dict[str, A
     return measure_texts(program(folder), peers, plan, rules, settings={})
 
 
-def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> None:
+def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path):
     ours, odd, dies = measure(tmp_path, "odd", "dies")["measurements"]
     assert ours["failure"] is None
     assert ours["quality"] == {"compared": 8, "equal": 8}
@@ -80,14 +80,14 @@ def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> N
     assert (dies["failure"], dies["summary"]) == (said, {})
 
 
-def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path):
     plan = TextPlan(case="latency", batches=[[[3]]], num_new=2, timeout_s=600)
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     with pytest.raises(PeerFailedError, match=r"^counting:dies: MemoryError: no room for it \("):
         measure_texts(program(tmp_path, "dies"), [], plan, rules, settings={})
 
 
-def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
+def test_text_that_is_given_is_what_all_are_given(tmp_path):
     """In place of what this project finds likeliest; a peer of its own text has no numbers."""
     path = program(tmp_path).file
     generating = tmp_path / "generating.py"
@@ -110,7 +110,7 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
     assert likeliest(program(tmp_path), plan) == [[[8, 18, 38]], [[34, 74, 27]]]
 
 
-def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
+def test_imports_are_no_part_of_loading(tmp_path):
     """By the clock of the peer the module takes 300 s, which is asked for within `load`."""
     peer = program(tmp_path)
     late = "import time\nreal = time.perf_counter\ntime.perf_counter = lambda: real() + 300.0\n"
@@ -122,7 +122,7 @@ def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
     assert found["load_s"] < 300.0
 
 
-def test_memory_is_that_of_a_peers_processes_together(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_peers_processes_together(tmp_path):
     """An engine in a process of its own holds 200 MiB, which are no part of the peer's."""
     engine = "held = b'1' * (200 << 20); print(flush=True); input()"
     run = f"""
@@ -140,7 +140,7 @@ def test_memory_is_that_of_a_peers_processes_together(tmp_path: Path) -> None:
         assert process.ask("end")["peak_rss_bytes"] - before >= 200 << 20
 
 
-def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_answer_is_ended(tmp_path):
     with (
         started(program(tmp_path), 0.001) as process,
         pytest.raises(PeerFailedError, match="after"),
@@ -148,7 +148,7 @@ def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
         process.ask("start", settings={"variant": None})
 
 
-def test_every_peer_of_the_package_says_how_to_install_it_in_60_lines() -> None:
+def test_every_peer_of_the_package_says_how_to_install_it_in_60_lines():
     assert {"transformers", "llama_cpp"} <= set(peer_names())
     for name in peer_names():
         file = peer_file(name)
@@ -157,7 +157,7 @@ def test_every_peer_of_the_package_says_how_to_install_it_in_60_lines() -> None:
 
 
 @pytest.mark.parametrize("line", ["DEVICES = 7", "VARIANTS = (1,)", 'PACKAGES = "torch"'])
-def test_a_constant_of_another_type_is_refused_by_its_name(line: str, tmp_path: Path) -> None:
+def test_a_constant_of_another_type_is_refused_by_its_name(line, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f'INSTALL = "pip install mine"\nPACKAGES = ("mine",)\n{line}\n')
     name = line.partition(" ")[0]
@@ -165,9 +165,7 @@ def test_a_constant_of_another_type_is_refused_by_its_name(line: str, tmp_path: 
         find_peer(str(file), {"device": "cpu"})
 
 
-def test_the_command_measures_us_beside_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_measures_us_beside_transformers(tmp_path, capsys, monkeypatch):
     """A whole run on a tiny checkpoint: file and `--json` agree, the user's cache is left alone."""
     from text_checkpoint import save_text_checkpoint
 
@@ -196,9 +194,7 @@ def test_the_command_measures_us_beside_transformers(
         assert found["peak_rss_bytes"] > found["rss_after_imports_bytes"] > 0
 
 
-def test_joules_are_those_of_the_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_joules_are_those_of_the_answers(tmp_path, monkeypatch, capsys):
     """Of the text, not of imports, loading, or the untimed answer before."""
     counted, answer = [0.0], TextPlan.ask
 

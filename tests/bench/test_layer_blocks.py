@@ -1,7 +1,6 @@
 """`bench layer`: blocks agree with the formula in float64; one that routes otherwise is out."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def plan_in(dtype: torch.dtype) -> LayerPlan:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype: torch.dtype) -> None:
+def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype):
     plan = plan_in(dtype)
     layer = make_layer(plan)
     expected = {
@@ -47,7 +46,7 @@ def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype: torch.dtype) ->
     assert all(one.judge(torch.full_like(one.ours, torch.nan))[1] == 0 for one in expected.values())
 
 
-def test_float64_is_what_transformers_finds_in_float64() -> None:
+def test_float64_is_what_transformers_finds_in_float64():
     plan = plan_in(torch.float32)
     layer = make_layer(plan)
     block = transformers_block("eager", layer, SIZES).double()
@@ -58,7 +57,7 @@ def test_float64_is_what_transformers_finds_in_float64() -> None:
         torch.testing.assert_close(theirs, expected.exact, rtol=1e-5, atol=1e-7)
 
 
-def test_the_command_measures_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_the_layer(tmp_path, capsys):
     save_text_checkpoint(tmp_path / "model")
     path = tmp_path / "r.json"
     words = ["--tokens", "3", "--training", "--quick", "--time", "1", "--threads", "1"]

@@ -62,7 +62,7 @@ def measured_level(
     return run_virtually(work)
 
 
-def test_every_figure_is_that_of_the_delays() -> None:
+def test_every_figure_is_that_of_the_delays():
     """Two clients and four answers: first tokens after 0.1 to 0.4 s, then gaps of 10 and 30 ms."""
 
     def script(body: dict[str, Any]) -> Sequence[Part]:
@@ -98,7 +98,7 @@ def test_every_figure_is_that_of_the_delays() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_turns_go_on_from_the_answers_before_them(chat: bool) -> None:
+def test_turns_go_on_from_the_answers_before_them(chat):
     asked: list[Any] = []
 
     def script(body: dict[str, Any]) -> Sequence[Part]:
@@ -131,7 +131,7 @@ def test_turns_go_on_from_the_answers_before_them(chat: bool) -> None:
     assert row["later_first_token_s"]["mean"] == pytest.approx((0.25 + 0.5 / 3) / 2, abs=NEAR)
 
 
-def test_an_open_loop_waits_for_nobody() -> None:
+def test_an_open_loop_waits_for_nobody():
     """Answers take 10 s, and requests still go out as they arrive."""
     times = arrivals(6, 2.0, Random(1))
     measured = measured_level(
@@ -142,7 +142,7 @@ def test_an_open_loop_waits_for_nobody() -> None:
     assert measured.seconds == pytest.approx(times[-1] + 10.0, abs=NEAR)
 
 
-def test_arrivals_are_a_poisson_process() -> None:
+def test_arrivals_are_a_poisson_process():
     times = arrivals(4001, 8.0, Random(0))
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert (times[0], times) == (0.0, arrivals(4001, 8.0, Random(0)))
@@ -188,7 +188,7 @@ FAILURES: dict[str, tuple[Script, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failures_are_told_apart(name: str) -> None:
+def test_failures_are_told_apart(name):
     script, kind, message = FAILURES[name]
     measured = measured_level(script, Level(1, None), num_requests=2, timeout_s=5.0)
     row = summarize(measured, {"ttft": 1.0})
@@ -199,14 +199,14 @@ def test_failures_are_told_apart(name: str) -> None:
     assert row["goodput"]["share"] == 0.0
 
 
-def test_an_answer_that_says_why_it_ends_is_whole() -> None:
+def test_an_answer_that_says_why_it_ends_is_whole():
     """transformers' own server sends no [DONE] behind it."""
     last = {"choices": [{"text": "b", "finish_reason": "length"}]}
     measured = measured_level(lambda _: events(TEXT, last), Level(1, None), num_requests=2)
     assert (summarize(measured, {})["answered"], measured.answers[0].output_tokens) == (2, 2)
 
 
-def test_a_lost_connection_is_a_failure_of_its_own() -> None:
+def test_a_lost_connection_is_a_failure_of_its_own():
     def lost(body: dict[str, Any]) -> Any:
         raise (httpx2.ConnectError if body["prompt"] == "0" else httpx2.ReadError)("gone")
 
@@ -217,7 +217,7 @@ def test_a_lost_connection_is_a_failure_of_its_own() -> None:
     }
 
 
-def test_a_server_that_does_not_count_tokens_is_said_to_be_one() -> None:
+def test_a_server_that_does_not_count_tokens_is_said_to_be_one():
     measured = measured_level(
         lambda _: events(TEXT, TEXT, TEXT, "[DONE]"), Level(1, None), num_requests=1
     )
@@ -225,7 +225,7 @@ def test_a_server_that_does_not_count_tokens_is_said_to_be_one() -> None:
     assert (row["output_tokens"], row["are_tokens_counted"]) == (3, False)
 
 
-def test_a_stop_leaves_what_was_measured() -> None:
+def test_a_stop_leaves_what_was_measured():
     """The third answer comes at 3 s and is the last that counts; two are on their way."""
     measured = measured_level(
         lambda body: pieces([1.0]), Level(1, None), num_requests=10, stop_after=3
@@ -269,7 +269,7 @@ def asked_with(
     return *run_virtually(work), asked
 
 
-def test_joules_are_those_of_a_level() -> None:
+def test_joules_are_those_of_a_level():
     """Not of the small requests before it; there are none of a server elsewhere."""
     asked = list[Any]()
 
@@ -286,7 +286,7 @@ def test_joules_are_those_of_a_level() -> None:
     assert "cpu_joules" not in summarize(found[0], {})
 
 
-def test_a_server_is_warmed_up_and_its_models_asked_in_turn() -> None:
+def test_a_server_is_warmed_up_and_its_models_asked_in_turn():
     """With requests that no level repeats; the model of each is the next."""
 
     def script(body: dict[str, Any]) -> Sequence[Part]:
@@ -300,7 +300,7 @@ def test_a_server_is_warmed_up_and_its_models_asked_in_turn() -> None:
     assert [len(measured.answers) for measured in found] == [6, 6]
 
 
-def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:
+def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them():
     """This server makes three tokens of a word, and puts eleven around them."""
 
     def script(body: dict[str, Any]) -> Sequence[Part]:
@@ -323,14 +323,14 @@ def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:
     assert asked_with(settings(chat=True, seed=2), script)[2] != asked
 
 
-def test_own_prompts_are_sent_in_turn() -> None:
+def test_own_prompts_are_sent_in_turn():
     """The first request has the last prompt: a server that keeps prefixes has not theirs then."""
     chosen = settings(texts=["one", "two"], num_requests=3, levels=[Level(1, None)])
     asked = asked_with(chosen, lambda body: pieces([0.1]))[2]
     assert [body["prompt"] for body in asked] == ["two", "one", "two", "one"]
 
 
-def test_a_server_that_refuses_the_first_request_is_not_measured() -> None:
+def test_a_server_that_refuses_the_first_request_is_not_measured():
     with pytest.raises(LoadError, match=r"a first request failed: HTTP 400: no such field"):
         asked_with(
             settings(), lambda _: httpx2.Response(400, json={"error": {"message": "no such field"}})
@@ -338,7 +338,7 @@ def test_a_server_that_refuses_the_first_request_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("model", [None, "named"])
-def test_a_stop_before_the_first_answer_waits_for_nobody(model: str | None) -> None:
+def test_a_stop_before_the_first_answer_waits_for_nobody(model):
     """The server would take an hour for each first request; it is stopped at the third look."""
     looks = itertools.count()
     name, found, asked = asked_with(
@@ -349,13 +349,13 @@ def test_a_stop_before_the_first_answer_waits_for_nobody(model: str | None) -> N
 
 
 @pytest.mark.parametrize("text", ["", "0", "5:4", "a", "1:2:3", "-1", "9999999", "1.5"])
-def test_lengths_that_are_none_are_refused(text: str) -> None:
+def test_lengths_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="--it must be a number of tokens or LOW:HIGH"):
         parse_lengths(text, "--it")
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "ttft=0ms", "tttf=5ms", "e2e=1s,e2e=2s"])
-def test_bounds_that_are_none_are_refused(text: str) -> None:
+def test_bounds_that_are_none_are_refused(text):
     assert parse_goodput("ttft=200ms,e2e=1.5s") == {"ttft": 0.2, "e2e": 1.5}
     with pytest.raises(ValueError, match="--goodput"):
         parse_goodput(text)

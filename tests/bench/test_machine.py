@@ -5,8 +5,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from moe_runtime.benchmarks.elastic import TokenTimes
 from moe_runtime.benchmarks.harness.scripting import machine_name
 from moe_runtime.benchmarks.house import ROOT, sizes
@@ -18,7 +16,7 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_results_of_the_measurement_itself_are_no_change_of_the_code(tmp_path: Path) -> None:
+def test_results_of_the_measurement_itself_are_no_change_of_the_code(tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (tmp_path / "code.py").write_text("1\n")
@@ -38,7 +36,7 @@ def test_results_of_the_measurement_itself_are_no_change_of_the_code(tmp_path: P
     assert commit(tmp_path.parent) == "unknown"
 
 
-def test_machine_name_is_a_file_name() -> None:
+def test_machine_name_is_a_file_name():
     assert describe_machine()["num_cores"] == len(os.sched_getaffinity(0))
     facts = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "num_cores": 2, "memory_bytes": 25 << 30}
     assert machine_name(facts) == "intel-xeon-2-20ghz-2c-25g"
@@ -47,7 +45,7 @@ def test_machine_name_is_a_file_name() -> None:
     assert machine_name(older | {"cpu_features": ["avx2", "avx512f"]}) == "amd-epyc-2c-25g"
 
 
-def test_the_product_is_its_rooms() -> None:
+def test_the_product_is_its_rooms():
     found = sizes(ROOT)
     rooms = [one for name, one in found.items() if name not in ("product", "tests")]
     for what in ("lines", "files"):
@@ -55,7 +53,7 @@ def test_the_product_is_its_rooms() -> None:
     assert found["moe_runtime"]["files"] == len([*Path(ROOT, "moe_runtime").glob("*.py")])
 
 
-def test_waits_that_overlap_the_stretch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_that_overlap_the_stretch_count(monkeypatch):
     times = TokenTimes(2)
     for request, moment in [(0, 1.0), (1, 1.5), (0, 2.0), (1, 6.5), (0, 3.0), (0, 3.5)]:
         monkeypatch.setattr(time, "perf_counter", lambda moment=moment: moment)

@@ -40,7 +40,7 @@ def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any)
     return str(path)
 
 
-def test_a_heading_names_what_was_measured() -> None:
+def test_a_heading_names_what_was_measured():
     def words(case: str = "latency", **changed: Any) -> str:
         settings = LATENCY if case == "latency" else {}
         return heading_words({"case": case, "settings": settings | changed})
@@ -55,7 +55,7 @@ def test_a_heading_names_what_was_measured() -> None:
     assert words("serve", model="m", chat=False, ignore_eos=True) == "m, ignore eos"
 
 
-def test_settings_of_a_changed_file_may_be_anything(tmp_path: Path) -> None:
+def test_settings_of_a_changed_file_may_be_anything(tmp_path):
     odd = put(tmp_path / "odd.json", prompt_tokens=[[64], "a", None, 128, 64, 128])
     assert main(["bench", "compare", odd, odd]) == 0
     for cap in ("7GiB", 10**400, -1, [1], True):
@@ -78,12 +78,7 @@ def test_settings_of_a_changed_file_may_be_anything(tmp_path: Path) -> None:
         ({"prompt_tokens": [64] * 4, "num_threads": 1}, None),
     ],
 )
-def test_other_work_is_not_compared(
-    changed: dict[str, Any],
-    complaint: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_work_is_not_compared(changed, complaint, tmp_path, capsys):
     words = [put(tmp_path / "a.json"), put(tmp_path / "b.json", **changed)]
     assert main(["bench", "compare", *words]) == (2 if complaint else 0)
     err = capsys.readouterr().err
@@ -103,18 +98,14 @@ def test_other_work_is_not_compared(
         ),
     ],
 )
-def test_each_setting_that_changes_the_work_counts(
-    case: str, name: str, before: Any, after: Any, complaint: str
-) -> None:
+def test_each_setting_that_changes_the_work_counts(case, name, before, after, complaint):
     one, other = ({"case": case, "settings": {name: value}} for value in (before, after))
     require_same_work(one, one)
     with pytest.raises(ValueError, match=f"the same work, got {re.escape(complaint)};"):
         require_same_work(one, other)
 
 
-def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(tmp_path, capsys):
     files = [
         put(tmp_path / "a.json"),
         put(tmp_path / "b.json", "interrupted"),
@@ -145,7 +136,7 @@ def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
     assert f"{files[1]}: was interrupted" in capsys.readouterr().err
 
 
-def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
     files = [tmp_path / folder / "a.json" for folder in ("old", "new")]
     for file in files:
         file.parent.mkdir()
@@ -156,9 +147,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     assert all(found.count(f"one ({file})") == 1 for file in files)
 
 
-def test_results_are_shown_where_their_file_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_shown_where_their_file_cannot_be_written(tmp_path, monkeypatch, capsys):
     """A disk that fills up meanwhile."""
     import errno
     import os

@@ -36,7 +36,7 @@ def left_groups() -> list[Path]:
 
 
 @needs_caps
-def test_a_process_over_its_cap_is_killed_and_the_group_removed() -> None:
+def test_a_process_over_its_cap_is_killed_and_the_group_removed():
     script = "data = bytearray(300 << 20); print(len(data))"
     with memory_cap(100 << 20) as cap:
         command = cap.wrap([sys.executable, "-c", script])
@@ -53,7 +53,7 @@ def test_a_process_over_its_cap_is_killed_and_the_group_removed() -> None:
 
 
 @needs_caps
-def test_the_page_cache_counts_against_the_cap(tmp_path: Path) -> None:
+def test_the_page_cache_counts_against_the_cap(tmp_path):
     file = tmp_path / "large"
     file.write_bytes(bytes(200 << 20))
     os.sync()
@@ -68,7 +68,7 @@ def test_the_page_cache_counts_against_the_cap(tmp_path: Path) -> None:
 
 
 @needs_caps
-def test_a_peer_over_its_cap_says_so(tmp_path: Path) -> None:
+def test_a_peer_over_its_cap_says_so(tmp_path):
     file = tmp_path / "greedy.py"
     file.write_text(
         "INSTALL = 'pip install nothing'\nPACKAGES = ()\n"
@@ -86,7 +86,7 @@ def test_a_peer_over_its_cap_says_so(tmp_path: Path) -> None:
     assert not left_groups()
 
 
-def test_the_nearest_group_that_hands_memory_down_is_taken(tmp_path: Path) -> None:
+def test_the_nearest_group_that_hands_memory_down_is_taken(tmp_path):
     """A user's own part of the tree of the second version: systemd hands it down, with memory."""
     service = tmp_path / "user.slice" / "user@7.service"
     own = service / "app.slice" / "shell.scope"
@@ -100,13 +100,13 @@ def test_the_nearest_group_that_hands_memory_down_is_taken(tmp_path: Path) -> No
     assert usable_parents(tmp_path, "0::/elsewhere/deep\n", unified=True) == [tmp_path]
 
 
-def test_the_first_version_has_a_tree_for_memory(tmp_path: Path) -> None:
+def test_the_first_version_has_a_tree_for_memory(tmp_path):
     (tmp_path / "box").mkdir()
     memberships = "5:cpu,cpuacct:/other\n4:memory:/box\n0::/\n"
     assert usable_parents(tmp_path, memberships, unified=False) == [tmp_path / "box", tmp_path]
 
 
-def test_a_group_is_made_where_we_may(tmp_path: Path) -> None:
+def test_a_group_is_made_where_we_may(tmp_path):
     absent = tmp_path / "absent"
     made = make_group([absent, tmp_path])
     assert made.parent == tmp_path
@@ -134,7 +134,7 @@ SCOPES = {
 
 
 @pytest.mark.parametrize("name", SCOPES)
-def test_systemd_is_believed_when_its_limit_is_in_force(name: str, tmp_path: Path) -> None:
+def test_systemd_is_believed_when_its_limit_is_in_force(name, tmp_path):
     script, complaint = SCOPES[name]
     program = tmp_path / "systemd-run"
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{script}\n')
@@ -151,7 +151,7 @@ def test_systemd_is_believed_when_its_limit_is_in_force(name: str, tmp_path: Pat
     assert words.startswith(expected)
 
 
-def test_without_groups_and_systemd_the_reason_is_one_line() -> None:
+def test_without_groups_and_systemd_the_reason_is_one_line():
     with pytest.raises(CapUnavailableError, match=r"^no rights; there is no systemd-run either"):
         require_scopes(CapUnavailableError("no rights"), lambda _: None)
 
@@ -164,13 +164,7 @@ def test_without_groups_and_systemd_the_reason_is_one_line() -> None:
         ("0", None, "--cap must be positive"),
     ],
 )
-def test_a_cap_that_cannot_be_is_one_line(
-    cap: str,
-    reason: str | None,
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_cap_that_cannot_be_is_one_line(cap, reason, complaint, monkeypatch, capsys):
     monkeypatch.setattr(caps, "why_unavailable", lambda: reason)
     assert main(["bench", "latency", "models/pocket", "--cap", cap]) == 2
     err = capsys.readouterr().err
@@ -179,7 +173,7 @@ def test_a_cap_that_cannot_be_is_one_line(
 
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
-def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cap_arrives_at_every_system(case, monkeypatch):
     seen: list[Mapping[str, Any]] = []
 
     def measure(ours: Any, peers: Any, _: Any, __: Any, settings: Mapping[str, Any]) -> None:

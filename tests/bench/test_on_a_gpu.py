@@ -1,7 +1,5 @@
 """`make gpu`: every test that a GPU can fail is run, and what is found is kept, whatever fails."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -33,7 +31,7 @@ def is_marked(tree: ast.AST) -> bool:
     )
 
 
-def test_every_test_that_is_marked_is_run() -> None:
+def test_every_test_that_is_marked_is_run():
     paths = sorted(TESTS.rglob("test_*.py"))
     texts = {path: path.read_text() for path in paths}
     asked = [path for path, text in texts.items() if "mark.gpu" in text or "PLACES" in text]
@@ -45,7 +43,7 @@ def test_every_test_that_is_marked_is_run() -> None:
     assert command[command.index("-m", 3) + 1] == "gpu and not long"
 
 
-def test_kernels_are_tested_where_they_run_on_a_gpu() -> None:
+def test_kernels_are_tested_where_they_run_on_a_gpu():
     (part,) = (part for part in on_a_gpu.PARTS if part.name == "tests-of-kernels")
     command = part.command(LONG)
     for name in ("test_grouped_gemm.py", "expert_mlp/test_slotted_products.py", "test_combine.py"):
@@ -55,7 +53,7 @@ def test_kernels_are_tested_where_they_run_on_a_gpu() -> None:
     assert not {"tests/kernels/test_aot.py", "tests/kernels/test_linear.py"} & {*command}
 
 
-def test_all_parts_fit_into_nine_minutes() -> None:
+def test_all_parts_fit_into_nine_minutes():
     assert sum(part.seconds for part in on_a_gpu.PARTS) + SETTING_UP <= NINE_MINUTES
     names = [part.name for part in on_a_gpu.PARTS]
     assert names[0].startswith("tests")
@@ -67,7 +65,7 @@ def test_all_parts_fit_into_nine_minutes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_the_suite_is_called_with_words_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_is_called_with_words_that_it_knows(capsys):
     """All are read before it says that there is no GPU."""
     commands = [part.command(LONG) for part in on_a_gpu.PARTS]
     suite = [words[1:] for words in commands if words[1] == "bench"]
@@ -78,9 +76,7 @@ def test_the_suite_is_called_with_words_that_it_knows(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path, capsys):
     assert on_a_gpu.main(["--results", str(tmp_path / "kept")]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n"), said.err[:11]) == ("", 1, "no GPU here")
@@ -91,9 +87,7 @@ def python(name: str, seconds: float, code: str) -> Part:
     return Part(name, seconds, lambda _: [sys.executable, "-c", code])
 
 
-def test_what_fails_or_is_late_keeps_no_other_from_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_or_is_late_keeps_no_other_from_its_turn(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(timed_parts, "GRACE_S", 0.05)
     results, folder = tmp_path / "results", tmp_path / "kept" / "here"
     results.mkdir()
@@ -124,7 +118,7 @@ def test_what_fails_or_is_late_keeps_no_other_from_its_turn(
     assert "said\n== writes: done" in capfd.readouterr().out
 
 
-def test_what_a_part_leaves_is_the_next_ones() -> None:
+def test_what_a_part_leaves_is_the_next_ones():
     given: list[float] = []
     now = iter([0.0, 0.0, 10.0, 10.0, 100.0])
 
@@ -140,7 +134,7 @@ def test_what_a_part_leaves_is_the_next_ones() -> None:
     assert given == [60.0, 80.0]
 
 
-def test_an_interrupt_ends_the_part_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_part_too(tmp_path, monkeypatch):
     monkeypatch.setattr(timed_parts, "GRACE_S", 0.05)
     started: list[timed_parts.subprocess.Popen[bytes]] = []
 
@@ -157,7 +151,7 @@ def test_an_interrupt_ends_the_part_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert started[0].poll() is not None
 
 
-def test_who_ends_the_program_ends_its_part(tmp_path: Path) -> None:
+def test_who_ends_the_program_ends_its_part(tmp_path):
     """Which has written a result by then."""
     os.mkfifo(tmp_path / "begun")
     part = (

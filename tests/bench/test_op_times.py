@@ -1,7 +1,6 @@
 """`bench ops`: every op of a layer, held against its reference before it is timed."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ NAMES = ["token_sort", "grouped_gemm", "combine", "expert_mlp", "sdd", "dsd", "h
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 37])
-def test_every_op_equals_its_reference_and_has_gradients(
-    num_tokens: int, dtype: torch.dtype
-) -> None:
+def test_every_op_equals_its_reference_and_has_gradients(num_tokens, dtype):
     plan = OpsPlan(sizes=SIZES, dtype=dtype, tokens=[num_tokens], trains=True, block_s=1e-4)
     calls = list(op_calls(num_tokens, SIZES, draw_weights(SIZES, dtype)))
     assert [op.name for op in calls] == NAMES
@@ -34,7 +31,7 @@ def test_every_op_equals_its_reference_and_has_gradients(
 
 
 @pytest.mark.parametrize("excess", [0.9, 1.1])
-def test_an_op_that_is_wrong_has_no_numbers(excess: float) -> None:
+def test_an_op_that_is_wrong_has_no_numbers(excess):
     """By as much as roundings allow, and by a little more."""
     exact = torch.tensor([[1.0, -8.0]])
     wrong = exact + torch.tensor([[excess * 4 * torch.finfo(torch.float32).eps * 8, 0.0]])
@@ -51,9 +48,7 @@ def test_an_op_that_is_wrong_has_no_numbers(excess: float) -> None:
         op_system({1: sorted_rows}, plan).repeat()
 
 
-def test_the_command_measures_ops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_ops(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "SIZES", SIZES)
     path = tmp_path / "r.json"
     words = ["--tokens", "3,5", "--training", "--quick", "--time", "1", "--threads", "1"]
@@ -72,7 +67,7 @@ def test_the_command_measures_ops(
     assert main(["bench", "compare", str(path), str(path)]) == 0
 
 
-def test_weights_are_drawn_once_for_all_numbers_of_tokens() -> None:
+def test_weights_are_drawn_once_for_all_numbers_of_tokens():
     weights = draw_weights(SIZES, torch.float32)
     calls = [list(op_calls(tokens, SIZES, weights)) for tokens in (3, 5)]
     leaves = [{id(leaf) for op in ops for leaf in op.leaves} for ops in calls]

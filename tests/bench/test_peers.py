@@ -81,7 +81,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
         *[(name, False) for name in ("ftllm:disk", "sglang")],
     ],
 )
-def test_every_token_arrives_once(peer: str, batch: bool, stand_ins: StandIns) -> None:
+def test_every_token_arrives_once(peer, batch, stand_ins):
     assert stand_ins.answers(peer, batch=batch) == ANSWERS
 
 
@@ -99,9 +99,7 @@ def test_every_token_arrives_once(peer: str, batch: bool, stand_ins: StandIns) -
         ),
     ],
 )
-def test_accelerate_has_the_gpu_s_memory_first_and_what_the_cap_leaves(
-    settings: dict[str, Any], memory: dict[str, int], stand_ins: StandIns
-) -> None:
+def test_accelerate_has_the_gpu_s_memory_first_and_what_the_cap_leaves(settings, memory, stand_ins):
     assert stand_ins.answers("accelerate", **settings) == ANSWERS
     ((args, options),) = stand_ins.calls("from_pretrained")
     assert args == [str(stand_ins.model)]
@@ -115,8 +113,8 @@ def test_accelerate_has_the_gpu_s_memory_first_and_what_the_cap_leaves(
     [("cuda:0", "auto", [0, 999]), ("cuda:0", 4_500, [0, 4]), ("cpu", "auto", [0])],
 )
 def test_llama_cpp_gives_a_gpu_as_many_layers_as_there_is_room_for(
-    device: str, asked: Any, layers: list[int], stand_ins: StandIns
-) -> None:
+    device, asked, layers, stand_ins
+):
     assert stand_ins.answers("llama_cpp", device=device, device_memory=asked) == ANSWERS
     assert [args for args, _ in stand_ins.calls("load")] == [
         [str(stand_ins.model / "a.gguf"), True, number] for number in layers
@@ -129,26 +127,26 @@ def changed(name: str, old: str, new: str, folder: Path) -> None:
     (folder / name).write_text((STAND_INS / name).read_text().replace(old, new))
 
 
-def test_llama_cpp_without_a_gpu_in_its_build_says_so(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_llama_cpp_without_a_gpu_in_its_build_says_so(stand_ins, tmp_path):
     changed("llama_cpp.py", "return True", "return False", tmp_path)
     with pytest.raises(PeerFailedError, match="built without a GPU"):
         stand_ins.answers("llama_cpp", device="cuda:0", device_memory="auto")
 
 
-def test_openvino_needs_the_exported_folder(stand_ins: StandIns) -> None:
+def test_openvino_needs_the_exported_folder(stand_ins):
     (stand_ins.model / "openvino_model.xml").unlink()
     said = r"^ValueError: no .*name an exported folder, --peer openvino=FOLDER"
     with pytest.raises(PeerFailedError, match=said):
         stand_ins.answers("openvino")
 
 
-def test_an_engine_that_stops_early_gets_no_numbers(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_an_engine_that_stops_early_gets_no_numbers(stand_ins, tmp_path):
     changed("sglang.py", "- 2 -", "- 9 -", tmp_path)
     with pytest.raises(PeerFailedError, match=r"^RuntimeError: 4 tokens came, 5 were asked for"):
         stand_ins.answers("sglang")
 
 
-def test_where_it_is_not_installed_the_line_says_how(stand_ins: StandIns, tmp_path: Path) -> None:
+def test_where_it_is_not_installed_the_line_says_how(stand_ins, tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('no vllm here')\n")
     with pytest.raises(PeerFailedError) as failure:
         stand_ins.answers("vllm")
@@ -156,7 +154,7 @@ def test_where_it_is_not_installed_the_line_says_how(stand_ins: StandIns, tmp_pa
     assert str(failure.value).startswith(said)
 
 
-def test_paths_may_hold_the_signs_that_divide(tmp_path: Path) -> None:
+def test_paths_may_hold_the_signs_that_divide(tmp_path):
     folder = tmp_path / "a=b@c:d"
     folder.mkdir()
     peer, python, model = folder / "peer.py", folder / "python", folder / "m=1.gguf"
@@ -175,7 +173,7 @@ def test_paths_may_hold_the_signs_that_divide(tmp_path: Path) -> None:
         assert split_peer(asked) == expected
 
 
-def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path: Path) -> None:
+def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path):
     (tmp_path / "moe_runtime.py").write_text(COUNTING)
     for folder in ("packed", "other/packed"):
         (tmp_path / folder).mkdir(parents=True)
@@ -207,9 +205,7 @@ def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path: Path)
         (None, {}),
     ],
 )
-def test_this_project_beside_itself_has_its_options_and_the_variants(
-    variant: str | None, option: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_project_beside_itself_has_its_options_and_the_variants(variant, option, monkeypatch):
     loaded: list[Any] = []
     monkeypatch.setattr("moe_runtime.load", lambda model, **given: loaded.append((model, given)))
     given = {"model": "m", "num_threads": torch.get_num_threads(), "cap_bytes": None}
@@ -221,7 +217,7 @@ def test_this_project_beside_itself_has_its_options_and_the_variants(
     assert loaded == [("m", {"host_memory": "1GiB", **option})]
 
 
-def test_an_interpreter_that_is_too_old_is_said_to_be(tmp_path: Path) -> None:
+def test_an_interpreter_that_is_too_old_is_said_to_be(tmp_path):
     old = tmp_path / "python3.10"
     old.write_text("#!/bin/sh\necho 'unknown option -P' >&2\necho 'Try `python -h`' >&2\nexit 2\n")
     old.chmod(0o755)
@@ -230,9 +226,7 @@ def test_an_interpreter_that_is_too_old_is_said_to_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", ["counting.py", "model=a/openvino_model.xml"])
-def test_results_replace_nothing_that_a_peer_reads(
-    read: str, stand_ins: StandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_replace_nothing_that_a_peer_reads(read, stand_ins, tmp_path, capsys):
     (tmp_path / "counting.py").write_text(COUNTING)
     before = (tmp_path / read).read_text()
     peers = ["--peer", str(tmp_path / "counting.py"), "--peer", f"openvino={stand_ins.model}"]

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +54,7 @@ def walked(placement: Placement, ids: np.ndarray) -> dict[str, float]:
     }
 
 
-def test_scores_are_those_of_a_walk_over_the_tokens(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str], worse: Any
-) -> None:
+def test_scores_are_those_of_a_walk_over_the_tokens(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"
     words = ["--gpus", "2", "--fit", "0.25", "--load-slack", "0.3", "--time-limit", "20"]
@@ -90,9 +86,7 @@ def test_scores_are_those_of_a_walk_over_the_tokens(
     assert "balancedness" in (tmp_path / "r.html").read_text("utf-8")
 
 
-def test_copies_are_made_beside_and_searches_left_out(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_are_made_beside_and_searches_left_out(trace, tmp_path, capsys):
     write_trace(tmp_path / "t.npz", trace)
     words = ["bench", "placements", str(tmp_path / "t.npz"), "--quick", "--time", "1"]
     words += ["--gpus", "4", "--nodes", "2", "--replicas", "4", "--groups", "2", "--no-align"]
@@ -109,9 +103,7 @@ def test_copies_are_made_beside_and_searches_left_out(
     assert "eplb, 4 replicas" in capsys.readouterr().out
 
 
-def test_who_cannot_place_has_no_numbers_and_the_others_have(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_cannot_place_has_no_numbers_and_the_others_have(trace, tmp_path, capsys):
     write_trace(tmp_path / "t.npz", trace)
     words = ["--gpus", "3", "--replicas", "1", "--quick", "--time", "1", "--precision", "1"]
     assert main(["bench", "placements", str(tmp_path / "t.npz"), *words, "--json"]) == 0
@@ -124,9 +116,7 @@ def test_who_cannot_place_has_no_numbers_and_the_others_have(
             assert "do not divide among 3 devices" in one["failure"]
 
 
-def test_visits_counted_elsewhere_are_found_out(
-    trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visits_counted_elsewhere_are_found_out(trace, monkeypatch):
     counted = placement_scores.gpus_of_tokens
 
     def with_one_wrong(placement: Placement, ids: np.ndarray) -> np.ndarray:

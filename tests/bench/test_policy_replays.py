@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def trace() -> Trace:
     return trace_of(make_routes(SHAPE, num_sequences=8))
 
 
-def test_a_replay_that_is_not_the_policy_has_no_numbers(
-    trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_that_is_not_the_policy_has_no_numbers(trace, monkeypatch):
     plan = PoliciesPlan(
         workload=workload_of(trace), policies=["lru", "reuse"], capacities=[0.25], scope="global"
     )
@@ -59,7 +56,7 @@ def test_a_replay_that_is_not_the_policy_has_no_numbers(
         assert one["quality"]["compared"] - one["quality"]["equal"] == 1
 
 
-def test_the_beginning_is_a_shorter_trace(trace: Trace) -> None:
+def test_the_beginning_is_a_shorter_trace(trace):
     whole = workload_of(trace)
     first = beginning(whole, 30)
     assert first.num_events == 30 < whole.num_events
@@ -68,9 +65,7 @@ def test_the_beginning_is_a_shorter_trace(trace: Trace) -> None:
     assert len(first.key_numbers) == first.num_keys.sum()
 
 
-def test_the_command_finds_what_a_replay_finds_and_compares(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str], worse: Any
-) -> None:
+def test_the_command_finds_what_a_replay_finds_and_compares(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"
     words = ["--policy", "lru,belady,random", "--capacity", "25%,0.5", "--time", "1", "--precision"]
@@ -99,9 +94,7 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
     assert worse(printed, hit_less, "--bound", "0.02") == set()
 
 
-def test_learners_are_taught_and_requests_decode_side_by_side(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_learners_are_taught_and_requests_decode_side_by_side(trace, tmp_path, capsys):
     """With a cache for each request there is nothing but what was taught."""
     other = trace_of(make_routes(SHAPE, num_sequences=8, seed=1))
     write_trace(tmp_path / "t.npz", trace)
@@ -123,9 +116,7 @@ def test_learners_are_taught_and_requests_decode_side_by_side(
     assert work_of(printed)["side_by_side"] == 3
 
 
-def test_predicted_asks_what_was_trained_and_bytes_are_weighed(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predicted_asks_what_was_trained_and_bytes_are_weighed(trace, tmp_path, capsys):
     other = trace_of(make_routes(SHAPE, num_sequences=8, seed=1))
     write_trace(tmp_path / "t.npz", trace)
     write_trace(tmp_path / "other.npz", other)
@@ -194,7 +185,7 @@ def golden_rows(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-def test_golden_counts_are_found_again(trace: Trace, tmp_path: Path) -> None:
+def test_golden_counts_are_found_again(trace, tmp_path):
     path = tmp_path / "golden.json"
     rows = golden_rows(trace)
     path.write_text(json.dumps({"rows": rows}))
@@ -215,13 +206,7 @@ def test_golden_counts_are_found_again(trace: Trace, tmp_path: Path) -> None:
         ({"accesses": None}, "row 0: expected a number as 'accesses'"),
     ],
 )
-def test_rows_that_are_none_are_one_line(
-    change: dict[str, Any],
-    complaint: str,
-    trace: Trace,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rows_that_are_none_are_one_line(change, complaint, trace, tmp_path, capsys):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "golden.json"
     path.write_text(json.dumps([golden_rows(trace)[0] | change]))
@@ -233,7 +218,7 @@ def test_rows_that_are_none_are_one_line(
 
 
 @pytest.mark.parametrize("content", ["[", "[]", "{}", "[1]", '{"rows": 3}'])
-def test_a_file_without_rows_is_refused(content: str, trace: Trace, tmp_path: Path) -> None:
+def test_a_file_without_rows_is_refused(content, trace, tmp_path):
     path = tmp_path / "golden.json"
     path.write_text(content)
     with pytest.raises(CheckpointError, match=r"golden\.json: "):

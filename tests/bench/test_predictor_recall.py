@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def counted_by_hand(training: Routes, test: Routes, width: int) -> float:
     return sum(shares) / len(shares)
 
 
-def test_recall_is_what_counting_by_hand_gives(trace: Trace) -> None:
+def test_recall_is_what_counting_by_hand_gives(trace):
     plan = plan_of(trace)
     results = measure_predictors(plan, RULES, settings={})
     popularity = results["measurements"][0]
@@ -78,9 +77,7 @@ def test_recall_is_what_counting_by_hand_gives(trace: Trace) -> None:
                 assert repetition[f"recall_at_{name}_ahead_{distance}"] == pytest.approx(by_hand)
 
 
-def test_without_a_complete_control_there_are_no_numbers(
-    trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_complete_control_there_are_no_numbers(trace, monkeypatch):
     counted = predictor_recall.evaluate
 
     def with_a_miss(*words: Any, **options: Any) -> list[Evaluation]:
@@ -97,7 +94,7 @@ def test_without_a_complete_control_there_are_no_numbers(
         assert not one["repetitions"]
 
 
-def test_prefetching_is_that_of_a_timed_replay(trace: Trace) -> None:
+def test_prefetching_is_that_of_a_timed_replay(trace):
     machine = Machine(
         bytes_per_s=1e9, latency_s=1e-5, expert_bytes=10**6, layer_s=1e-3, expert_s=1e-4
     )
@@ -122,7 +119,7 @@ def test_prefetching_is_that_of_a_timed_replay(trace: Trace) -> None:
     assert found["waits_of_lru_at_0.25"] == with_it.stall_s / without.stall_s
 
 
-def test_what_was_counted_is_kept_when_it_is_stopped(trace: Trace) -> None:
+def test_what_was_counted_is_kept_when_it_is_stopped(trace):
     """Whoever stops it during the first one gets its numbers, timed once."""
     results = measure_predictors(plan_of(trace), replace(RULES, is_stopping=lambda: True), {})
     assert results["ended"] == "interrupted"
@@ -132,7 +129,7 @@ def test_what_was_counted_is_kept_when_it_is_stopped(trace: Trace) -> None:
     assert one["summary"]["recall_at_k_ahead_1"]["median"] > 0
 
 
-def test_sequences_as_a_trace_are_the_same_sequences() -> None:
+def test_sequences_as_a_trace_are_the_same_sequences():
     routes = make_routes(SHAPE, num_sequences=3, length=5)
     routes.expert_ids[4, 1] = SHAPE.num_experts
     trace = trace_of_routes(routes, trace_of(routes).signature)
@@ -143,9 +140,7 @@ def test_sequences_as_a_trace_are_the_same_sequences() -> None:
     np.testing.assert_array_equal(again.token_ids, routes.token_ids)
 
 
-def test_the_command_writes_what_the_other_commands_read(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str], worse: Any
-) -> None:
+def test_the_command_writes_what_the_other_commands_read(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"
     words = ["--predictor", "popularity", "--predictor", "eam", "--precision", "1", "--time", "1"]
@@ -176,9 +171,7 @@ def test_the_command_writes_what_the_other_commands_read(
     assert "recall_at_k_ahead_1" in (tmp_path / "r.html").read_text("utf-8")
 
 
-def test_another_trace_may_teach(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_trace_may_teach(trace, tmp_path, capsys):
     other = trace_of(make_routes(SHAPE, num_sequences=5, seed=1))
     write_trace(tmp_path / "t.npz", trace)
     write_trace(tmp_path / "other.npz", other)
@@ -201,9 +194,7 @@ def test_another_trace_may_teach(
     assert found == pytest.approx(counted_by_hand(routes_of(known), held_out, SHAPE.top_k))
 
 
-def test_the_quick_ones_are_three(
-    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_quick_ones_are_three(trace, tmp_path, capsys):
     write_trace(tmp_path / "t.npz", trace)
     words = ["--quick", "--time", "1", "--precision", "1", "--json"]
     assert main(["bench", "predictors", str(tmp_path / "t.npz"), *words]) == 0

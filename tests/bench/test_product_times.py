@@ -6,7 +6,6 @@ The GPU is a stand-in: products count their calls, and their times are given.
 import itertools
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,9 +51,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_products_are_results_that_compare_and_report_read(
-    ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_products_are_results_that_compare_and_report_read(ran, tmp_path, capsys):
     path = tmp_path / "k.json"
     words = ["--shape", "8,32,16,4,2", "--shape", "3,32,16,4,2", "-o", str(path)]
     assert main(["bench", "kernels", *words]) == 0
@@ -77,7 +74,7 @@ def test_products_are_results_that_compare_and_report_read(
     assert main(["bench", "report", str(path), "-o", str(tmp_path / "k.html")]) == 0
 
 
-def test_times_of_all_are_shown(ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_of_all_are_shown(ran, capsys):
     """The median of 1, 2 and 3 ms is 2 ms, in which 7 operations are 3.5e-9 TFLOP/s."""
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2"]) == 0
     shown, said = capsys.readouterr()
@@ -86,9 +83,7 @@ def test_times_of_all_are_shown(ran: list[str], capsys: pytest.CaptureFixture[st
     assert all(f"{what}, T=8 D=32 F=16 E=4 K=2: tile" in said for what in ("down", "gradient"))
 
 
-def test_a_signal_ends_it_with_what_was_found(
-    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_it_with_what_was_found(ran, tmp_path, monkeypatch):
 
     def seconds_of(call: Any) -> float:
         call()
@@ -105,11 +100,8 @@ def test_a_signal_ends_it_with_what_was_found(
 
 
 def test_a_signal_before_the_first_repetition_leaves_older_results(
-    ran: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    ran, tmp_path, monkeypatch, capsys
+):
 
     def seconds_of(call: Any) -> float:
         os.kill(os.getpid(), signal.SIGINT)

@@ -106,9 +106,7 @@ def half_of(values: Any) -> float:
 
 
 @pytest.mark.parametrize("how", [(), ("--steps",)])
-def test_numbers_are_those_of_transformers(
-    how: tuple[str, ...], expected: dict[str, Any], capsys: Capsys
-) -> None:
+def test_numbers_are_those_of_transformers(how, expected, capsys):
     found = measured(capsys, "other", "--reference", POCKET, "--dtype", "float32", *how)
     assert [*found] == ["pocket", "other"]
     nll, base, kl = expected["nll"], expected["reference"], expected["kl"]
@@ -139,7 +137,7 @@ def test_numbers_are_those_of_transformers(
     assert len(found["other"]["repetitions"]) == 3  # systems take turns
 
 
-def test_repetitions_are_of_their_chunks(expected: dict[str, Any], capsys: Capsys) -> None:
+def test_repetitions_are_of_their_chunks(expected, capsys):
     """Four chunks in three parts: one, one and two."""
     found = measured(capsys, "other", "--reference", POCKET, "--dtype", "float32")
     per_chunk = expected["kl"].reshape(CHUNKS, -1)
@@ -149,7 +147,7 @@ def test_repetitions_are_of_their_chunks(expected: dict[str, Any], capsys: Capsy
     assert [len(one["read_bytes"]) for one in found["other"]["repetitions"]] == [1, 1, 2]
 
 
-def test_a_small_file_of_logits_gives_the_same(monkeypatch: Patch, capsys: Capsys) -> None:
+def test_a_small_file_of_logits_gives_the_same(monkeypatch, capsys):
     words = ("other", "--reference", POCKET, "--chunks", "4")
     before = measured(capsys, *words)
     monkeypatch.setattr(quality, "_MOST_KEPT", 1)  # a chunk at a time
@@ -160,7 +158,7 @@ def test_a_small_file_of_logits_gives_the_same(monkeypatch: Patch, capsys: Capsy
         assert next(means) == pytest.approx(next(means), rel=1e-12)
 
 
-def test_what_loses_nothing_differs_in_nothing(capsys: Capsys) -> None:
+def test_what_loses_nothing_differs_in_nothing(capsys):
     """Another budget, policy and code read other bytes and say the same."""
     words = (
         "--host-memory",
@@ -185,9 +183,7 @@ def test_what_loses_nothing_differs_in_nothing(capsys: Capsys) -> None:
         assert summary["same_top"]["mean"] == summary["perplexity_ratio"]["mean"] == 1
 
 
-def test_a_lossy_option_is_compared_with_the_model_without_it(
-    tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_lossy_option_is_compared_with_the_model_without_it(tmp_path, capsys):
     packed, output = str(tmp_path / "int4"), tmp_path / "results.json"
     assert main(["pack", POCKET, packed, "--quantize", "int4", "--json"]) == 0
     capsys.readouterr()
@@ -209,7 +205,7 @@ def test_a_lossy_option_is_compared_with_the_model_without_it(
     assert "context 33" in page.read_text()
 
 
-def test_formulas_by_hand() -> None:
+def test_formulas_by_hand():
     generator = torch.Generator().manual_seed(1)
     logits, reference = (torch.randn(7, 5, generator=generator) * 3 for _ in range(2))
     reference[2, 1] = -math.inf  # no chance there is no divergence
@@ -231,7 +227,7 @@ def test_formulas_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("row", "value"), [(3, math.nan), (0, math.inf), (0, -math.inf)])
-def test_what_is_not_finite_is_refused(row: int, value: float) -> None:
+def test_what_is_not_finite_is_refused(row, value):
     """NaN anywhere; infinite logits where the reference has a chance."""
     logits, reference = torch.zeros(5, 4), torch.zeros(5, 4)
     logits[row, 2] = value
@@ -239,7 +235,7 @@ def test_what_is_not_finite_is_refused(row: int, value: float) -> None:
         score_tokens(logits, torch.zeros(5, dtype=torch.long), reference)
 
 
-def test_every_chunk_begins_as_the_model_begins(place: Path, tmp_path: Path) -> None:
+def test_every_chunk_begins_as_the_model_begins(place, tmp_path):
     tokenizer: Model = AutoTokenizer.from_pretrained(POCKET)
     plain = tokenizer("Lists are mutable sequences. " * 20)["input_ids"]
     begin = tokenizer.bos_token_id
@@ -275,7 +271,7 @@ def test_every_chunk_begins_as_the_model_begins(place: Path, tmp_path: Path) -> 
         (["--context", "15"], "--context"),
     ],
 )
-def test_refusals_are_one_line(words: list[str], message: str, capsys: Capsys) -> None:
+def test_refusals_are_one_line(words, message, capsys):
     context = [] if "--context" in words else ["--context", str(CONTEXT)]
     text = [] if "--text" in words else ["--text", "text.txt"]
     given = [*text, "--quick", *context]
@@ -286,7 +282,7 @@ def test_refusals_are_one_line(words: list[str], message: str, capsys: Capsys) -
     assert shown.out == ""
 
 
-def test_a_system_that_fails_leaves_the_others_their_numbers(capsys: Capsys) -> None:
+def test_a_system_that_fails_leaves_the_others_their_numbers(capsys):
     words = ["bench", "quality", POCKET, "--text", "text.txt", "--context", str(CONTEXT), "--json"]
     assert main([*words, "--vary", "activations=int8", "--vary", "policy=reuse"]) == 1
     shown = capsys.readouterr()
@@ -303,9 +299,7 @@ def kept() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("passes", "count"), [(1, 0), (7, 1), (9, 2)])
-def test_an_interruption_leaves_what_all_have_read(
-    passes: int, count: int, chunks: list[list[int]], kept: Any
-) -> None:
+def test_an_interruption_leaves_what_all_have_read(passes, count, chunks, kept):
     """A chunk is two passes: of three parts the first two have one chunk each."""
     left = iter(range(passes))
     plan = QualityPlan(

@@ -102,9 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_one_line_says_what_to_change(
-    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_says_what_to_change(words, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     asked = [POCKET if word == "MODEL" else word for word in shlex.split(words)]
     assert main(["bench", *asked]) == 2
@@ -126,13 +124,8 @@ def test_one_line_says_what_to_change(
     ],
 )
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
-    count: int,
-    words: str,
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    count, words, complaint, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     output = ["-o", str(tmp_path / "r.json")]

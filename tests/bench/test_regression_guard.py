@@ -168,9 +168,7 @@ def compared(results: dict[str, Any], folder: Path, capsys: Any) -> tuple[int, l
     return code, [f"{v['system']}: {v['metric']}" for v in verdicts if v["word"] == "worse"]
 
 
-def test_a_step_costs_no_more_than_was_committed(
-    current: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_costs_no_more_than_was_committed(current, tmp_path, capsys):
     assert compared(current, tmp_path, capsys) == (0, [])
     resident, few = (one["summary"] for one in current["measurements"])
     assert resident["python_calls"]["median"] > 40
@@ -191,9 +189,7 @@ def slower(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def test_injected_slowness_is_found(
-    current: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_injected_slowness_is_found(current, tmp_path, capsys, monkeypatch):
     """Calls that are made once more for every layer, and experts that are read again."""
     from text_checkpoint import save_text_checkpoint
 
@@ -210,9 +206,7 @@ def test_injected_slowness_is_found(
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.03, 0), (3.0, 1)])
-def test_committed_times_with_injected_slowness(
-    factor: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_committed_times_with_injected_slowness(factor, code, tmp_path, capsys):
     """The metric that became slower is named, of the system that became slower, and no other.
 
     (One of the committed repetitions is slow: 1.5 times its times is noise beside it.)

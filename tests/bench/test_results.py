@@ -35,7 +35,7 @@ def results() -> dict[str, Any]:
     return make_results("latency", {"new_tokens": 2}, "time", [one])
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
     write_results(path, results() | {"command": "moe-runtime bench latency M"})
     found = read_results(path)
@@ -61,7 +61,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("place", DAMAGES, ids=str)
-def test_what_the_schema_refuses(place: tuple[Any, ...], tmp_path: Path) -> None:
+def test_what_the_schema_refuses(place, tmp_path):
     value, complaint = DAMAGES[place]
     damaged = copy.deepcopy(results())
     target: Any = damaged
@@ -79,13 +79,13 @@ def test_what_the_schema_refuses(place: tuple[Any, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": NaN}', "[" * 100_000, "{}"])
-def test_what_is_no_results_file(text: str, tmp_path: Path) -> None:
+def test_what_is_no_results_file(text, tmp_path):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(CheckpointError, match="not results of moe-runtime bench"):
         read_results(tmp_path / "r.json")
 
 
-def test_the_page_says_what_its_bars_show() -> None:
+def test_the_page_says_what_its_bars_show():
     """The best by the mean is not the best by the median here."""
     values = {"uneven": [2.0, 2.0, 11.0], "even": [4.0, 4.0, 4.0]}
     metrics = {"t_s": Metric("s", is_judged=True), "rate": Metric("1/s", "more", is_judged=True)}
@@ -105,7 +105,7 @@ def test_the_page_says_what_its_bars_show() -> None:
         assert [bar.get_width() for bar in axes.patches] == [5.0, 4.0]  # of uneven and even
 
 
-def test_bounds_are_marked_in_the_bars_of_their_systems() -> None:
+def test_bounds_are_marked_in_the_bars_of_their_systems():
     metrics = {"step_s": Metric("s"), "bound_s": Metric("s", is_judged=False)}
     found = {"plain": {"step_s": 3.0}, "bounded": {"step_s": 2.0, "bound_s": 1.5}}
     measured = [
@@ -124,11 +124,8 @@ FILES = sorted(FOLDER.iterdir())
 
 
 def test_every_committed_file_is_read_and_one_page_is_made_of_all(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+    tmp_path, monkeypatch, capsys, recwarn
+):
     """Without plots, which take a quarter of a minute."""
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     found = {path.name: read_results(path) for path in FILES}
@@ -157,7 +154,7 @@ def test_every_committed_file_is_read_and_one_page_is_made_of_all(
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_committed_summaries_are_those_of_their_repetitions(path: Path) -> None:
+def test_committed_summaries_are_those_of_their_repetitions(path):
     found = read_results(path)
     assert datetime.fromisoformat(found["date"]).tzinfo is not None
     assert found["commit"]
@@ -173,7 +170,7 @@ def test_committed_summaries_are_those_of_their_repetitions(path: Path) -> None:
                 assert summary["mean"] == pytest.approx(np.mean(values))
 
 
-def test_answers_of_committed_cases_are_equal() -> None:
+def test_answers_of_committed_cases_are_equal():
     names = ("latency-*", "throughput-*", "io-*", "bench-*")
     found = [read_results(path) for name in names for path in sorted(FOLDER.glob(f"{name}.json"))]
     cases = {one["case"] for one in found}
@@ -193,7 +190,7 @@ def test_answers_of_committed_cases_are_equal() -> None:
             assert quality["compared"] > 0
 
 
-def test_every_keyword_of_the_schema_is_checked() -> None:
+def test_every_keyword_of_the_schema_is_checked():
     """An unknown one would be left unchecked without a word."""
     require_valid(results(), read_schema())
     with pytest.raises(NotImplementedError, match="maximum"):

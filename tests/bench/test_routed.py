@@ -74,9 +74,7 @@ def routing_of(model: Path, trace: Path, batches: list[list[int]]) -> RecordedRo
 
 
 @torch.inference_mode()
-def test_tokens_go_where_those_of_the_trace_went(
-    model: Path, trace: Path, routes: Routes, tmp_path: Path
-) -> None:
+def test_tokens_go_where_those_of_the_trace_went(model, trace, routes, tmp_path):
     """Prompts and steps of two sequences side by side, by their positions; weights too. Those that
     are held stay at the routing of their first new token."""
     routing = routing_of(model, trace, [[0, 1], [2, 3]])
@@ -101,9 +99,7 @@ def test_tokens_go_where_those_of_the_trace_went(
 
 
 @torch.inference_mode()
-def test_a_model_routed_as_it_routes_itself_computes_the_same_bits(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_model_routed_as_it_routes_itself_computes_the_same_bits(model, tmp_path):
     ids = torch.arange(3, 3 + PROMPT)[None]
     loaded: Any = moe_runtime.load(model, host_memory="1GiB", device="cpu")
     noted = Noted(loaded)
@@ -119,9 +115,7 @@ def test_a_model_routed_as_it_routes_itself_computes_the_same_bits(
     loaded.moe.close()
 
 
-def test_reads_of_a_step_are_those_of_a_cache_that_is_counted_by_hand(
-    model: Path, trace: Path, routes: Routes
-) -> None:
+def test_reads_of_a_step_are_those_of_a_cache_that_is_counted_by_hand(model, trace, routes):
     """The first text fills the cache; of the others only decode steps count."""
     routing = routing_of(model, trace, [[0], [1], [2]])
     slots, misses, steps = 6, 0, 0
@@ -150,9 +144,7 @@ def test_reads_of_a_step_are_those_of_a_cache_that_is_counted_by_hand(
     assert routing.step_bytes("lru", NUM_EXPERTS * NUM_LAYERS) <= routing.step_bytes("lru", share)
 
 
-def test_a_network_is_taught_for_those_runs_alone_that_ask_for_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_is_taught_for_those_runs_alone_that_ask_for_it(model, tmp_path, monkeypatch):
     """By requests that a file of ours holds; too few of them end the run in a line."""
     monkeypatch.setattr(sys, "executable", warm_python())
     routes = make_routes(SHAPE, num_sequences=60, length=60, seed=1)
@@ -167,9 +159,7 @@ def test_a_network_is_taught_for_those_runs_alone_that_ask_for_it(
         teach(tmp_path / "few.npz", asked, model, tmp_path / "empty")
 
 
-def test_bounds_are_the_longer_of_reads_and_computation(
-    model: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_are_the_longer_of_reads_and_computation(model, trace, monkeypatch):
     routing = routing_of(model, trace, [[0], [1]])
     disk = {"bytes_per_s": 1e6, "from_storage": 1.0}
     monkeypatch.setattr(routing, "measured_disk", lambda: disk)
@@ -188,13 +178,8 @@ def test_bounds_are_the_longer_of_reads_and_computation(
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_command_routes_by_a_trace_and_teaches(
-    case: str,
-    model: Path,
-    trace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    case, model, trace, tmp_path, monkeypatch, capsys
+):
     """Policies in one run, of which one begins with a network that other requests taught."""
     monkeypatch.setattr(
         "moe_runtime.benchmarks.suite.peers.this_python", lambda: Path(warm_python())

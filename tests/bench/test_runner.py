@@ -42,7 +42,7 @@ def rules(clock: Clock, **more: Any) -> Rules:
     return Rules(judged=("t",), clock=clock, **{"least": 3, "most": 20, "max_s": 1e9} | more)  # type: ignore[arg-type]
 
 
-def test_it_ends_when_every_mean_is_narrow() -> None:
+def test_it_ends_when_every_mean_is_narrow():
     clock = Clock()
     steady = Scripted("steady", clock, lambda n: 1.0)
     settling = Scripted("settling", clock, lambda n: 1.5 if n == 0 else 1.0)
@@ -55,7 +55,7 @@ def test_it_ends_when_every_mean_is_narrow() -> None:
 
 
 @pytest.mark.parametrize(("n", "precision", "ends"), [(3, 0.62, True), (3, 0.61, False)])
-def test_the_interval_is_students(n: int, precision: float, ends: bool) -> None:
+def test_the_interval_is_students(n, precision, ends):
     """1.5, 1, 1: mean 7/6, standard error 1/6, t(2) = 4.3027: half width 0.7171, 61.5 %."""
     clock = Clock()
     one = Scripted("one", clock, lambda number: 1.5 if number == 0 else 1.0)
@@ -64,7 +64,7 @@ def test_the_interval_is_students(n: int, precision: float, ends: bool) -> None:
     assert len(found["one"].repetitions) == n
 
 
-def test_no_round_begins_that_would_end_too_late() -> None:
+def test_no_round_begins_that_would_end_too_late():
     clock = Clock()
     systems = [Scripted(name, clock, lambda n: 1.0 + n) for name in "ab"]
     # Rounds of 20 s: after three, 60 s; a fourth would end at 80 s.
@@ -72,7 +72,7 @@ def test_no_round_begins_that_would_end_too_late() -> None:
     assert (ended, len(found["a"].repetitions), clock.now_s) == ("time", 3, 60.0)
 
 
-def test_systems_take_turns() -> None:
+def test_systems_take_turns():
     clock, order = Clock(), []
     systems = [Scripted(name, clock, lambda n: float(n)) for name in "abc"]
     for system in systems:
@@ -81,7 +81,7 @@ def test_systems_take_turns() -> None:
     assert "".join(order) == "abcbcacab"
 
 
-def test_a_failure_costs_its_system_all_numbers_and_no_other() -> None:
+def test_a_failure_costs_its_system_all_numbers_and_no_other():
     clock = Clock()
 
     def breaks(number: int) -> float:
@@ -97,7 +97,7 @@ def test_a_failure_costs_its_system_all_numbers_and_no_other() -> None:
     assert run_in_turn([Scripted("x", clock, lambda n: breaks(1))], rules(clock))[1] == "failed"
 
 
-def test_an_interruption_keeps_what_was_found() -> None:
+def test_an_interruption_keeps_what_was_found():
     clock = Clock()
     one = Scripted("one", clock, lambda n: float(n))
     stops = iter([False, False, True])
@@ -105,7 +105,7 @@ def test_an_interruption_keeps_what_was_found() -> None:
     assert (ended, found["one"].values("t")) == ("interrupted", [0.0, 1.0])
 
 
-def test_a_metric_that_a_system_lacks_does_not_go_on_for_ever() -> None:
+def test_a_metric_that_a_system_lacks_does_not_go_on_for_ever():
     clock = Clock()
     one = Scripted("one", clock, lambda number: 1.0)
     both = Rules(clock=clock, judged=("t", "missing"), least=3, most=20, max_s=1e9)

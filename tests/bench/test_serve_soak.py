@@ -41,9 +41,7 @@ def samples(kept_bytes: float, *, warm_bytes: int = 0) -> list[tuple[float, int]
     ("kept_bytes", "warm_bytes", "is_leak"),
     [(0, 0, False), (0, 50 << 20, False), (4096, 0, True), (4096, 50 << 20, True)],
 )
-def test_what_requests_keep_is_told_from_noise_and_from_warming_up(
-    kept_bytes: int, warm_bytes: int, is_leak: bool
-) -> None:
+def test_what_requests_keep_is_told_from_noise_and_from_warming_up(kept_bytes, warm_bytes, is_leak):
     """The noise moves the slope's bounds by far less than the kilobyte a request that is allowed:
     by some 1e6 / sqrt(400) bytes over 400 s, and 2000 requests are 2e6 bytes."""
     found = growth(samples(kept_bytes, warm_bytes=warm_bytes), REQUESTS)
@@ -65,7 +63,7 @@ JUDGED: dict[str, tuple[Sequence[Part] | httpx2.Response, dict[str, int], str | 
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_answers_are_judged(name: str) -> None:
+def test_answers_are_judged(name):
     script, counts, wrong = JUDGED[name]
     tally = Tally()
 
@@ -79,7 +77,7 @@ def test_answers_are_judged(name: str) -> None:
     assert [line[: len(wrong or "")] for line in tally.wrong] == ([wrong] if wrong else [])
 
 
-def test_clients_go_away_and_ask_for_what_cannot_be() -> None:
+def test_clients_go_away_and_ask_for_what_cannot_be():
     """Of a server that answers everything, bad requests are what is wrong."""
     tally, asked = Tally(), []
 
@@ -101,7 +99,7 @@ def test_clients_go_away_and_ask_for_what_cannot_be() -> None:
     assert all(line.startswith("a bad request to ") for line in tally.wrong)
 
 
-def test_sound_requests_are_of_all_kinds() -> None:
+def test_sound_requests_are_of_all_kinds():
     random = Random(0)
     drawn = [draw_request(random) for _ in range(200)]
     assert {path for path, _ in drawn} == {"completions", "chat/completions"}
@@ -112,9 +110,7 @@ def test_sound_requests_are_of_all_kinds() -> None:
     assert not is_error({"error": "no"})
 
 
-def test_an_expert_cannot_be_read_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_expert_cannot_be_read_for_a_while(monkeypatch, capsys):
     """Its reads have the error when they end, however often they are tried again."""
     now_s = 0.0
 

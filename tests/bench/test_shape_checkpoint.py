@@ -27,9 +27,7 @@ def entries(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_files_are_there_within_the_block_and_kept_ones_longer(
-    shape: ModelShape, tmp_path: Path
-) -> None:
+def test_files_are_there_within_the_block_and_kept_ones_longer(shape, tmp_path):
     with files_of(shape, tmp_path) as files:
         assert (files.checkpoint / INDEX_NAME).is_file()
     assert entries(tmp_path) == []
@@ -51,9 +49,7 @@ def test_files_are_there_within_the_block_and_kept_ones_longer(
         ("model-00001-*", "cut off"),
     ],
 )
-def test_a_damaged_file_is_written_again(
-    name: str, text: str, shape: ModelShape, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_written_again(name, text, shape, tmp_path):
     with files_of(shape, tmp_path, keep=True) as files:
         (path,) = files.checkpoint.glob(name)
     whole = path.read_bytes()
@@ -62,9 +58,7 @@ def test_a_damaged_file_is_written_again(
         assert path.read_bytes() == whole
 
 
-def test_nothing_is_written_for_a_run_that_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path, monkeypatch, capsys):
     """Its prompts are not there, or its results would replace a file that is kept of the shape."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "write_checkpoint", fails)
@@ -82,7 +76,7 @@ def test_nothing_is_written_for_a_run_that_cannot_be(
     assert kept.read_text() == "{}"
 
 
-def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape: ModelShape, tmp_path: Path) -> None:
+def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape, tmp_path):
     pytest.importorskip("gguf", reason="extra peers is not installed")
     with files_of(shape, tmp_path, keep=True):
         before = entries(tmp_path)
@@ -96,9 +90,7 @@ def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape: ModelShape, tmp_pat
 
 
 @pytest.mark.parametrize(("keep", "after"), [(False, 7), (True, 0)])
-def test_an_interrupted_writer_leaves_nothing(
-    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, after: int
-) -> None:
+def test_an_interrupted_writer_leaves_nothing(shape, tmp_path, monkeypatch, keep, after):
     """Ctrl-C in the middle of a weight, the first one or a later one."""
     real, made = module.write_checkpoint, []
 
@@ -120,7 +112,7 @@ def test_an_interrupted_writer_leaves_nothing(
     assert len(made) == after + 1
 
 
-def test_what_killed_runs_left_is_removed_by_the_next(shape: ModelShape, tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_removed_by_the_next(shape, tmp_path):
     """Of whatever shape; what a living process holds stays."""
     names = (
         f"{shape.name}.0123abcd.partial",
@@ -137,9 +129,7 @@ def test_what_killed_runs_left_is_removed_by_the_next(shape: ModelShape, tmp_pat
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_no_empty_folder_stays(
-    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
-) -> None:
+def test_no_empty_folder_stays(shape, tmp_path, monkeypatch, keep):
     folder = tmp_path / "cache" / "shapes"
     if keep:
         monkeypatch.setattr(module, "write_checkpoint", fails)
@@ -153,9 +143,7 @@ def fails(*args: Any, **options: Any) -> None:
     raise OSError("broken")
 
 
-def test_two_runs_do_not_write_what_is_kept_at_once(
-    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_do_not_write_what_is_kept_at_once(shape, tmp_path, monkeypatch):
     """The second is refused while the first writes, and reads what is there afterwards."""
     real = module.write_checkpoint
 
@@ -175,7 +163,7 @@ def test_two_runs_do_not_write_what_is_kept_at_once(
             assert again == files
 
 
-def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path) -> None:
+def test_two_processes_may_write_one_gguf_file(shape, tmp_path):
     """Each into a file of its own: one that was half written is not gone on with."""
     pytest.importorskip("gguf", reason="extra peers is not installed")
     from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
@@ -196,7 +184,7 @@ def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["model.gguf"]
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(shape: ModelShape, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_named(shape, tmp_path):
     (tmp_path / "cache").write_text("")
     with (
         pytest.raises(CheckpointError, match=r"cache.* XDG_CACHE_HOME names another folder"),
@@ -213,12 +201,8 @@ class Disk(NamedTuple):
 
 @pytest.mark.parametrize(("needs_gguf", "num_files"), [(False, 1), (True, 2)])
 def test_a_disk_without_room_is_refused_before_anything_is_written(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    needs_gguf: bool,
-    num_files: int,
-) -> None:
+    shape, tmp_path, monkeypatch, needs_gguf, num_files
+):
     if needs_gguf:
         pytest.importorskip("gguf", reason="extra peers is not installed")
     # As much again stays free.
@@ -235,7 +219,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         pass
 
 
-def test_no_gguf_file_is_promised_of_another_family(tmp_path: Path) -> None:
+def test_no_gguf_file_is_promised_of_another_family(tmp_path):
     with (
         pytest.raises(UnsupportedModelError, match="no GGUF file is made of mixtral-8x7b"),
         files_of(SHAPES["mixtral-8x7b"], tmp_path, needs_gguf=True),
@@ -243,7 +227,7 @@ def test_no_gguf_file_is_promised_of_another_family(tmp_path: Path) -> None:
         pass
 
 
-def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
+def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path):
     (tmp_path / "own.gguf").write_bytes(b"")
     asked = AskedModel(
         "checkpoint", [], tmp_path, {}, {"llama_cpp": "no reason"}, tmp_path / "shape.gguf"

@@ -39,12 +39,8 @@ def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_command_measures_a_shape_beside_transformers(
-    case: str,
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    case, shape, tmp_path, monkeypatch, capsys
+):
     """All are given text, from the disk where it may be kept, and nothing stays behind."""
     know_the_shape(shape, tmp_path, monkeypatch)
     path = tmp_path / "r.json"
@@ -98,11 +94,8 @@ class Peer:
 
 
 def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    shape, tmp_path, monkeypatch, capsys
+):
     know_the_shape(shape, tmp_path, monkeypatch)
     (tmp_path / "streams.py").write_text(STREAMING)
     given = noted("latency", monkeypatch)
@@ -122,12 +115,7 @@ def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest
     assert "streams writes its own text: prompts go on as this project finds likeliest" in err
 
 
-def test_a_peer_of_an_exported_folder_is_refused_without_one(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_peer_of_an_exported_folder_is_refused_without_one(shape, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["bench", "latency", "--shape", "tiny", "--peer", "openvino"]) == 2
@@ -137,12 +125,7 @@ def test_a_peer_of_an_exported_folder_is_refused_without_one(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(shape, tmp_path, monkeypatch, capsys):
     """It is found out before anything is written, and the others are measured all the same."""
     know_the_shape(shape, tmp_path, monkeypatch)
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('no llama here')\n")

@@ -1,13 +1,10 @@
 """Servers that a benchmark starts: what is left of them when it has ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -44,9 +41,7 @@ while True:
 @pytest.mark.parametrize(
     ("end", "patience_s"), [("time.sleep(0.5); os._exit(0)", 20.0), ("pass", 0.5)]
 )
-def test_no_process_of_a_server_outlives_the_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, patience_s: float
-) -> None:
+def test_no_process_of_a_server_outlives_the_benchmark(tmp_path, monkeypatch, end, patience_s):
     """Its first process ends at SIGTERM; another one takes longer, or does not."""
     monkeypatch.setattr(started_server, "_END_S", patience_s)
     with socket.socket() as one:
@@ -66,9 +61,7 @@ def test_no_process_of_a_server_outlives_the_benchmark(
     assert not started_server._runs_in_group(group)
 
 
-def test_who_does_not_want_to_wait_has_it_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_want_to_wait_has_it_killed(tmp_path, monkeypatch):
     """A second Ctrl-C comes while the first one's SIGTERM is waited for."""
     place = tmp_path / "child"
     words = [sys.executable, "-c", CHILD.replace("{end}", "pass"), str(place)]

@@ -37,7 +37,7 @@ class Peer:
 """
 
 
-def test_the_numbers_are_of_all_sequences(tmp_path: Path) -> None:
+def test_the_numbers_are_of_all_sequences(tmp_path):
     (tmp_path / "counting.py").write_text(COUNTING)
     peers = [
         find_peer(f"{tmp_path / 'counting.py'}{variant}", {"num_threads": 1})
@@ -77,7 +77,7 @@ def ask_both_ways(model: Path, prompts: list[list[int]], name: str) -> list[list
     return [batch, alone]
 
 
-def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path: Path) -> None:
+def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path):
     """Shorter prompts are filled up, which must change nothing; fp32, so no two logits are near."""
     from text_checkpoint import save_text_checkpoint
 
@@ -92,7 +92,7 @@ def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path: Path) -> None:
 
 # What the other tests here measure, through the options of the command.
 @pytest.mark.long
-def test_the_command_measures_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_batches(tmp_path, capsys):
     from text_checkpoint import save_text_checkpoint
 
     save_text_checkpoint(tmp_path / "model")

@@ -60,7 +60,7 @@ class Peer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_who_takes_other_steps_has_no_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_who_takes_other_steps_has_no_numbers(dtype, tmp_path):
     plan = TrainingPlan(sizes=SIZES, layers=1, sequences=2, context=16, dtype=dtype)
     reference = ours_in_memory(plan, [])
     expected = [reference.step() for _ in range(3)]
@@ -80,7 +80,7 @@ def test_who_takes_other_steps_has_no_numbers(dtype: torch.dtype, tmp_path: Path
     assert 1 <= wrong.equal < 3
 
 
-def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: Path) -> None:
+def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path):
     reference = ours_in_memory(PLAN, [])
     expected = [reference.step() for _ in range(3)]
     steps = [(PLAN.windows(number).tolist(), loss) for number, loss in enumerate([*expected, 0.0])]
@@ -105,9 +105,7 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             silent.repeat()
 
 
-def test_joules_are_those_of_a_step_that_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joules_are_those_of_a_step_that_is_timed(tmp_path, monkeypatch):
     """Of this project, in this process, and of a peer, in its own; not of the steps before."""
     windows = PLAN.windows
     taken = list[int]()
@@ -151,9 +149,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("variant", [None, "nvme"])
-def test_deepspeed_takes_the_steps_that_are_asked_for(
-    variant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_takes_the_steps_that_are_asked_for(variant, tmp_path, monkeypatch):
     """With torch's AdamW in place of its own; decay is each group's, as there."""
 
     def adam(groups: Any, **options: Any) -> torch.optim.AdamW:
@@ -188,9 +184,7 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(
     assert (config["gradient_clipping"], config["bf16"]["enabled"]) == (0.0, False)
 
 
-def test_what_compares_no_digests_trains_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_compares_no_digests_trains_the_same(tmp_path, monkeypatch):
     sizes = LayerSizes(num_experts=8, top_k=4, dim_model=64, dim_hidden=512)
     plan = TrainingPlan(sizes=sizes, layers=1, sequences=1, context=16, dtype=torch.float32)
     reference, compare = ours_in_memory(plan, []), Disk._compare
@@ -215,9 +209,7 @@ def test_what_compares_no_digests_trains_the_same(
         compared.clear()
 
 
-def test_the_command_trains_in_memory_and_offloaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_in_memory_and_offloaded(tmp_path, capsys):
     save_text_checkpoint(tmp_path / "model")
     path = tmp_path / "r.json"
     words = ["--layers", "1", "--sequences", "1", "--context", "8", "--host-memory", "64MiB"]
@@ -242,7 +234,7 @@ def test_the_command_trains_in_memory_and_offloaded(
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
 
 
-def test_what_a_step_moves_is_counted_and_moved_again(tmp_path: Path) -> None:
+def test_what_a_step_moves_is_counted_and_moved_again(tmp_path):
     """Records are 3 x 64 x 512 numbers of 12 bytes, of which 16 MiB have room for a few of 16."""
     sizes = LayerSizes(num_experts=16, top_k=4, dim_model=64, dim_hidden=512)
     plan = TrainingPlan(sizes=sizes, layers=1, sequences=1, context=32, dtype=torch.float32)
@@ -259,9 +251,7 @@ def test_what_a_step_moves_is_counted_and_moved_again(tmp_path: Path) -> None:
     assert (tmp_path / "as-large").stat().st_size >= 16 * record
 
 
-def test_bytes_alone_are_those_that_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_alone_are_those_that_are_asked_for(tmp_path, monkeypatch):
     file, block = tmp_path / "file", 4 << 20
     file.write_bytes(bytes(2 * block))
     calls = list[tuple[str, int]]()
@@ -277,7 +267,7 @@ def test_bytes_alone_are_those_that_are_asked_for(
     assert training.seconds_alone(file, block - 1, 0) is None
 
 
-def test_an_older_processor_is_asked_for_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_processor_is_asked_for_in_a_new_process(monkeypatch):
     """Once torch's libraries are held to it, only ours is."""
     started, selected = list[dict[str, str]](), list[str]()
 

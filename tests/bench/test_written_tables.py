@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from moe_runtime.benchmarks import kernels_table, readme_table
 
 
@@ -30,12 +28,12 @@ def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dic
     }
 
 
-def test_the_readme_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_is_up_to_date(monkeypatch):
     monkeypatch.setattr("sys.argv", ["readme_table.py", "--check"])
     assert readme_table.main() == 0, "run benchmarks/readme_table.py"
 
 
-def test_most_memory_comes_first_and_who_has_no_numbers_has_a_dash() -> None:
+def test_most_memory_comes_first_and_who_has_no_numbers_has_a_dash():
     found = [
         results(5 << 30, moe_runtime=0.5, other=None),
         results(None, moe_runtime=0.08, other=2.0, third=0.1),
@@ -52,7 +50,7 @@ def test_most_memory_comes_first_and_who_has_no_numbers_has_a_dash() -> None:
     assert "`shape` shape in bf16, 8 prompt tokens" in lines[0]
 
 
-def test_the_note_says_how_often_and_which_row_was_interrupted() -> None:
+def test_the_note_says_how_often_and_which_row_was_interrupted():
     capped = results(7 << 30, "interrupted", moe_runtime=0.1, other=None)
     capped["measurements"][0]["repetitions"] = [{}] * 5
     whole = results(None, moe_runtime=0.1)
@@ -61,7 +59,7 @@ def test_the_note_says_how_often_and_which_row_was_interrupted() -> None:
     assert "medians of 1 repetitions; 2" in readme_table.table_of([whole])
 
 
-def test_only_the_part_between_the_marks_is_written() -> None:
+def test_only_the_part_between_the_marks_is_written():
     begin, end = readme_table.BEGIN, readme_table.END
     readme = f"before\n{begin}\nold\n{end}\nafter\n"
     written = readme_table.replaced(readme, begin, end, "new")
@@ -82,12 +80,12 @@ def system(name: str, **medians: float) -> dict[str, object]:
     return {"system": name, "summary": summary}
 
 
-def test_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_up_to_date(monkeypatch):
     monkeypatch.setattr("sys.argv", ["kernels_table.py", "--check"])
     assert kernels_table.main() == 0, "run benchmarks/kernels_table.py"
 
 
-def test_each_file_is_compared_with_its_best_peer_that_has_numbers() -> None:
+def test_each_file_is_compared_with_its_best_peer_that_has_numbers():
     settings = {"model": "s", "dtype": "float32", "tokens": [1, 8]}
     peers = [
         system("eager", forward_1=0.006, backward_8=0.03),

@@ -5,8 +5,6 @@ configuration says something else. What is read then is what the plain dequantis
 same tensors; where they have no meaning for them, they must be refused.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import re
@@ -312,7 +310,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_damaged_parts_have_their_values_or_are_refused(name: str, tmp_path: Path) -> None:
+def test_damaged_parts_have_their_values_or_are_refused(name, tmp_path):
     sample, chance = SAMPLES[name], random.Random(name)
     torch.manual_seed(1)
     original: dict[str, Tensor] = {}

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,9 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("write", [write_like, write_own])
-def test_an_export_that_fails_leaves_the_old_model(
-    tmp_path: Path, write: Callable[..., None]
-) -> None:
+def test_an_export_that_fails_leaves_the_old_model(tmp_path, write):
     source = tmp_path / "source"
     save(tiny_model(MIXTRAL), source, sharded=False)
     folder = tmp_path / "out" / "model"
@@ -68,7 +65,7 @@ def test_an_export_that_fails_leaves_the_old_model(
     assert os.listdir(folder.parent) == ["model"]
 
 
-def test_what_is_no_model_stays_beside_an_exported_one(tmp_path: Path) -> None:
+def test_what_is_no_model_stays_beside_an_exported_one(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"of an older model")
     export_hugging_face(build(shape(intermediate_size=8)), tmp_path, dtype=torch.float32)
@@ -76,7 +73,7 @@ def test_what_is_no_model_stays_beside_an_exported_one(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
 
 
-def test_what_is_no_safetensors_file_is_not_written_like_one(tmp_path: Path) -> None:
+def test_what_is_no_safetensors_file_is_not_written_like_one(tmp_path):
     save(tiny_model(MIXTRAL), tmp_path / "source", sharded=False)
     checkpoint = open_checkpoint(tmp_path / "source", "auto")
     entries = {

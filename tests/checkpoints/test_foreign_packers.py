@@ -6,8 +6,6 @@ of AutoAWQ (git 88e4c76b2) make of random matrices of 64 x 64, whose first row h
 number and whose last row no positive one: their zero points are extremes. Values are in fp16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +47,7 @@ class WholeFiles:
         ("awq", "awq_qzeros", AWQ),
     ],
 )
-def test_the_values_are_those_of_the_formats_own_tools(
-    name: str, zeros: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_values_are_those_of_the_formats_own_tools(name, zeros, config, tmp_path):
     parts: dict[str, Tensor] = {}
     with np.load(PACKED) as found:
         for part in ("qweight", "scales", "g_idx"):

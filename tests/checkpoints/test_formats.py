@@ -1,7 +1,5 @@
 """Quantised checkpoints that are damaged, or quantised in ways that nothing here reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +38,7 @@ PARTS = [
 
 @pytest.mark.parametrize("damage", ["missing", "longer", "retyped"])
 @pytest.mark.parametrize(("sample", "part"), PARTS)
-def test_a_damaged_part_is_one_line_that_names_it(
-    originals, tmp_path, sample, part, damage
-) -> None:
+def test_a_damaged_part_is_one_line_that_names_it(originals, tmp_path, sample, part, damage):
     def change(tensors: dict[str, Tensor]) -> None:
         tensor = tensors.pop(part)
         if damage == "longer":
@@ -57,7 +53,7 @@ def test_a_damaged_part_is_one_line_that_names_it(
     assert named.get(damage, f"{part}: expected") in message
 
 
-def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> None:
+def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path):
     def lie(tensors: dict[str, Tensor]) -> None:
         tensors[f"{EXPERT}.weight_shape"] = torch.tensor([64, 56])
 
@@ -82,12 +78,12 @@ def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> Non
         ("deepseek_v3-int4", {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
     ],
 )
-def test_what_the_configuration_says_is_judged(originals, tmp_path, sample, config, words) -> None:
+def test_what_the_configuration_says_is_judged(originals, tmp_path, sample, config, words):
     folder = changed(originals(sample), tmp_path, **config)
     assert words in refusal(folder, MoERuntimeError)
 
 
-def test_codes_without_a_configuration_are_refused(originals, tmp_path) -> None:
+def test_codes_without_a_configuration_are_refused(originals, tmp_path):
     folder = changed(originals("deepseek_v3-fp8"), tmp_path)
     values = json.loads((folder / "config.json").read_text())
     del values["quantization_config"]
@@ -95,7 +91,7 @@ def test_codes_without_a_configuration_are_refused(originals, tmp_path) -> None:
     assert "is F8_E4M3" in refusal(folder, UnsupportedModelError)
 
 
-def test_dense_codes_without_a_meaning_are_refused(originals, tmp_path) -> None:
+def test_dense_codes_without_a_meaning_are_refused(originals, tmp_path):
     """Else they would be taken for the numbers that their bytes are."""
     name = "model.layers.0.self_attn.o_proj.weight"
 
@@ -106,7 +102,7 @@ def test_dense_codes_without_a_meaning_are_refused(originals, tmp_path) -> None:
     assert f"{name} is I8" in refusal(folder, UnsupportedModelError)
 
 
-def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> None:
+def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path):
     def unpack(tensors: dict[str, Tensor]) -> None:
         for suffix in ("packed", "scale", "shape"):
             del tensors[f"{EXPERT}.weight_{suffix}"]
@@ -116,9 +112,7 @@ def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> N
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
 
 
-def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(
-    originals, tmp_path
-) -> None:
+def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(originals, tmp_path):
     """Known before the first token, which no product could compute."""
 
     def written(folder: str, plain: torch.dtype) -> Path:
@@ -137,7 +131,7 @@ def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(
     assert mapped(written("taken", torch.bfloat16)).layouts
 
 
-def test_scales_may_lie_in_another_file_than_their_codes(originals, tmp_path) -> None:
+def test_scales_may_lie_in_another_file_than_their_codes(originals, tmp_path):
     original = originals("deepseek_v3-fp8")
     folder = changed(original, tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -179,7 +173,7 @@ def fused(tensors: dict[str, Tensor]) -> None:
     ],
     ids=str,
 )
-def test_targets_count_as_in_compressed_tensors(targets: list[str]) -> None:
+def test_targets_count_as_in_compressed_tensors(targets):
     """Each in a group of its own; where two groups have a target, the later one counts."""
     from compressed_tensors.utils import match_targets
 
@@ -192,7 +186,7 @@ def test_targets_count_as_in_compressed_tensors(targets: list[str]) -> None:
             assert compressed_tensors._how(name, name, found)[0].values == {"n": last}
 
 
-def test_stacked_experts_have_the_values_of_separate_ones(originals, tmp_path) -> None:
+def test_stacked_experts_have_the_values_of_separate_ones(originals, tmp_path):
     """Half a stack's scales are those of half its rows."""
     original = quantized_checkpoints.write(STACKED, tmp_path / "apart").folder
     folder = changed(original, tmp_path / "stacked", fused)
@@ -202,7 +196,7 @@ def test_stacked_experts_have_the_values_of_separate_ones(originals, tmp_path) -
             assert torch.equal(stacked[name].dequantize(), matrix.dequantize()), (key, name)
 
 
-def test_stacks_that_are_cut_within_a_block_are_refused(originals, tmp_path) -> None:
+def test_stacks_that_are_cut_within_a_block_are_refused(originals, tmp_path):
     def fuse_codes(tensors: dict[str, Tensor]) -> None:
         fused(tensors)
         for layer in range(3):
@@ -225,7 +219,7 @@ STACKED = Quantized(
 )
 
 
-def test_scales_of_zero_and_none_are_what_they_say(originals, tmp_path) -> None:
+def test_scales_of_zero_and_none_are_what_they_say(originals, tmp_path):
     """An exponent of 0 is 2 ** -127 and 255 is no number, as the microscaling formats have them."""
 
     def extremes(tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,5 @@
 """Tensors of GGUF files that are several of a model's, and those that are a part of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +35,7 @@ def mapped(file: Path) -> ExpertMap:
     return map_experts(build_on_meta(checkpoint), checkpoint)
 
 
-def test_gates_and_ups_are_ranges_of_their_tensor(written: Written, tmp_path: Path) -> None:
+def test_gates_and_ups_are_ranges_of_their_tensor(written, tmp_path):
     """An up behind its gate, each of the sizes that it has in a file where they are apart."""
     apart = replace(written.sample, is_fused=False)
     other = mapped(gguf_checkpoints.write(apart, tmp_path).folder)
@@ -61,9 +59,7 @@ def test_gates_and_ups_are_ranges_of_their_tensor(written: Written, tmp_path: Pa
         (np.s_[:, :64], r"gate_up_proj: expected \(6, 192, 64\), .* \(6, 64, 64\)|fit together"),
     ],
 )
-def test_gates_and_ups_of_other_sizes_are_refused(
-    written: Written, tmp_path: Path, size: object, words: str
-) -> None:
+def test_gates_and_ups_of_other_sizes_are_refused(written, tmp_path, size, words):
     stack, kind = tensors_of(written.folder)[GATE_UP]
     stored = {GATE_UP: (np.ascontiguousarray(stack[size]), kind)}
     file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
@@ -71,7 +67,7 @@ def test_gates_and_ups_of_other_sizes_are_refused(
         mapped(file)
 
 
-def test_what_is_there_twice_is_refused(written: Written, tmp_path: Path) -> None:
+def test_what_is_there_twice_is_refused(written, tmp_path):
     """Gates on their own beside those with ups; a projection whole and in parts."""
     stack, kind = tensors_of(written.folder)[GATE_UP]
     gates = {"blk.1.ffn_gate_exps.weight": (np.ascontiguousarray(stack[:, :96]), kind)}
@@ -84,9 +80,7 @@ def test_what_is_there_twice_is_refused(written: Written, tmp_path: Path) -> Non
         mapped(file)
 
 
-def test_a_projection_in_parts_stays_packed_and_gives_the_order_of_transformers(
-    written: Written,
-) -> None:
+def test_a_projection_in_parts_stays_packed_and_gives_the_order_of_transformers(written):
     """Rows of the unit matrix give the weights themselves, to the bit."""
     expected = load_file(written.plain / "model.safetensors")
     model = moe_runtime.load(written.folder, device="cpu", dtype="float32", max_tokens=32)
@@ -101,9 +95,7 @@ def test_a_projection_in_parts_stays_packed_and_gives_the_order_of_transformers(
 
 
 @pytest.mark.parametrize("part", ["attn_qkv", "attn_gate"])
-def test_a_part_of_a_projection_that_is_missing_is_named(
-    written: Written, tmp_path: Path, part: str
-) -> None:
+def test_a_part_of_a_projection_that_is_missing_is_named(written, tmp_path, part):
     name = f"blk.1.{part}.weight"
     file = rewritten(written.folder, tmp_path / "a.gguf", without=[name])
     with pytest.raises(CheckpointError, match=r"blk\.\d\.ssm_in as in other layers, or"):
@@ -111,9 +103,7 @@ def test_a_part_of_a_projection_that_is_missing_is_named(
 
 
 @pytest.mark.parametrize(("part", "rows"), [("attn_qkv", 319), ("attn_gate", 191)])
-def test_parts_of_a_projection_of_no_whole_heads_are_refused(
-    written: Written, tmp_path: Path, part: str, rows: int
-) -> None:
+def test_parts_of_a_projection_of_no_whole_heads_are_refused(written, tmp_path, part, rows):
     stored = {f"blk.1.{part}.weight": (np.zeros((rows, 64), np.float32), Kind.F32)}
     file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
     with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.in_proj_qkvz"):
@@ -125,7 +115,7 @@ def test_parts_of_a_projection_of_no_whole_heads_are_refused(
     [(Kind.F16, Kind.F32, torch.float16), (Kind.F32, Kind.F16, torch.float32)],
 )
 def test_experts_of_several_plain_types_are_computed_in_that_of_most_weights(
-    most: Kind, other: Kind, dtype: torch.dtype, tmp_path: Path
-) -> None:
+    most, other, dtype, tmp_path
+):
     sample = replace(NAMED["qwen3moe-f16"], kinds={"down_exps": other, "": most})
     assert open_checkpoint(gguf_checkpoints.write(sample, tmp_path).folder, "auto").dtype is dtype

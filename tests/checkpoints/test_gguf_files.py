@@ -1,14 +1,11 @@
 """Headers of GGUF files that are damaged, incomplete, or of something that is not read."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import gguf_checkpoints
@@ -57,7 +54,7 @@ def replaced(written: Written, tmp_path: Path, old: bytes, new: bytes) -> Path:
     return file
 
 
-def test_headers_say_what_the_package_reads_from_them(written: Written) -> None:
+def test_headers_say_what_the_package_reads_from_them(written):
     header, expected = read_header(written.folder), gguf.GGUFReader(written.folder)
     assert len(header.tensors) == len(expected.tensors)
     for found, tensor in zip(header.tensors, expected.tensors, strict=True):
@@ -69,9 +66,7 @@ def test_headers_say_what_the_package_reads_from_them(written: Written) -> None:
     assert {kind: sizes.get(kind) for kind in BLOCK_SIZES} == BLOCK_SIZES
 
 
-def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(
-    written: Written, tmp_path: Path
-) -> None:
+def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(written, tmp_path):
     """Nothing is taken for something else: neither a place nor a number of the metadata."""
     content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(3)
     end, num_read, refusals = data_begin(written.folder), 0, []
@@ -104,7 +99,7 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(
     assert all(refusal.isprintable() for refusal in refusals)
 
 
-def test_files_that_end_early_are_refused(written: Written, tmp_path: Path) -> None:
+def test_files_that_end_early_are_refused(written, tmp_path):
     content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(2)
     end = data_begin(written.folder)
     for size in [0, 3, 4, 23, end, len(content) - 1, *(chance.randrange(end) for _ in range(40))]:
@@ -114,9 +109,7 @@ def test_files_that_end_early_are_refused(written: Written, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", [8, 16])
-def test_counts_beyond_the_file_take_no_memory(
-    written: Written, tmp_path: Path, place: int
-) -> None:
+def test_counts_beyond_the_file_take_no_memory(written, tmp_path, place):
     content = bytearray(written.folder.read_bytes())
     content[place : place + 8] = struct.pack("<Q", 2**62)
     file = tmp_path / "a.gguf"
@@ -129,7 +122,7 @@ def key_bytes(key: str) -> bytes:
     return struct.pack("<Q", len(key)) + key.encode()
 
 
-def test_what_is_not_read_is_named_in_one_line(written: Written, tmp_path: Path) -> None:
+def test_what_is_not_read_is_named_in_one_line(written, tmp_path):
     for old, new, kind, words in (
         (b"GGUF", b"GGML", CheckpointError, "begins with GGUF, found"),
         (struct.pack("<I", 3), struct.pack("<I", 9), CheckpointError, "version 2 or 3, found 9"),
@@ -153,9 +146,7 @@ def test_what_is_not_read_is_named_in_one_line(written: Written, tmp_path: Path)
         ("attention.temperature_scale", 0.5, "no attention.temperature_scale, found 0.5"),
     ],
 )
-def test_latent_attention_that_a_model_has_not_is_refused(
-    latent: Written, key: str, value: Any, words: str
-) -> None:
+def test_latent_attention_that_a_model_has_not_is_refused(latent, key, value, words):
     header = read_header(latent.folder)
     metadata = header.metadata | {f"deepseek2.{key}": value}
     if value is None:
@@ -165,7 +156,7 @@ def test_latent_attention_that_a_model_has_not_is_refused(
         settings_of(changed, architecture_of(changed))
 
 
-def test_keys_and_values_are_together_or_apart(latent: Written, tmp_path: Path) -> None:
+def test_keys_and_values_are_together_or_apart(latent, tmp_path):
     file = replaced(latent, tmp_path, b"blk.1.attn_kv_b.weight", b"blk.1.attn_v_bb.weight")
     with pytest.raises(UnsupportedModelError, match="attn_v_bb"):
         read(file)
@@ -186,7 +177,7 @@ def tensor_record(written: Written, name: str) -> tuple[bytes, int, bytes]:
     return content[begin:end], *struct.unpack_from("<I", content, end), content[end + 4 : end + 12]
 
 
-def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path) -> None:
+def test_types_and_places_of_tensors_are_judged(written, tmp_path):
     record, kind, place = tensor_record(written, "blk.1.ffn_gate_exps.weight")
     assert kind == gguf.GGMLQuantizationType.Q4_0
     whole = record + struct.pack("<I", kind) + place
@@ -203,7 +194,7 @@ def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path
 
 
 @pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0")])
-def test_types_without_a_decoder_are_named(tmp_path: Path, number: int, name: str) -> None:
+def test_types_without_a_decoder_are_named(tmp_path, number, name):
     written = gguf_checkpoints.write(SAMPLE, tmp_path)
     record, kind, place = tensor_record(written, "blk.0.attn_output.weight")
     wide = record[:-16] + struct.pack("<QQ", 128, 2)
@@ -225,9 +216,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 @pytest.mark.parametrize(("part", "end"), [("gate", "weight"), ("up", "bias"), ("down", "weight")])
-def test_an_expert_part_that_is_missing_is_named(
-    gpt_oss: Written, tmp_path: Path, part: str, end: str
-) -> None:
+def test_an_expert_part_that_is_missing_is_named(gpt_oss, tmp_path, part, end):
     name, file = f"blk.1.ffn_{part}_exps.{end}", tmp_path / "a.gguf"
     rewritten(gpt_oss.folder, file, without=[name])
     with pytest.raises(CheckpointError, match=f"expected {name} of 6 experts .*, found none"):
@@ -246,16 +235,14 @@ def test_an_expert_part_that_is_missing_is_named(
         ("blk.1.attn_k.bias", "layers.1.self_attn.k_proj.bias"),
     ],
 )
-def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line(
-    gpt_oss: Written, tmp_path: Path, name: str, words: str
-) -> None:
+def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line(gpt_oss, tmp_path, name, words):
     file = rewritten(gpt_oss.folder, tmp_path / "a.gguf", without=[name])
     with pytest.raises(CheckpointError, match=re.escape(words)) as refused:
         moe_runtime.load(file, device="cpu", host_memory="64MiB", max_tokens=32)
     assert "\n" not in str(refused.value)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     """As in the files of GLM-4.5, whose number of blocks counts them."""
     sample = next(sample for sample in SAMPLES if sample.architecture == "glm4moe")
     written = gguf_checkpoints.write(sample, tmp_path)
@@ -296,9 +283,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("olmoe", {"rope.freq_base": 1}, "rope.freq_base to be a real number above 0, found 1"),
     ],
 )
-def test_what_a_family_does_not_compute_is_refused(
-    tmp_path: Path, architecture: str, numbers: dict[str, Any], words: str
-) -> None:
+def test_what_a_family_does_not_compute_is_refused(tmp_path, architecture, numbers, words):
     sample = next(sample for sample in SAMPLES if sample.architecture == architecture)
     written = gguf_checkpoints.write(sample, tmp_path)
     named = {f"{architecture}.{key}": number for key, number in numbers.items()}
@@ -307,7 +292,7 @@ def test_what_a_family_does_not_compute_is_refused(
         read(file)
 
 
-def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path: Path) -> None:
+def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path):
     """As in files of GLM-4.7-Flash that say nothing of gates."""
     sample = next(sample for sample in SAMPLES if sample.name == "deepseek2-sigmoid")
     written = gguf_checkpoints.write(sample, tmp_path)
@@ -316,7 +301,7 @@ def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path: Path) -> None:
     assert architecture_of(header).model_type == "deepseek_v3"
 
 
-def test_half_of_the_positions_is_refused_for_solar_open(tmp_path: Path) -> None:
+def test_half_of_the_positions_is_refused_for_solar_open(tmp_path):
     """As llama.cpp's converter writes; transformers turns all values of a head."""
     sample = next(sample for sample in SAMPLES if sample.name == "solar-open-q8_0")
     written = gguf_checkpoints.write(sample, tmp_path)
@@ -326,7 +311,7 @@ def test_half_of_the_positions_is_refused_for_solar_open(tmp_path: Path) -> None
         read(file)
 
 
-def test_convolutions_are_no_quantised_weights(tmp_path: Path) -> None:
+def test_convolutions_are_no_quantised_weights(tmp_path):
     sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
     written = gguf_checkpoints.write(sample, tmp_path)
     codes = np.zeros((320, 34), np.uint8)
@@ -344,9 +329,7 @@ def test_convolutions_are_no_quantised_weights(tmp_path: Path) -> None:
         ("blk.0.attn_qkv.weight", np.zeros((321, 68), np.uint8), "Q8_0", r"has .321, 64[])]"),
     ],
 )
-def test_rows_of_no_whole_heads_are_refused(
-    tmp_path: Path, name: str, values: np.ndarray, kind: str, found: str
-) -> None:
+def test_rows_of_no_whole_heads_are_refused(tmp_path, name, values, kind, found):
     sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
     stored = {name: (values, gguf.GGMLQuantizationType[kind])}
     source = gguf_checkpoints.write(sample, tmp_path).folder
@@ -355,7 +338,7 @@ def test_rows_of_no_whole_heads_are_refused(
         moe_runtime.load(file, device="cpu", max_tokens=32)
 
 
-def test_a_model_in_several_files_is_read_from_the_first(written: Written, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_read_from_the_first(written, tmp_path):
     split = gguf_checkpoints.write(SAMPLE, tmp_path, most_tensors=12)
     files = sorted(tmp_path.glob("*.gguf"))
     assert len(files) > 2
@@ -373,7 +356,7 @@ def test_a_model_in_several_files_is_read_from_the_first(written: Written, tmp_p
         open_checkpoint(files[0], "auto")
 
 
-def test_a_file_without_a_vocabulary_has_no_tokenizer(written: Written, tmp_path: Path) -> None:
+def test_a_file_without_a_vocabulary_has_no_tokenizer(written, tmp_path):
     file = replaced(
         written, tmp_path, key_bytes("tokenizer.ggml.tokens"), key_bytes("tokenizer.ggml.tokenz")
     )
@@ -381,7 +364,7 @@ def test_a_file_without_a_vocabulary_has_no_tokenizer(written: Written, tmp_path
         load_tokenizer(file)
 
 
-def test_only_gguf_files_stand_for_a_folder(written: Written, tmp_path: Path) -> None:
+def test_only_gguf_files_stand_for_a_folder(written, tmp_path):
     file = shutil.copy(written.folder, tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match=r"is a file; expected a checkpoint's folder"):
         open_checkpoint(file, "auto")

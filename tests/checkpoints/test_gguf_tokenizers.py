@@ -1,7 +1,5 @@
 """Tokenizers that GGUF files describe, against llama.cpp's tokens of the same files."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -25,7 +23,7 @@ from gguf_vocabularies import (
 
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.opening import load_tokenizer, read_generation_config
-from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 FILE = Path("model.gguf")
 KINDS = kinds()
@@ -42,7 +40,7 @@ def changed(described: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_of_2000_strings_are_llama_cpps(name: str) -> None:
+def test_tokens_of_2000_strings_are_llama_cpps(name):
     metadata = vocabulary(**KINDS[name])
     tokenizer = made(metadata)
     ids = tokenizer([*strings()])["input_ids"]
@@ -52,7 +50,7 @@ def test_tokens_of_2000_strings_are_llama_cpps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-without-prefix", "gemma4", "llama3", "kimi-k2"])
-def test_text_comes_back_from_its_tokens(name: str) -> None:
+def test_text_comes_back_from_its_tokens(name):
     tokenizer = made(vocabulary(**KINDS[name]))
     for text in (" two  spaces\n\nlines\t", "ÉCOLE 漢字 👍🏽 e\u0301", "a<|im_end|>b"):
         ids = tokenizer(text)["input_ids"]
@@ -61,7 +59,7 @@ def test_text_comes_back_from_its_tokens(name: str) -> None:
         assert shown == text.replace("<|im_end|>", " " if name == "llama" else "")
 
 
-def test_a_text_without_the_token_that_it_names_has_no_id_beyond_the_vocabulary() -> None:
+def test_a_text_without_the_token_that_it_names_has_no_id_beyond_the_vocabulary():
     metadata = vocabulary("gpt2", "deepseek-v3")
     tokens = [token for token in metadata["tokenizer.ggml.tokens"] if token not in CONTROL]
     kinds_left = metadata["tokenizer.ggml.token_type"][len(CONTROL) :]
@@ -94,9 +92,7 @@ def test_a_text_without_the_token_that_it_names_has_no_id_beyond_the_vocabulary(
         ({"model": "llama", "scores": None}, CheckpointError, r"expected tokenizer\.ggml\.scores"),
     ],
 )
-def test_metadata_that_make_no_tokenizer_are_refused_in_a_line(
-    values: dict[str, Any], kind: type[MoERuntimeError] | None, message: str
-) -> None:
+def test_metadata_that_make_no_tokenizer_are_refused_in_a_line(values, kind, message):
     metadata = changed(vocabulary("gpt2", "qwen2"), **values)
     if kind is None:
         made(metadata)
@@ -106,7 +102,7 @@ def test_metadata_that_make_no_tokenizer_are_refused_in_a_line(
     assert "\n" not in str(raised.value)
 
 
-def test_tokens_of_one_score_are_refused_where_a_text_decides_between_them() -> None:
+def test_tokens_of_one_score_are_refused_where_a_text_decides_between_them():
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", "ab", "bc", "ac"]
     types = [2, 3, 3, *[1] * 7]
     described = {"model": "llama", "tokens": tokens, "token_type": types}
@@ -141,9 +137,7 @@ def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
         ({"ab": -9.0}, 8, False),
     ],
 )
-def test_repeated_characters_of_one_score_are_merged_from_the_left(
-    others: dict[str, float], longest: int, is_made: bool
-) -> None:
+def test_repeated_characters_of_one_score_are_merged_from_the_left(others, longest, is_made):
     scores = {**dict.fromkeys("ab", 0.0), **others}
     scores |= {"a" * length: -9.0 for length in range(longest, 1, -1)}
     tokens = ["<unk>", "<s>", "</s>", *scores]
@@ -188,9 +182,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("texts", "named", "expected"), ENDS)
-def test_all_tokens_that_end_a_text_are_known(
-    texts: str, named: dict[str, str], expected: str
-) -> None:
+def test_all_tokens_that_end_a_text_are_known(texts, named, expected):
     metadata = ending(texts, **named)
     tokens = metadata["tokenizer.ggml.tokens"]
     found = read_vocabulary(metadata, len(tokens), FILE).ends
@@ -200,12 +192,12 @@ def test_all_tokens_that_end_a_text_are_known(
 if importlib.util.find_spec("llama_cpp"):
 
     @pytest.mark.parametrize("name", ["llama3", "gpt-4o", "deepseek-v3", "gemma4", "llama"])
-    def test_the_llama_cpp_that_is_installed_gives_the_same_tokens(name: str) -> None:
+    def test_the_llama_cpp_that_is_installed_gives_the_same_tokens(name):
         metadata = vocabulary(**KINDS[name])
         model, texts = LlamaCpp(metadata), [*strings()[:NUM_PLAIN]]
         assert made(metadata)(texts)["input_ids"] == [model.ids(text) for text in texts]
 
-    def test_the_llama_cpp_that_is_installed_ends_texts_there() -> None:
+    def test_the_llama_cpp_that_is_installed_ends_texts_there():
         for texts, named, expected in ENDS:
             metadata = ending(texts, **named)
             tokens = metadata["tokenizer.ggml.tokens"]
@@ -214,7 +206,7 @@ if importlib.util.find_spec("llama_cpp"):
             assert {tokens[end] for end in ends} == {*expected.split()}
 
 
-def test_a_files_tokenizer_and_its_ends_come_from_its_header(tmp_path: Path) -> None:
+def test_a_files_tokenizer_and_its_ends_come_from_its_header(tmp_path):
     metadata = ending("<|im_end|> <|endoftext|>", eos="<|endoftext|>")
     metadata["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
     metadata |= {"general.sampling.temp": 0.75, "general.sampling.top_k": 40}

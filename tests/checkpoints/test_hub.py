@@ -264,7 +264,7 @@ def refused(name: str) -> str:
         ("a/b\n", None),
     ],
 )
-def test_names_of_the_hub(text: str, expected: HubName | None) -> None:
+def test_names_of_the_hub(text, expected):
     assert parse_hub_name(text) == expected
 
 
@@ -296,7 +296,7 @@ Q8 = ["Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00002-of-00002.gguf"]
         ("a/b:BF16", "expected all of BF16/M-BF16, found 1 of the 2 files"),
     ],
 )
-def test_which_files_of_a_gguf_repository(name: str, expected: list[str] | str) -> None:
+def test_which_files_of_a_gguf_repository(name, expected):
     parsed = parse_hub_name(name)
     assert parsed is not None
     if isinstance(expected, list):
@@ -306,13 +306,11 @@ def test_which_files_of_a_gguf_repository(name: str, expected: list[str] | str) 
         gguf_files(parsed, GGUF)
 
 
-def test_a_file_and_a_quantisation_are_one_too_many() -> None:
+def test_a_file_and_a_quantisation_are_one_too_many():
     assert "leave :Q8_0 out" in refused("a/b/c.gguf:Q8_0")
 
 
-def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
-    hub: LocalHub, folder: Path
-) -> None:
+def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(hub, folder):
     hub.add(NAME, folder)
     shown: list[tuple[str, int, int]] = []
     assert {path.name for path in find_checkpoint(NAME, weights=False).iterdir()} >= SMALL
@@ -334,9 +332,7 @@ def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
     assert hub.sent == before
 
 
-def test_where_stderr_is_no_terminal_lines_tell_of_a_download(
-    hub: LocalHub, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_stderr_is_no_terminal_lines_tell_of_a_download(hub, folder, capsys):
     hub.add(NAME, folder)
     hub.most_bytes = 1 << 16
     fetch_model(NAME)
@@ -348,7 +344,7 @@ def test_where_stderr_is_no_terminal_lines_tell_of_a_download(
     assert not capsys.readouterr().err
 
 
-def test_revisions(hub: LocalHub, folder: Path, tmp_path: Path) -> None:
+def test_revisions(hub, folder, tmp_path):
     other = tmp_path / "other"
     tiny_text_model(300).save_pretrained(other)
     hub.add(NAME, folder)
@@ -358,7 +354,7 @@ def test_revisions(hub: LocalHub, folder: Path, tmp_path: Path) -> None:
     assert "has no revision 'v3' of it" in refused(f"{NAME}@v3")
 
 
-def test_a_download_goes_on_where_it_was_interrupted(hub: LocalHub, folder: Path) -> None:
+def test_a_download_goes_on_where_it_was_interrupted(hub, folder):
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
     hub.most_bytes, hub.at_limit = 50_000, True
@@ -389,7 +385,7 @@ def test_a_download_goes_on_where_it_was_interrupted(hub: LocalHub, folder: Path
     assert not [*blobs.glob("*.incomplete")]
 
 
-def test_a_connection_that_breaks_off_is_made_again(hub: LocalHub, folder: Path) -> None:
+def test_a_connection_that_breaks_off_is_made_again(hub, folder):
     hub.add(NAME, folder)
     hub.most_bytes = 50_000
     found = find_checkpoint(NAME)
@@ -398,7 +394,7 @@ def test_a_connection_that_breaks_off_is_made_again(hub: LocalHub, folder: Path)
         assert hub.sent[name] == (folder / name).stat().st_size
 
 
-def test_bytes_that_are_not_those_announced_are_refused(hub: LocalHub, folder: Path) -> None:
+def test_bytes_that_are_not_those_announced_are_refused(hub, folder):
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
     hub.wrong_bytes = True
@@ -407,7 +403,7 @@ def test_bytes_that_are_not_those_announced_are_refused(hub: LocalHub, folder: P
     assert (find_checkpoint(NAME) / shards_of(folder)[0]).exists()
 
 
-def test_a_disk_without_room(hub: LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room(hub, folder, monkeypatch):
     hub.add(NAME, folder)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(CapacityError, match=r"are to be downloaded, and 10 B are free .*HF_HOME"):
@@ -416,8 +412,8 @@ def test_a_disk_without_room(hub: LocalHub, folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
 def test_inspecting_a_model_of_the_hub_reads_headers_alone(
-    hub: LocalHub, folder: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, folder, ignores_ranges, monkeypatch
+):
     monkeypatch.setattr("moe_runtime.checkpoints.hub._FIRST_BYTES", 1 << 10)
     hub.add(NAME, folder)
     hub.ignores_ranges = ignores_ranges
@@ -439,7 +435,7 @@ def test_inspecting_a_model_of_the_hub_reads_headers_alone(
     assert not hub.sent  # all of it is here
 
 
-def test_gguf_repositories(hub: LocalHub, tmp_path: Path) -> None:
+def test_gguf_repositories(hub, tmp_path):
     sample = next(one for one in gguf_checkpoints.SAMPLES if one.architecture == "olmoe")
     source = tmp_path / "repository"
     source.mkdir()
@@ -464,9 +460,7 @@ def test_gguf_repositories(hub: LocalHub, tmp_path: Path) -> None:
     assert "several models; it has Q2_K (4 B), Q8_0 (" in refused(NAME)
 
 
-def test_without_a_connection_the_cache_serves(
-    hub: LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_connection_the_cache_serves(hub, folder, monkeypatch):
     hub.add(NAME, folder)
     find_checkpoint(NAME, weights=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -495,13 +489,7 @@ def test_without_a_connection_the_cache_serves(
         ((403, ""), r"refused it \(403\): HF_TOKEN is not set"),
     ],
 )
-def test_files_that_the_hub_refuses(
-    hub: LocalHub,
-    folder: Path,
-    refusal: tuple[int, str],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_that_the_hub_refuses(hub, folder, refusal, expected, monkeypatch):
     hub.add(NAME, folder)
     hub.refusal = refusal
     with pytest.raises(CheckpointError, match=expected):
@@ -512,9 +500,7 @@ def test_files_that_the_hub_refuses(
     assert "the token in HF_TOKEN may not read it" in refused(NAME)
 
 
-def test_names_that_the_hub_does_not_have_are_one_line(
-    hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_the_hub_does_not_have_are_one_line(hub, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
     hub.add("maker/pickles", tmp_path / "empty")
@@ -538,7 +524,7 @@ sys.exit(main(["run", sys.argv[3], "--prompt", "x"]))
 """As with these names in the environment, which huggingface_hub reads when it is imported."""
 
 
-def test_ctrl_c_ends_a_download_at_once(hub: LocalHub, folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_download_at_once(hub, folder, tmp_path):
     hub.add(NAME, folder)
     hub.most_bytes, hub.at_limit = 50_000, True
     command = [warm_python(), "-P", "-c", RUN, hub.address, str(tmp_path / "cache"), NAME]

@@ -1,7 +1,5 @@
 """Integers in groups: what of them is refused, and in which words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,9 +31,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         ({"strategy": "token"}, "strategy 'token' cannot be read yet"),
     ],
 )
-def test_what_the_configuration_says_of_integers_is_judged(
-    originals, tmp_path, weights, words
-) -> None:
+def test_what_the_configuration_says_of_integers_is_judged(originals, tmp_path, weights, words):
     config = quantized_checkpoints.groups(
         (["Linear"], "pack-quantized", quantized_checkpoints.INT4_32 | weights)
     )
@@ -46,7 +42,7 @@ def test_what_the_configuration_says_of_integers_is_judged(
 @pytest.mark.parametrize("suffix", ["weight_zero_point", "weight_g_idx"])
 def test_zero_points_of_symmetric_integers_and_permuted_groups_are_refused(
     originals, tmp_path, suffix
-) -> None:
+):
     def add(tensors: dict[str, Tensor]) -> None:
         tensors[f"{EXPERT}.{suffix}"] = torch.zeros(8, 2, dtype=torch.int32)
 
@@ -54,7 +50,7 @@ def test_zero_points_of_symmetric_integers_and_permuted_groups_are_refused(
     assert f"{EXPERT}.{suffix}" in refusal(folder, MoERuntimeError)
 
 
-def test_experts_whose_codes_differ_by_a_sign_are_refused(originals, tmp_path) -> None:
+def test_experts_whose_codes_differ_by_a_sign_are_refused(originals, tmp_path):
     """Both are int8 with the same scales, and codes of one are no codes of the other."""
 
     def repack(tensors: dict[str, Tensor]) -> None:
@@ -77,7 +73,7 @@ def test_experts_whose_codes_differ_by_a_sign_are_refused(originals, tmp_path) -
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
 
 
-def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> None:
+def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path):
     def widen(tensors: dict[str, Tensor]) -> None:
         name = "model.layers.0.mlp.experts.down_proj_bias"
         tensors[name] = tensors[name].float()
@@ -105,12 +101,12 @@ def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> No
 )
 def test_what_the_configuration_says_of_gptq_and_awq_is_judged(
     originals, tmp_path, sample, config, words
-) -> None:
+):
     folder = changed(originals(sample), tmp_path, **config)
     assert words in refusal(folder, MoERuntimeError)
 
 
-def test_zero_points_of_awq_are_read_where_there_are_some(originals, tmp_path) -> None:
+def test_zero_points_of_awq_are_read_where_there_are_some(originals, tmp_path):
     """GPTQModel writes `zero_point: false` beside those of symmetric codes."""
 
     def remove(tensors: dict[str, Tensor]) -> None:
@@ -128,13 +124,13 @@ def test_zero_points_of_awq_are_read_where_there_are_some(originals, tmp_path) -
 
 def test_groups_of_gptq_that_are_in_order_are_read_whatever_the_configuration_says(
     originals, tmp_path
-) -> None:
+):
     mapped(changed(originals("qwen3_moe-gptq"), tmp_path, desc_act=True))
 
 
 def test_gptq_without_the_groups_of_columns_is_read_unless_they_may_be_permuted(
     originals, tmp_path
-) -> None:
+):
     """Where every column has a code: K is a multiple of what a word holds."""
 
     def remove(tensors: dict[str, Tensor]) -> None:
@@ -150,7 +146,7 @@ def test_gptq_without_the_groups_of_columns_is_read_unless_they_may_be_permuted(
     assert "desc_act of" in refusal(permuted, MoERuntimeError)
 
 
-def test_budgets_count_what_takes_memory_beside_the_bytes_of_the_file(originals) -> None:
+def test_budgets_count_what_takes_memory_beside_the_bytes_of_the_file(originals):
     """Codes that are copied aside while they are put in order, and a byte for each zero point."""
     gptq, zeros = (mapped(originals(name)) for name in ("qwen3_moe-gptq", "qwen3_moe-int4-zeros"))
     # 48 columns of 36 rows, or 36 of 48, in words of eight codes

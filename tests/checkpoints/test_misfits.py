@@ -1,7 +1,5 @@
 """What a message blames where tensors and configuration do not belong together."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import shutil
@@ -48,7 +46,7 @@ def with_config(original: Path, folder: Path, value: object, key: str = "") -> P
 
 @pytest.mark.parametrize("value", ["gptq", [], 0], ids=str)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value) -> None:
+def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value):
     folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", value, key)
     message = refusal(folder)
     assert f"config.json: expected {key} to be an object" in message
@@ -56,7 +54,7 @@ def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value
 
 
 @pytest.mark.parametrize("value", [None, {}], ids=str)
-def test_one_that_says_nothing(originals, tmp_path, value) -> None:
+def test_one_that_says_nothing(originals, tmp_path, value):
     folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", value)
     message = refusal(folder, MoERuntimeError)
     named = "g_idx, a part of gptq: correct the quantization_config of config.json"
@@ -178,7 +176,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sample", "change", "words"), CASES)
-def test_the_tensor_at_fault_is_named(originals, tmp_path, sample, change, words) -> None:
+def test_the_tensor_at_fault_is_named(originals, tmp_path, sample, change, words):
     words = words.replace("EXPERT", EXPERT).replace("LAYER", LAYER)
     assert words in refusal(changed(originals(sample), tmp_path, change), MoERuntimeError)
 
@@ -202,12 +200,12 @@ def test_the_tensor_at_fault_is_named(originals, tmp_path, sample, change, words
         ("qwen3_moe-nvfp4-modelopt", {"group_size": 32}, "groups of 1 x 16, not of 1 x 32"),
     ],
 )
-def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, words) -> None:
+def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, words):
     folder = changed(originals(sample), tmp_path, **config)
     assert words in refusal(folder, MoERuntimeError)
 
 
-def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -> None:
+def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path):
     change = ends("layers.1.self_attn.q_proj.g_idx", lambda t: t[:-1])
     folder = changed(originals(GPTQ), tmp_path, change)
     with pytest.raises(CheckpointError) as caught:
@@ -218,7 +216,7 @@ def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -
     assert "found [47]" in str(caught.value)
 
 
-def test_weights_that_no_part_takes_are_named_and_change_nothing(plain, tmp_path) -> None:
+def test_weights_that_no_part_takes_are_named_and_change_nothing(plain, tmp_path):
     """As `from_pretrained` reports them; it says nothing of layers that predict further tokens."""
     folder = tmp_path / "a"
     shutil.copytree(plain, folder)
@@ -236,9 +234,7 @@ def test_weights_that_no_part_takes_are_named_and_change_nothing(plain, tmp_path
     assert found.dense_entries.keys() == mapped(plain).dense_entries.keys()
 
 
-def test_what_is_wrong_with_weights_that_are_never_used_refuses_nothing(
-    originals, tmp_path
-) -> None:
+def test_what_is_wrong_with_weights_that_are_never_used_refuses_nothing(originals, tmp_path):
     """Codes without scales in the layer of DeepSeek-V3 that predicts further tokens."""
 
     def add(tensors: dict[str, Tensor]) -> None:
@@ -251,7 +247,7 @@ def test_what_is_wrong_with_weights_that_are_never_used_refuses_nothing(
     assert mapped(folder).type_names == mapped(original).type_names
 
 
-def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path) -> None:
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     family = SAMPLES["deepseek_v3-fp8"].family
     folder = tiny_checkpoints.save(tiny_checkpoints.tiny_model(family), tmp_path, sharded=False)
     with moe_runtime.load(folder, device="cpu").moe as handle:
@@ -275,7 +271,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path) -> None:
         ("rope_parameters", [1], "an object or null, found [1]"),
     ],
 )
-def test_types_that_a_setting_may_have_are_said_in_words(tmp_path, name, value, words) -> None:
+def test_types_that_a_setting_may_have_are_said_in_words(tmp_path, name, value, words):
     config = {"model_type": "nemotron_h" if name == "time_step_limit" else "qwen3_moe", name: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as caught:
@@ -284,7 +280,7 @@ def test_types_that_a_setting_may_have_are_said_in_words(tmp_path, name, value, 
 
 
 @pytest.mark.parametrize("has_config", [True, False])
-def test_a_bias_that_nothing_says_how_to_read(originals, plain, tmp_path, has_config) -> None:
+def test_a_bias_that_nothing_says_how_to_read(originals, plain, tmp_path, has_config):
     """Whether or not the configuration calls other weights quantised."""
     original, folder = originals(GPTQ) if has_config else plain, tmp_path / "a"
     shutil.copytree(original, folder)
@@ -308,7 +304,7 @@ def test_a_bias_that_nothing_says_how_to_read(originals, plain, tmp_path, has_co
         (from_one_on, f"{LAYER}.1.gate_proj.weight: expected the gate weights of experts 0 to"),
     ],
 )
-def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:
+def test_of_plain_experts_too(plain, tmp_path, change, words):
     folder = tmp_path / "a"
     shutil.copytree(plain, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -317,7 +313,7 @@ def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:
     assert words in refusal(folder)
 
 
-def test_a_plain_checkpoint_that_is_called_quantised(plain, tmp_path) -> None:
+def test_a_plain_checkpoint_that_is_called_quantised(plain, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(plain, folder)
     values = json.loads((folder / "config.json").read_text())

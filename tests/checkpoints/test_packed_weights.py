@@ -1,7 +1,5 @@
 """Rows of quantised weights: which scales are theirs, wherever a model cuts a stack."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -41,7 +39,7 @@ def rows_of(weight: PackedWeight, first: int, step: int, count: int) -> Tensor:
     return weight.packing.matrix(parts).dequantize()
 
 
-def test_any_rows_have_their_own_scales_or_are_refused(stack) -> None:
+def test_any_rows_have_their_own_scales_or_are_refused(stack):
     weight, values = stack
     outcomes = set()
     for first, step, count in itertools.product(range(0, 120, 8), (1, 2, 3), (1, 5, 8, 24)):
@@ -60,7 +58,7 @@ def test_any_rows_have_their_own_scales_or_are_refused(stack) -> None:
 
 
 @pytest.mark.parametrize("most_elements", [1, 24, 24 * 7, 24 * 16, 24 * 33, 24 * 1000])
-def test_pieces_are_all_rows_once(stack, most_elements) -> None:
+def test_pieces_are_all_rows_once(stack, most_elements):
     weight, values = stack
     found, largest = values_in_pieces(weight, most_elements)
     assert torch.equal(found, values)
@@ -100,9 +98,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("most_elements", [1, 700, 10**6])
 @pytest.mark.parametrize("name", ORDERS)
-def test_pieces_of_weights_in_another_order_are_all_of_it_once(
-    tmp_path, name, most_elements
-) -> None:
+def test_pieces_of_weights_in_another_order_are_all_of_it_once(tmp_path, name, most_elements):
     """`[40, 60]`: the last group is shorter, and groups of 20 are no multiple of eight."""
     pack, config = ORDERS[name]
     stored, values = pack("w.weight", torch.randn(40, 60 if name != "awq" else 64))

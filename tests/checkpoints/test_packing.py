@@ -1,7 +1,5 @@
 """Packed checkpoints: the same bits in fewer bytes, whole or not at all, going on after a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -73,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
 @pytest.mark.parametrize("code", ["planes", "none"])
-def test_a_packed_model_gives_the_same_bits(tmp_path: Path, family: Family, code: Any) -> None:
+def test_a_packed_model_gives_the_same_bits(tmp_path, family, code):
     checkpoint = checkpoint_of(family, tmp_path / "model")
     found = pack_checkpoint(checkpoint, tmp_path / "packed", code)
     assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
@@ -81,7 +79,7 @@ def test_a_packed_model_gives_the_same_bits(tmp_path: Path, family: Family, code
 
 
 @pytest.mark.parametrize("code", ["planes", "none"])
-def test_a_packed_model_gives_the_same_gradients(source: Path, tmp_path: Path, code: Any) -> None:
+def test_a_packed_model_gives_the_same_gradients(source, tmp_path, code):
     """Of inputs and of every dense parameter, to the bit, with the smallest budgets."""
     pack_checkpoint(source, tmp_path / "packed", code)
     found = []
@@ -95,7 +93,7 @@ def test_a_packed_model_gives_the_same_gradients(source: Path, tmp_path: Path, c
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_experts_that_lie_transposed_have_the_same_values(tmp_path: Path) -> None:
+def test_experts_that_lie_transposed_have_the_same_values(tmp_path):
     """Stacked, gate and up in turn, biases: kernels take them otherwise once they are packed."""
     checkpoint = checkpoint_of(
         Family("gpt_oss", "GptOssForCausalLM", config=SIZES), tmp_path / "model"
@@ -123,7 +121,7 @@ def expert_values(folder: Path) -> dict[tuple[ExpertKey, str], torch.Tensor]:
     return values
 
 
-def test_what_is_no_bf16_stays_as_it_is(tmp_path: Path) -> None:
+def test_what_is_no_bf16_stays_as_it_is(tmp_path):
     checkpoint = checkpoint_of(FAMILIES[0], tmp_path / "model", torch.float32)
     pack_checkpoint(checkpoint, tmp_path / "packed", "planes")
     layer = read_manifest(tmp_path / "packed").layers[0]
@@ -141,13 +139,8 @@ def test_what_is_no_bf16_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_an_interrupted_run_goes_on_with_what_is_whole(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    damage: str,
-    files: str,
-) -> None:
+    source, tmp_path, monkeypatch, options, damage, files
+):
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
     pack_checkpoint(source, tmp_path / "at-once", **options)
     num_files = len(list((tmp_path / "at-once").glob(files)))
@@ -177,9 +170,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
     assert not staging_of(out).exists()
 
 
-def test_nothing_of_another_checkpoint_is_taken_up(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_another_checkpoint_is_taken_up(source, tmp_path, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(source, other)
     monkeypatch.setattr(writer.CheckpointWriter, "_write_rest", lambda _: 1 / 0)
@@ -190,9 +181,7 @@ def test_nothing_of_another_checkpoint_is_taken_up(
     assert pack_checkpoint(source, tmp_path / "packed", "none").kept_files == 0
 
 
-def test_a_write_that_fails_leaves_the_old_one(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_one(source, tmp_path, monkeypatch):
     out = tmp_path / "packed"
     pack_checkpoint(source, out)
     before = contents(out)
@@ -208,9 +197,7 @@ def test_a_write_that_fails_leaves_the_old_one(
     assert not staging_of(out).exists()
 
 
-def test_what_is_read_back_is_compared(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_back_is_compared(source, tmp_path, monkeypatch):
     read = writer.CheckpointFile.read
 
     def change(self: Any, offset: int, into: memoryview, needed: int) -> int:
@@ -225,16 +212,14 @@ def test_what_is_read_back_is_compared(
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_disk_without_room_is_said_before_the_work(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_said_before_the_work(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CapacityError, match="has 1000 B free"):
         pack_checkpoint(source, tmp_path / "packed")
 
 
-def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_not_replaced(source, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("keep me")
     with pytest.raises(ValueError, match="holds letter, which is no part"):
@@ -246,9 +231,7 @@ def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path
     assert contents(tmp_path / "home") == {"letter": b"keep me"}
 
 
-def test_a_packed_folder_of_another_model_or_way_is_not_replaced(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_packed_folder_of_another_model_or_way_is_not_replaced(source, tmp_path):
     other, out = tmp_path / "other", tmp_path / "packed"
     shutil.copytree(source, other)
     config = json.loads((other / "config.json").read_text())
@@ -271,7 +254,7 @@ def test_a_packed_folder_of_another_model_or_way_is_not_replaced(
     assert contents(quantised) == before
 
 
-def test_what_is_in_a_packed_folder_beside_it_stays(source: Path, tmp_path: Path) -> None:
+def test_what_is_in_a_packed_folder_beside_it_stays(source, tmp_path):
     out = tmp_path / "packed"
     pack_checkpoint(source, out)
     pack_checkpoint(source, out)  # once more in the same way
@@ -283,9 +266,7 @@ def test_what_is_in_a_packed_folder_beside_it_stays(source: Path, tmp_path: Path
     assert contents(out / "original") == contents(source)
 
 
-def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(source, tmp_path):
     model = tmp_path / "model.packing"
     shutil.copytree(source, model)
     with pytest.raises(ValueError, match="where the checkpoint lies"):
@@ -303,9 +284,7 @@ def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"origin": 1, "shards": [{}]}'])
-def test_damaged_notes_of_an_earlier_run_are_one_line(
-    source: Path, tmp_path: Path, text: str
-) -> None:
+def test_damaged_notes_of_an_earlier_run_are_one_line(source, tmp_path, text):
     staging = staging_of(tmp_path / "packed")
     staging.mkdir()
     (staging / "packing_progress.json").write_text(text)
@@ -313,7 +292,7 @@ def test_damaged_notes_of_an_earlier_run_are_one_line(
         pack_checkpoint(source, tmp_path / "packed")
 
 
-def test_a_packed_checkpoint_is_for_inference(source: Path, tmp_path: Path) -> None:
+def test_a_packed_checkpoint_is_for_inference(source, tmp_path):
     out = tmp_path / "packed"
     pack_checkpoint(source, out)
     with pytest.raises(UnsupportedModelError, match="packed from"):
@@ -324,7 +303,7 @@ def test_a_packed_checkpoint_is_for_inference(source: Path, tmp_path: Path) -> N
 
 
 @given(place=st.integers(0, 2**20), text=st.sampled_from(["", "0", "-1", "[", "]", "null", "9e9"]))
-def test_a_damaged_manifest_is_one_line(packed_once: Path, place: int, text: str) -> None:
+def test_a_damaged_manifest_is_one_line(packed_once, place, text):
     original = (packed_once / MANIFEST_NAME).read_text()
     place %= len(original)
     with tempfile.TemporaryDirectory() as folder:
@@ -345,7 +324,7 @@ def packed_once(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("change", ["layers", "shape", "rooms", "module", "missing", "version"])
-def test_what_does_not_fit_the_model_is_said(packed_once: Path, tmp_path: Path, change: str):
+def test_what_does_not_fit_the_model_is_said(packed_once, tmp_path, change):
     folder = tmp_path / "changed"
     shutil.copytree(packed_once, folder)
     manifest = json.loads((folder / MANIFEST_NAME).read_text())
@@ -367,9 +346,7 @@ def test_what_does_not_fit_the_model_is_said(packed_once: Path, tmp_path: Path, 
         moe_runtime.load(folder, device="cpu")
 
 
-def test_a_packed_folder_without_its_index_is_not_told_to_add_another(
-    packed_once: Path, tmp_path: Path
-) -> None:
+def test_a_packed_folder_without_its_index_is_not_told_to_add_another(packed_once, tmp_path):
     folder = tmp_path / "changed"
     shutil.copytree(packed_once, folder)
     (folder / PACKED_INDEX_NAME).unlink()
@@ -378,7 +355,7 @@ def test_a_packed_folder_without_its_index_is_not_told_to_add_another(
         moe_runtime.load(folder, device="cpu")
 
 
-def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(source, tmp_path, capsys):
     out = tmp_path / "packed"
     assert main(["pack", str(source), str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

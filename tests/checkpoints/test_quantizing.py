@@ -1,7 +1,5 @@
 """Checkpoints written quantised: what compressed-tensors writes, and what others read of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace
@@ -89,9 +87,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     ],
     ids=["int4-32", "int4-128", "int8-128", "fp8", "mxfp4"],
 )
-def test_codes_and_scales_are_those_of_compressed_tensors(
-    name: str, arguments: dict[str, Any], kind: WeightFormat
-) -> None:
+def test_codes_and_scales_are_those_of_compressed_tensors(name, arguments, kind):
     """Of Gaussian rows, and of rows of zeros, of very small and large ones, and of ties."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[0], weight[1, :128] = 0.0, 0.0
@@ -108,7 +104,7 @@ def test_codes_and_scales_are_those_of_compressed_tensors(
 
 
 @every
-def test_files_hold_what_compressed_tensors_writes(case: Case, tmp_path: Path) -> None:
+def test_files_hold_what_compressed_tensors_writes(case, tmp_path):
     """All tensors to the bit, which transformers reads; logits are those of the same values."""
     expected = samples.write(case.sample, tmp_path / "expected")
     source = source_of(case.family, tmp_path / "source")
@@ -143,7 +139,7 @@ def test_files_hold_what_compressed_tensors_writes(case: Case, tmp_path: Path) -
     assert (logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_gpt_oss_keeps_its_own_layout(tmp_path: Path) -> None:
+def test_gpt_oss_keeps_its_own_layout(tmp_path):
     """Blocks and scales of stacks, as compressed-tensors rounds; transformers reads the values."""
     source = source_of(GPT_OSS, tmp_path / "source")
     pack_checkpoint(source, tmp_path / "out", quantize="mxfp4")
@@ -171,7 +167,7 @@ def test_gpt_oss_keeps_its_own_layout(tmp_path: Path) -> None:
     assert (logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_experts_that_lie_stacked_are_written_apart(tmp_path: Path) -> None:
+def test_experts_that_lie_stacked_are_written_apart(tmp_path):
     """As the official FP8 checkpoints of families that stack them in bf16."""
     apart = source_of(QWEN3, tmp_path / "apart")
     stacked = source_of(QWEN3, tmp_path / "stacked", own_names=True)
@@ -183,7 +179,7 @@ def test_experts_that_lie_stacked_are_written_apart(tmp_path: Path) -> None:
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
 
-def test_the_error_that_was_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_error_that_was_made_is_said(tmp_path, capsys):
     case = CASES["int4"]
     expected = samples.write(case.sample, tmp_path / "expected")
     source, out = source_of(case.family, tmp_path / "source"), tmp_path / "out"
@@ -219,7 +215,7 @@ def test_the_error_that_was_made_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds letter" in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_line(tmp_path):
     source, out = source_of(OLMOE, tmp_path / "source"), tmp_path / "out"
     with pytest.raises(ValueError, match="name only one of them"):
         pack_checkpoint(source, out, "planes", "int4")
@@ -241,9 +237,7 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_weights_that_are_no_numbers_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_no_numbers_are_named(tmp_path, capsys):
     source = source_of(OLMOE, tmp_path / "source")
     tensors = tensors_of(source)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -22,7 +22,7 @@ from moe_runtime.checkpoints.safetensors_index import MAX_HEADER_BYTES, read_hea
 from moe_runtime.errors import CheckpointError
 
 
-def test_entries_are_the_bytes_the_official_writer_wrote(tmp_path: Path) -> None:
+def test_entries_are_the_bytes_the_official_writer_wrote(tmp_path):
     tensors = {
         "model.experts.0.up": torch.arange(15, dtype=torch.bfloat16).reshape(3, 5),
         "model.experts.0.scale": torch.tensor(0.25, dtype=torch.float32),
@@ -73,7 +73,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_odd_but_sound_headers_are_read(tmp_path: Path, case: str) -> None:
+def test_odd_but_sound_headers_are_read(tmp_path, case):
     header, data = ACCEPTED[case]
     path = write_safetensors(tmp_path / "x.safetensors", header, data)
     assert official_accepts(path)
@@ -104,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_damaged_headers_are_refused_as_the_official_reader_does(tmp_path: Path, case: str) -> None:
+def test_damaged_headers_are_refused_as_the_official_reader_does(tmp_path, case):
     path = write_safetensors(tmp_path / "x.safetensors", *REFUSED[case])
     assert not official_accepts(path)
     assert "truncated or damaged, fetch it again" in refusal(path)
@@ -120,14 +120,14 @@ STRICTER = {
 
 
 @pytest.mark.parametrize("case", STRICTER)
-def test_where_the_index_is_stricter_than_the_official_reader(tmp_path: Path, case: str) -> None:
+def test_where_the_index_is_stricter_than_the_official_reader(tmp_path, case):
     header, fragment = STRICTER[case]
     path = write_safetensors(tmp_path / "x.safetensors", header, b"xy")
     assert official_accepts(path)
     assert fragment in refusal(path)
 
 
-def test_header_length_beyond_file_or_limit(tmp_path: Path) -> None:
+def test_header_length_beyond_file_or_limit(tmp_path):
     path = tmp_path / "x.safetensors"
     for size in (0, 7):
         path.write_bytes(bytes(size))
@@ -137,7 +137,7 @@ def test_header_length_beyond_file_or_limit(tmp_path: Path) -> None:
         refusal(write_safetensors(path, header, b"xy", length=length))
 
 
-def test_memory_is_bounded_by_the_header_and_weights_stay_unread(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_header_and_weights_stay_unread(tmp_path):
     num_bytes = 2**36
     huge = write_safetensors(
         tmp_path / "huge", '{"a":' + tensor_fields(shape=(num_bytes,), offsets=(0, num_bytes)) + "}"
@@ -153,7 +153,7 @@ def test_memory_is_bounded_by_the_header_and_weights_stay_unread(tmp_path: Path)
         tracemalloc.stop()
 
 
-def test_long_and_unprintable_names_are_cut_and_escaped_in_messages(tmp_path: Path) -> None:
+def test_long_and_unprintable_names_are_cut_and_escaped_in_messages(tmp_path):
     name = "a\n\x1b[31m" + "b" * 10**6
     header = json.dumps({name: ["U8", [2], [0, 2]]})
     assert "\\n\\x1b[31mbbb" in refusal(
@@ -162,7 +162,7 @@ def test_long_and_unprintable_names_are_cut_and_escaped_in_messages(tmp_path: Pa
     refusal(write_safetensors(tmp_path / "x.safetensors", json.dumps({name: {"dtype": name}})))
 
 
-def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files(tmp_path, monkeypatch):
     assert "No such file" in refusal(tmp_path / "absent")
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "absent")

@@ -48,14 +48,14 @@ def assert_holds(entries: dict[str, TensorEntry], tensors: dict[str, torch.Tenso
         assert stored_bytes(entries[name]) == value.numpy().tobytes()
 
 
-def test_single_file_is_preferred_to_the_index(tmp_path: Path) -> None:
+def test_single_file_is_preferred_to_the_index(tmp_path):
     make_sharded(tmp_path)
     single = {"only": torch.ones(3)}
     save_file(single, tmp_path / SINGLE_FILE_NAME)
     assert_holds(read_checkpoint_index(tmp_path), single)
 
 
-def test_shards_together_hold_every_tensor(tmp_path: Path) -> None:
+def test_shards_together_hold_every_tensor(tmp_path):
     tensors = make_sharded(tmp_path)
     assert_holds(read_checkpoint_index(tmp_path), tensors)
     # What the index forgets is found all the same; `transformers` loads whole shards, too.
@@ -65,7 +65,7 @@ def test_shards_together_hold_every_tensor(tmp_path: Path) -> None:
     assert_holds(read_checkpoint_index(tmp_path), tensors)
 
 
-def test_shards_in_a_subfolder(tmp_path: Path) -> None:
+def test_shards_in_a_subfolder(tmp_path):
     (tmp_path / "sub").mkdir()
     tensors = make_sharded(tmp_path / "sub")
     weight_map = read_weight_map(tmp_path / "sub")
@@ -73,7 +73,7 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
     assert_holds(read_checkpoint_index(tmp_path), tensors)
 
 
-def test_the_hub_cache_of_links_to_blobs(tmp_path: Path) -> None:
+def test_the_hub_cache_of_links_to_blobs(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abcd"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_the_hub_cache_of_links_to_blobs(tmp_path: Path) -> None:
         read_checkpoint_index(snapshot)
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
+def test_missing_shards_are_named(tmp_path):
     make_sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     message = refusal(tmp_path)
@@ -112,7 +112,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         ("x" * 5000 + ".safetensors", "1 missing"),
     ],
 )
-def test_shards_that_are_none(tmp_path: Path, shard: object, fragment: str) -> None:
+def test_shards_that_are_none(tmp_path, shard, fragment):
     folder = tmp_path / "model"
     folder.mkdir()
     make_sharded(folder)
@@ -126,7 +126,7 @@ def test_shards_that_are_none(tmp_path: Path, shard: object, fragment: str) -> N
     assert str(caught.value).isprintable()
 
 
-def test_the_index_decides_between_shards_and_need_not_name_the_right_one(tmp_path: Path) -> None:
+def test_the_index_decides_between_shards_and_need_not_name_the_right_one(tmp_path):
     """A copy in another shard is older, or is the only one."""
     make_sharded(tmp_path)
     weight_map = read_weight_map(tmp_path)
@@ -160,18 +160,18 @@ def test_the_index_decides_between_shards_and_need_not_name_the_right_one(tmp_pa
         (b'{"metadata":' + b" " * 3_000_000 + b"[" * 20_000 + b"]" * 20_000 + b"}", "too deeply"),
     ],
 )
-def test_damaged_index(tmp_path: Path, text: bytes, fragment: str) -> None:
+def test_damaged_index(tmp_path, text, fragment):
     (tmp_path / INDEX_FILE_NAME).write_bytes(text)
     assert fragment in refusal(tmp_path)
 
 
-def test_index_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+def test_index_beyond_the_limit_is_not_read(tmp_path):
     (tmp_path / INDEX_FILE_NAME).touch()
     os.truncate(tmp_path / INDEX_FILE_NAME, MAX_HEADER_BYTES + 1)
     assert "the most that is read" in refusal(tmp_path)
 
 
-def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="nothing of that name"):
         read_checkpoint_index(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="the folder of a checkpoint, found a file"):
@@ -190,6 +190,6 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     assert "['weights.safetensors'] without an index" in refusal(folder)
 
 
-def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
+def test_a_directory_in_the_place_of_the_file(tmp_path):
     (tmp_path / SINGLE_FILE_NAME).mkdir()
     assert "Is a directory" in refusal(tmp_path)

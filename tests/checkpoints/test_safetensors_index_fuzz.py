@@ -22,7 +22,7 @@ from moe_runtime.checkpoints.safetensors_index import (
 from moe_runtime.errors import CheckpointError
 
 # A parser that hangs meets the time limit of the test.
-FUZZ = settings(max_examples=80)
+FUZZ = settings(max_examples=50)
 pytestmark = pytest.mark.timeout(120)
 
 # The index is stricter in these places only, as its module says.
@@ -118,9 +118,7 @@ def describe(entry: TensorEntry, content: bytes) -> tuple[str, tuple[int, ...], 
 
 @FUZZ
 @given(headers(), st.data())
-def test_changed_fields(
-    scratch: Path, header: tuple[dict[str, Any], bytes], data: st.DataObject
-) -> None:
+def test_changed_fields(scratch, header, data):
     fields, content = header
     for _ in range(data.draw(st.integers(1, 2))):
         name = data.draw(st.sampled_from([*fields, "new", "__metadata__"]))
@@ -185,6 +183,6 @@ def check_index(text: bytes, folder: Path) -> None:
 @example({"a": SHARDS[0]}, None)
 @example({"a": SHARDS[0], "b": SHARDS[1]}, {"total_size": 4})
 @example({"c": "../outside.safetensors"}, None)
-def test_changed_weight_map(checkpoint: Path, weight_map: dict[str, Any], metadata: Any) -> None:
+def test_changed_weight_map(checkpoint, weight_map, metadata):
     index = {"metadata": metadata, "weight_map": weight_map}
     check_index(json.dumps(index).encode(), checkpoint)

@@ -1,7 +1,6 @@
 """The files of a checkpoint's tokenizer: what is wrong with them is said of the one that it is."""
 
 import re
-from pathlib import Path
 
 import pytest
 from text_checkpoint import tiny_text_model, tiny_tokenizer
@@ -18,9 +17,7 @@ from moe_runtime.errors import CheckpointError
         ("tokenizer_config.json", "3", "tokenizer_config.json cannot be read: expected a JSON"),
     ],
 )
-def test_tokenizers_that_are_missing_or_no_objects(
-    tmp_path: Path, name: str, content: str | None, reason: str
-) -> None:
+def test_tokenizers_that_are_missing_or_no_objects(tmp_path, name, content, reason):
     checkpoint = tmp_path / "model"
     tiny_text_model(300).save_pretrained(checkpoint)
     tiny_tokenizer().save_pretrained(checkpoint)

@@ -1,7 +1,5 @@
 """Weights that are no numbers: named by `inspect --verify`, and by a run that they spoil."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +52,7 @@ def poisoned(name: str, number: float) -> Callable[[dict[str, Tensor]], None]:
         ("deepseek_v3-fp8", "model.norm.weight", -INF, ""),
     ],
 )
-def test_what_is_no_number_is_named(originals, tmp_path, sample, name, number, matrix) -> None:
+def test_what_is_no_number_is_named(originals, tmp_path, sample, name, number, matrix):
     folder = changed(originals(sample), tmp_path, poisoned(name, number))
     inspect_checkpoint(folder)
     with pytest.raises(CheckpointError) as caught:
@@ -66,7 +64,7 @@ def test_what_is_no_number_is_named(originals, tmp_path, sample, name, number, m
     assert is_overflow or "found 1 of" in message
 
 
-def test_scales_of_a_dense_weight_are_seen_in_its_values(originals, tmp_path) -> None:
+def test_scales_of_a_dense_weight_are_seen_in_its_values(originals, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     folder = changed(originals("deepseek_v3-fp8"), tmp_path, poisoned(f"{name}_scale_inv", NAN))
     with pytest.raises(
@@ -75,7 +73,7 @@ def test_scales_of_a_dense_weight_are_seen_in_its_values(originals, tmp_path) ->
         inspect_checkpoint(folder, verify=True)
 
 
-def test_sound_checkpoints_pass_whatever_holds_them(originals, tmp_path) -> None:
+def test_sound_checkpoints_pass_whatever_holds_them(originals, tmp_path):
     """Every byte is counted once, of experts first and then of all else."""
     done: list[tuple[str, int, int]] = []
     packed = pack_checkpoint(pocket_path(), tmp_path / "packed").folder
@@ -91,7 +89,7 @@ def test_sound_checkpoints_pass_whatever_holds_them(originals, tmp_path) -> None
             assert done[last][1] == done[last][2] > 0
 
 
-def test_a_run_whose_logits_are_no_numbers_says_what_finds_the_cause(tmp_path, capsys) -> None:
+def test_a_run_whose_logits_are_no_numbers_says_what_finds_the_cause(tmp_path, capsys):
     folder = tmp_path / "pocket"
     shutil.copytree(pocket_path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     tensors = load_file(folder / "model.safetensors")
@@ -105,7 +103,7 @@ def test_a_run_whose_logits_are_no_numbers_says_what_finds_the_cause(tmp_path, c
     assert "every weight that the model uses was read" in capsys.readouterr().out
 
 
-def test_a_buffer_may_be_infinite_but_is_a_number(originals, tmp_path) -> None:
+def test_a_buffer_may_be_infinite_but_is_a_number(originals, tmp_path):
     """Towers clip by buffers that are infinite until they are calibrated."""
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     for number in (INF, NAN):

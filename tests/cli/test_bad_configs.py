@@ -47,7 +47,7 @@ def refused(words: list[str], capsys: Capsys) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_size_that_is_null(pocket: Path, command: str, capsys: Capsys) -> None:
+def test_a_size_that_is_null(pocket, command, capsys):
     file = set_config(pocket, vocab_size=None)
     expected = f"{file}: expected vocab_size to be a whole number, found null"
     assert refused([*command.split(), str(pocket), *COMMANDS[command]], capsys) == expected
@@ -70,16 +70,14 @@ def test_a_size_that_is_null(pocket: Path, command: str, capsys: Capsys) -> None
         ("dtype", "floaty", "a floating-point type of torch, such as 'bfloat16', found 'floaty'"),
     ],
 )
-def test_a_value_of_a_wrong_kind(
-    pocket: Path, key: str, value: Any, expected: str, capsys: Capsys
-) -> None:
+def test_a_value_of_a_wrong_kind(pocket, key, value, expected, capsys):
     file = set_config(pocket, **{key: value})
     message = refused(["inspect", str(pocket)], capsys)
     assert message.startswith(str(file))
     assert message.endswith(f": expected {key} to be {expected}")
 
 
-def test_inspect_refuses_before_the_engine_is_imported(pocket: Path) -> None:
+def test_inspect_refuses_before_the_engine_is_imported(pocket):
     """Its import takes seconds; asserted on what is imported."""
     set_config(pocket, vocab_size=None)
     program = (

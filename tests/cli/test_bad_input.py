@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixture_types import Capsys, Patch
+from fixture_types import Capsys
 from warm_python import warm_python
 
 from moe_runtime.cli.main import describe, main
@@ -32,14 +32,14 @@ def run_script(*words: str) -> str:
     return done.stdout
 
 
-def test_bad_input_ends_in_one_line_or_in_success() -> None:
+def test_bad_input_ends_in_one_line_or_in_success():
     assert "0 of 6 cases failed" in run_script("--seed", "1", "--cases", "6", "--no-processes")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_thousand_bad_inputs_end_in_one_line_or_in_success(seed: str) -> None:
+def test_a_thousand_bad_inputs_end_in_one_line_or_in_success(seed):
     assert "0 of 1000 cases failed" in run_script("--seed", seed, "--cases", "1000")
 
 
@@ -69,9 +69,7 @@ def refused(words: Sequence[str], capsys: Capsys) -> str:
         ("run", "MODEL", "-p", "The", "-n", "1", "--predictor", "./FILE"),
     ],
 )
-def test_files_without_an_end_are_refused_unread(
-    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_files_without_an_end_are_refused_unread(words, checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     endless = {name: Path(name) for name in ("zero.npz", "zero.json", "zero.jsonl", "zero.toml")}
     for path in endless.values():
@@ -84,15 +82,15 @@ def test_files_without_an_end_are_refused_unread(
     assert sorted(os.listdir()) == sorted([*endless, "pipe.npz"])
 
 
-def test_a_prompt_without_an_end_is_refused(checkpoint: Path, capsys: Capsys) -> None:
+def test_a_prompt_without_an_end_is_refused(checkpoint, capsys):
     line = refused(["run", str(checkpoint), "--prompt-file", "/dev/zero"], capsys)
     assert "/dev/zero: larger than 64 MiB" in line
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "The"]])
 def test_a_mistyped_folder_is_refused_with_the_nearest_one(
-    command: list[str], checkpoint: Path, capsys: Capsys, monkeypatch: Patch, tmp_path: Path
-) -> None:
+    command, checkpoint, capsys, monkeypatch, tmp_path
+):
     import huggingface_hub
 
     asked = []
@@ -121,8 +119,8 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_one(
     ],
 )
 def test_a_chat_template_that_raises_is_the_checkpoints_fault(
-    template: str, reason: str, checkpoint: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+    template, reason, checkpoint, tmp_path, capsys
+):
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
     file = tmp_path / "tokenizer_config.json"
@@ -154,14 +152,14 @@ def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         ('{ PYTHONUNBUFFERED=1 "$@"; echo $? >&2; } | true', 0, "141"),
     ],
 )
-def test_streams_that_are_closed_or_full(command: str, code: int, line: str) -> None:
+def test_streams_that_are_closed_or_full(command, code, line):
     done = shell(command, "predictor", "list")
     assert done.returncode == code
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == bool(line)
 
 
-def test_only_a_stream_that_cannot_be_written_is_blamed(monkeypatch: Patch, capsys: Capsys) -> None:
+def test_only_a_stream_that_cannot_be_written_is_blamed(monkeypatch, capsys):
     """An unnamed file may be full as well, and another pipe's reader may be gone."""
 
     def fail(number: int) -> None:
@@ -173,13 +171,13 @@ def test_only_a_stream_that_cannot_be_written_is_blamed(monkeypatch: Patch, caps
         assert capsys.readouterr().err == f"moe-runtime: error: {os.strerror(number)}\n"
 
 
-def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path: Path) -> None:
+def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path):
     done = shell('"$@" 2>/dev/full', "replay", str(tmp_path / "none.npz"))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 @pytest.mark.parametrize("end", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | true"])
-def test_messages_that_are_lost_fail_nothing(tmp_path: Path, end: str) -> None:
+def test_messages_that_are_lost_fail_nothing(tmp_path, end):
     """The table of `run` among them; what the command is for, and its exit code, are there."""
     starter = tmp_path / "starter.py"
     starter.write_text(
@@ -203,7 +201,7 @@ def test_messages_that_are_lost_fail_nothing(tmp_path: Path, end: str) -> None:
     assert (code.read_text(), done.read_text()) == ("0\n", "done")
 
 
-def test_an_interrupted_import_is_quiet(tmp_path: Path) -> None:
+def test_an_interrupted_import_is_quiet(tmp_path):
     """Whichever module it comes in; ours, or one that has parts in C."""
     starter = tmp_path / "starter.py"
     starter.write_text(
@@ -227,9 +225,7 @@ def test_an_interrupted_import_is_quiet(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (130, "", ""), module
 
 
-def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(
-    capsys: Capsys, monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(capsys, monkeypatch, tmp_path):
     def reading(path: Path, **options: object) -> None:
         try:
             signal.raise_signal(signal.SIGINT)
@@ -250,16 +246,14 @@ def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(
         OSError(12, "Cannot allocate memory"),
     ],
 )
-def test_a_lack_of_memory_is_no_bug_of_ours(error: Exception) -> None:
+def test_a_lack_of_memory_is_no_bug_of_ours(error):
     code, line = describe(error)
     assert code == 2
     assert "memory could not be allocated" in line
 
 
 @pytest.mark.parametrize("kib", [100_000, 1_000_000])
-def test_too_little_address_space_is_refused_before_libraries_hang(
-    kib: int, checkpoint: Path
-) -> None:
+def test_too_little_address_space_is_refused_before_libraries_hang(kib, checkpoint):
     done = shell(f'ulimit -v {kib}; exec "$@"', "run", str(checkpoint), "-p", "The", "-n", "1")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -267,7 +261,7 @@ def test_too_little_address_space_is_refused_before_libraries_hang(
     assert done.stderr.count("\n") == 1
 
 
-def test_a_message_is_one_printable_line_of_bounded_length() -> None:
+def test_a_message_is_one_printable_line_of_bounded_length():
     code, line = describe(ValueError("a\nb\x1b[31m" + "x" * 100_000 + "the end"))
     assert code == 2
     assert line.startswith("a b\\x1b[31mxxx")
@@ -291,14 +285,12 @@ def test_a_message_is_one_printable_line_of_bounded_length() -> None:
         ("simulate", "--zipf", "nan"),
     ],
 )
-def test_numbers_beyond_all_bounds(
-    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, capsys):
     given = {"MODEL": str(checkpoint), "TRACE": str(tmp_path / "none.npz")}
     refused([given.get(word, word) for word in words], capsys)
 
 
-def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> None:
+def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint):
     import moe_runtime
     from moe_runtime.checkpoints.opening import load_tokenizer
     from moe_runtime.inference.generation import COLDEST, generate_text
@@ -324,9 +316,7 @@ def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> 
         ("predictor", "evaluate", "TRACE"),
     ],
 )
-def test_a_trace_without_a_recorded_choice(
-    words: Sequence[str], tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_a_trace_without_a_recorded_choice(words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ids = np.full((6, 2, 2), 255, np.uint8)
     trace = Trace(
@@ -348,9 +338,7 @@ def test_a_trace_without_a_recorded_choice(
     assert os.listdir() == ["absent.npz"]
 
 
-def test_finetuning_looks_at_the_settings_before_it_trains(
-    checkpoint: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_finetuning_looks_at_the_settings_before_it_trains(checkpoint, tmp_path, capsys):
     """They are copied at the end; one of 40 GiB took minutes and the disk."""
     model = tmp_path / "model"
     model.mkdir()

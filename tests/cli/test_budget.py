@@ -22,7 +22,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("native", ["native", pytest.param("hidden", marks=pytest.mark.long)])
-def test_a_run_keeps_within_its_budget(native: str, tmp_path: Path):
+def test_a_run_keeps_within_its_budget(native, tmp_path):
     records = ["--trace", str(tmp_path / "t.npz"), "--timeline", str(tmp_path / "t.json")]
     options = ["--policy", "reuse", "--prefetch", "enforce", *records]
     words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from fixture_types import Capsys, Patch
 
 from moe_runtime.benchmarks.commands.shared import show_results
 
@@ -21,7 +20,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
         "bench-policies-amd-epyc-2c-24g",
     ],
 )
-def test_no_word_is_broken(name: str, width: int, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_no_word_is_broken(name, width, monkeypatch, capsys):
     results = json.loads((RESULTS / f"{name}.json").read_text())
     lines = {}
     for columns in (width, 300):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixture_types import Capsys, Patch
+from fixture_types import Patch
 
 from moe_runtime.cli.commands import doctor as machine
 from moe_runtime.cli.disk import measure_disk
@@ -20,7 +20,7 @@ from moe_runtime.types import ModelSignature
 COMMANDS = ("run", "inspect", "doctor", "replay", "train")
 
 
-def test_alone_it_shows_where_to_begin(capsys: Capsys) -> None:
+def test_alone_it_shows_where_to_begin(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in COMMANDS:
@@ -28,7 +28,7 @@ def test_alone_it_shows_where_to_begin(capsys: Capsys) -> None:
     assert len(out.splitlines()) < 24
 
 
-def test_version(capsys: Capsys) -> None:
+def test_version(capsys):
     from importlib.metadata import version
 
     from moe_runtime.kernels.native import describe
@@ -51,14 +51,14 @@ def test_version(capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize("group", ["bench", "predictor"])
-def test_a_group_alone_shows_its_help(group: str, capsys: Capsys) -> None:
+def test_a_group_alone_shows_its_help(group, capsys):
     assert main([group]) == 2
     out, err = capsys.readouterr()
     assert f"moe-runtime {group} [OPTIONS] COMMAND" in out
     assert err == ""
 
 
-def test_json_alone_is_no_command(capsys: Capsys) -> None:
+def test_json_alone_is_no_command(capsys):
     assert main(["--json"]) == 2
     assert "--json comes after the command's name" in capsys.readouterr().err
 
@@ -79,7 +79,7 @@ def test_json_alone_is_no_command(capsys: Capsys) -> None:
         (["--jsn"], "--jsn"),
     ],
 )
-def test_wrong_words_get_one_line(words: list[str], message: str, capsys: Capsys) -> None:
+def test_wrong_words_get_one_line(words, message, capsys):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -88,7 +88,7 @@ def test_wrong_words_get_one_line(words: list[str], message: str, capsys: Capsys
     assert message in err
 
 
-def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+def test_help_is_quick_because_nothing_heavy_is_imported():
     """Asserted on what is imported, not on seconds: those depend on what else runs here."""
     program = (
         "import sys; from moe_runtime.cli.main import main; code = main(['run', '--help']);"
@@ -98,7 +98,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True)
 
 
-def test_errors_of_the_hub_and_of_files_are_not_called_bugs() -> None:
+def test_errors_of_the_hub_and_of_files_are_not_called_bugs():
     from huggingface_hub.errors import RepositoryNotFoundError
 
     assert describe(CheckpointError("a\nb")) == (2, "a b")
@@ -146,7 +146,7 @@ def fake_summary(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("fake_summary")
-def test_inspect_says_what_a_budget_buys(capsys: Capsys) -> None:
+def test_inspect_says_what_a_budget_buys(capsys):
     assert main(["inspect", "some/model", "--json", "--host-memory", "2500B"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["path"] == "some/model"
@@ -163,7 +163,7 @@ def test_inspect_says_what_a_budget_buys(capsys: Capsys) -> None:
 
 
 @pytest.mark.usefixtures("fake_summary")
-def test_inspect_shows_tables(capsys: Capsys) -> None:
+def test_inspect_shows_tables(capsys):
     assert main(["inspect", "some/model", "--host-memory", "1600B"]) == 0
     out = capsys.readouterr().out
     assert "4 layers of 8, 2 of them for each token" in out
@@ -173,7 +173,7 @@ def test_inspect_shows_tables(capsys: Capsys) -> None:
     assert "what --policy auto takes" not in out  # nothing can be chosen for what is too small
 
 
-def test_doctor_reports_every_area(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
+def test_doctor_reports_every_area(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moe_runtime.cli.disk._SCRATCH_BYTES", 1 << 22)
     monkeypatch.setattr("moe_runtime.cli.disk._SCRATCH_BLOCK_BYTES", 1 << 20)
     assert main(["doctor", str(tmp_path), "--read-size", "64KiB", "--json"]) == 0
@@ -188,9 +188,7 @@ def test_doctor_reports_every_area(tmp_path: Path, capsys: Capsys, monkeypatch: 
     assert os.listdir(tmp_path) == []
 
 
-def test_doctor_says_what_to_do_when_something_is_missing(
-    tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_doctor_says_what_to_do_when_something_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "_REQUIRED", ("numpy", "not-installed-anywhere"))
     (tmp_path / "tiny").write_bytes(b"x")
     assert main(["doctor", str(tmp_path / "tiny")]) == 2
@@ -200,7 +198,7 @@ def test_doctor_says_what_to_do_when_something_is_missing(
     assert "too few for reads" in out
 
 
-def test_disk_speed_reads_a_large_file_that_is_there(tmp_path: Path) -> None:
+def test_disk_speed_reads_a_large_file_that_is_there(tmp_path):
     file = tmp_path / "shard.safetensors"
     file.write_bytes(os.urandom(1 << 20))
     (tmp_path / "small").write_bytes(b"x")
@@ -211,7 +209,7 @@ def test_disk_speed_reads_a_large_file_that_is_there(tmp_path: Path) -> None:
     assert speed.direct_bytes_per_s is None or speed.direct_bytes_per_s > 0
 
 
-def test_an_option_that_takes_one_value_is_not_given_twice(capsys: Capsys, tmp_path: Path) -> None:
+def test_an_option_that_takes_one_value_is_not_given_twice(capsys, tmp_path):
     trace = str(tmp_path / "none.npz")
     assert main(["replay", trace, "--policy", "lru", "--policy", "sieve"]) == 2
     err = capsys.readouterr().err
@@ -224,7 +222,7 @@ def test_an_option_that_takes_one_value_is_not_given_twice(capsys: Capsys, tmp_p
     assert "none.npz" in capsys.readouterr().err
 
 
-def test_an_empty_word_is_no_model_and_no_input(capsys: Capsys) -> None:
+def test_an_empty_word_is_no_model_and_no_input(capsys):
     for words, complaint in (
         (["inspect", ""], "got no name"),
         (["replay", ""], "TRACE: is empty"),

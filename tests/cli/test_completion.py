@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fixture_types import Capsys
@@ -17,7 +16,7 @@ def script(shell: str, capsys: Capsys) -> str:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_asks_the_program(shell: str, capsys: Capsys) -> None:
+def test_every_shell_asks_the_program(shell, capsys):
     assert f"_MOE_RUNTIME_COMPLETE=complete_{shell}" in script(shell, capsys)
 
 
@@ -35,9 +34,7 @@ def test_every_shell_asks_the_program(shell: str, capsys: Capsys) -> None:
         (["run", ""], set()),
     ],
 )
-def test_bash_completes(
-    typed: list[str], expected: set[str], tmp_path: Path, capsys: Capsys
-) -> None:
+def test_bash_completes(typed, expected, tmp_path, capsys):
     file = tmp_path / "completion.bash"
     file.write_text(script("bash", capsys), encoding="utf-8")
     words = " ".join(f"'{word}'" for word in ["moe-runtime", *typed])
@@ -56,6 +53,6 @@ def test_bash_completes(
     assert set(done.stdout.split()) == expected
 
 
-def test_another_shell_is_refused(capsys: Capsys) -> None:
+def test_another_shell_is_refused(capsys):
     assert main(["--completion", "tcsh"]) == 2
     assert "bash" in capsys.readouterr().err

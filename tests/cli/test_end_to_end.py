@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixture_types import Capsys
 from warm_python import warm_python
 
 import moe_runtime
@@ -42,7 +41,7 @@ def smallest_budget(checkpoint: Path) -> int:
     return refused.value.smallest_bytes
 
 
-def test_positions_are_named_before_memory(checkpoint: Path, capsys: Capsys) -> None:
+def test_positions_are_named_before_memory(checkpoint, capsys):
     known = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
     words = ["-p", PROMPT, "-n", str(10**8), "--host-memory", "1GiB"]
     assert main(["run", str(checkpoint), *words]) == 2
@@ -56,9 +55,7 @@ def test_positions_are_named_before_memory(checkpoint: Path, capsys: Capsys) -> 
     assert err.count("\n") == 1
 
 
-def test_run_streams_experts_and_says_what_transformers_says(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_run_streams_experts_and_says_what_transformers_says(checkpoint, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -98,7 +95,7 @@ def test_run_streams_experts_and_says_what_transformers_says(
     assert outcome["hits"] + outcome["late_hits"] + outcome["misses"] == requests
 
 
-def test_a_budget_too_small_names_the_smallest_that_works(checkpoint: Path, capsys: Capsys) -> None:
+def test_a_budget_too_small_names_the_smallest_that_works(checkpoint, capsys):
     words = ["run", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "256", "-n", "2"]
     budget = smallest_budget(checkpoint)
     assert main([*words, "--host-memory", str(budget - 1)]) == 2
@@ -110,7 +107,7 @@ def test_a_budget_too_small_names_the_smallest_that_works(checkpoint: Path, caps
     assert main([*words, "--host-memory", str(budget)]) == 0
 
 
-def test_inspect_agrees_with_run_and_with_the_file(checkpoint: Path, capsys: Capsys) -> None:
+def test_inspect_agrees_with_run_and_with_the_file(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--json", "--max-tokens", "256"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -125,9 +122,7 @@ def test_inspect_agrees_with_run_and_with_the_file(checkpoint: Path, capsys: Cap
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_cleanly_with_the_text_so_far(
-    checkpoint: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_cleanly_with_the_text_so_far(checkpoint, tmp_path, number):
     trace_file, timeline = tmp_path / "trace.npz", tmp_path / "timeline.json"
     words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "200", "--trace", str(trace_file)]
     words += ["--timeline", str(timeline)]
@@ -155,7 +150,7 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
     assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
 
 
-def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:
+def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint):
     words = [*WORDS, str(checkpoint), "--prompt", PROMPT, "-n", "60"]
     process = subprocess.Popen(
         [warm_python(), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
@@ -170,7 +165,7 @@ def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> No
     assert b"Exception ignored" not in err
 
 
-def test_text_is_utf8_in_every_locale() -> None:
+def test_text_is_utf8_in_every_locale():
     """A prompt, the name of a file and what is printed; the encoding would be ASCII."""
     command = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "doctor", "./weiß-日本"]
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}

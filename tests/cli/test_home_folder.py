@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixture_types import Capsys, Patch
+from fixture_types import Patch
 from synthetic_routes import make_routes
 from traces import trace_of
 from training_runs import CONFIG, write_run
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
-def test_only_a_beginning_is_the_home_folder(home: Path) -> None:
+def test_only_a_beginning_is_the_home_folder(home):
     for name, path in {
         "~": f"{home}",
         "~/x": f"{home}/x",
@@ -57,7 +57,7 @@ def test_only_a_beginning_is_the_home_folder(home: Path) -> None:
         at_home("~no-one/x")
 
 
-def test_words_of_the_command_line(home: Path, capsys: Capsys) -> None:
+def test_words_of_the_command_line(home, capsys):
     """Arguments, options, lists of either, and files of options: nothing is written here."""
     assert main(["replay", "~/trace.npz", *REPLAY]) == 0
     assert main(["report", "~/trace.npz", "--output=~/page.html", "--predictor", "none"]) == 0
@@ -73,7 +73,7 @@ def test_words_of_the_command_line(home: Path, capsys: Capsys) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_an_output_is_no_input_by_another_name(home: Path, capsys: Capsys) -> None:
+def test_an_output_is_no_input_by_another_name(home, capsys):
     whole = (home / "trace.npz").read_bytes()
     assert main(["report", "~/trace.npz", "-o", str(home / "trace.npz")]) == 2
     assert main(["report", str(home / "trace.npz"), "-o", "~/trace.npz"]) == 2
@@ -82,7 +82,7 @@ def test_an_output_is_no_input_by_another_name(home: Path, capsys: Capsys) -> No
     assert "no home folder ~no-one is known" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_dot_makes_it_a_plain_name(home: Path) -> None:
+def test_a_dot_makes_it_a_plain_name(home):
     Path("~").mkdir()
     assert main(["report", "~/trace.npz", "-o", "./~/page.html", "--predictor", "none"]) == 0
     assert os.listdir("~") == ["page.html"]
@@ -94,7 +94,7 @@ def test_a_dot_makes_it_a_plain_name(home: Path) -> None:
     assert _pattern("./~") == "./~/**/*.txt"
 
 
-def test_names_within_words(home: Path, capsys: Capsys) -> None:
+def test_names_within_words(home, capsys):
     for name in ("peer.py", "python", "model"):
         (home / name).touch()
     expected = (f"{home}/peer.py", "odd", f"{home}/python", f"{home}/model")
@@ -112,7 +112,7 @@ def test_names_within_words(home: Path, capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     "key", ["run.output", "run.storage_dir", "run.trace", "run.start_from", "tokenizer.path"]
 )
-def test_every_path_of_a_run_s_configuration(home: Path, tmp_path: Path, key: str) -> None:
+def test_every_path_of_a_run_s_configuration(home, tmp_path, key):
     config = CONFIG.replace("vocab_size = 300", "") if key == "tokenizer.path" else CONFIG
     path = write_run(tmp_path / "run", config=config)
     table, name = key.split(".")
@@ -129,7 +129,7 @@ def test_every_path_of_a_run_s_configuration(home: Path, tmp_path: Path, key: st
         found("~no-one/x")
 
 
-def test_a_run_whose_folders_are_at_home(home: Path, capsys: Capsys) -> None:
+def test_a_run_whose_folders_are_at_home(home, capsys):
     (home / "disk").mkdir()
     path = write_run(Path("run"))
     (Path("run") / "texts").rename(home / "texts")
@@ -143,7 +143,7 @@ def test_a_run_whose_folders_are_at_home(home: Path, capsys: Capsys) -> None:
     assert sorted(os.listdir("run")) == ["train.toml"]
 
 
-def test_finetuning_at_home(home: Path, capsys: Capsys) -> None:
+def test_finetuning_at_home(home, capsys):
     """A folder on the disk that is not there is named as the one at home."""
     from moe_runtime.models.pocket import pocket_path
 

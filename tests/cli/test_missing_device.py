@@ -3,7 +3,6 @@
 import pytest
 import torch
 from command_line import all_commands
-from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.main import main
 
@@ -14,7 +13,7 @@ TAKING = sorted(
 )
 
 
-def test_commands_that_compute_take_a_device() -> None:
+def test_commands_that_compute_take_a_device():
     cases = ("experts", "latency", "quality", "throughput", "training")
     bench = {f"bench {case}" for case in cases}
     assert {*TAKING} == {"run", "chat", "generate", "serve", "finetune", *bench}
@@ -22,9 +21,7 @@ def test_commands_that_compute_take_a_device() -> None:
 
 @pytest.mark.parametrize(("count", "here"), [(0, "no GPU"), (2, "GPUs up to cuda:1")])
 @pytest.mark.parametrize("name", TAKING)
-def test_every_command_says_the_same_and_opens_nothing(
-    name: str, count: int, here: str, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_every_command_says_the_same_and_opens_nothing(name, count, here, monkeypatch, capsys):
     """Neither the model nor the other words are looked at: none of them is there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     needed = [
@@ -38,7 +35,7 @@ def test_every_command_says_the_same_and_opens_nothing(
 
 
 @pytest.mark.parametrize("device", ["cpu:1", "cuda:", "cuda:01", "cuda:128", "CUDA", ""])
-def test_a_device_is_written_as_the_help_says(device: str, capsys: Capsys) -> None:
+def test_a_device_is_written_as_the_help_says(device, capsys):
     assert main(["run", "not-there", "--prompt", "a", "--device", device]) == 2
     said = f"--device must be auto, cpu, cuda or cuda:N, got {device!r}\n"
     assert capsys.readouterr().err == f"moe-runtime: error: {said}"

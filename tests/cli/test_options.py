@@ -38,7 +38,7 @@ def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
     words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "cpu"}
     words |= {"routing": "cache-aware:0.375"}
-    words |= {"activations": "int8", "draft": "lookup"}
+    words |= {"activations": "int8", "draft": "lookup", "kv_cache": "int8"}
     words |= {"prefetch": "observe", "predictor": "running-counts"}
     kinds = set(get_args(kind)) or {kind}
     if int in kinds:
@@ -223,6 +223,7 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         ("policy", "unknown policy 'bogus'"),
         ("shares", "unknown shares 'bogus'"),
         ("cache-code", "unknown cache_code 'bogus'"),
+        ("kv-cache", "unknown kv_cache 'bogus'"),
         ("draft", "unknown draft 'bogus'"),
         ("activations", "unknown activations 'bogus'"),
         ("misses", "unknown misses 'bogus'"),

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from bench_commands import BENCH_INPUTS
 from command_line import all_commands
-from fixture_types import Capsys, Patch
+from fixture_types import Patch
 from synthetic_routes import make_routes
 from traces import trace_of
 
@@ -68,17 +68,13 @@ def failing_reads(monkeypatch: Patch) -> None:
     ],
     ids=lambda words: words[0],
 )
-def test_a_refused_run_leaves_old_outputs(
-    checkpoint: Path, tmp_path: Path, words: list[str]
-) -> None:
+def test_a_refused_run_leaves_old_outputs(checkpoint, tmp_path, words):
     outputs = write_old(tmp_path)
     assert run(checkpoint, *outputs, *words) == 2
     assert_old(tmp_path)
 
 
-def test_an_option_that_sampling_alone_knows_is_refused_without_it(
-    checkpoint: Path, capsys: Capsys
-) -> None:
+def test_an_option_that_sampling_alone_knows_is_refused_without_it(checkpoint, capsys):
     for option, value in (("--top-p", "0.5"), ("--seed", "3")):
         assert run(checkpoint, option, value) == 2
         assert capsys.readouterr().err == (
@@ -86,16 +82,14 @@ def test_an_option_that_sampling_alone_knows_is_refused_without_it(
         )
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
-    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(checkpoint, tmp_path, monkeypatch):
     outputs = write_old(tmp_path)
     failing_reads(monkeypatch)
     assert run(checkpoint, *outputs) == 2
     assert_old(tmp_path)
 
 
-def test_a_run_replaces_both(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_replaces_both(checkpoint, tmp_path):
     assert run(checkpoint, *write_old(tmp_path)) == 0
     assert read_trace(tmp_path / "trace.npz").num_steps == 2
     names = [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())]
@@ -103,7 +97,7 @@ def test_a_run_replaces_both(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
 
 
-def test_devices_are_refused(checkpoint: Path, capsys: Capsys) -> None:
+def test_devices_are_refused(checkpoint, capsys):
     for option in ("--trace", "--timeline"):
         assert run(checkpoint, option, "/dev/null") == 2
         assert capsys.readouterr().err.endswith(
@@ -113,7 +107,7 @@ def test_devices_are_refused(checkpoint: Path, capsys: Capsys) -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_outputs_go_through_links(checkpoint: Path, tmp_path: Path) -> None:
+def test_outputs_go_through_links(checkpoint, tmp_path):
     (tmp_path / "link.npz").symlink_to("trace.npz")
     assert run(checkpoint, "--trace", str(tmp_path / "link.npz")) == 0
     assert (tmp_path / "link.npz").is_symlink()
@@ -121,9 +115,7 @@ def test_outputs_go_through_links(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["link.npz", "trace.npz"]
 
 
-def test_what_a_killed_run_left_is_kept_and_named(
-    checkpoint: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_what_a_killed_run_left_is_kept_and_named(checkpoint, tmp_path, capsys):
     outputs = write_old(tmp_path)
     (tmp_path / "trace.npz.part").write_bytes(b"MOETRACE and more")
     (tmp_path / "timeline.json.part").write_bytes(b"[\n{}")
@@ -138,9 +130,7 @@ def test_what_a_killed_run_left_is_kept_and_named(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_another_run_is_writing_is_refused(
-    checkpoint: Path, tmp_path: Path, capsys: Capsys, number: int
-) -> None:
+def test_what_another_run_is_writing_is_refused(checkpoint, tmp_path, capsys, number):
     outputs = write_old(tmp_path)
     other = OutputFile(outputs[1 + 2 * number], is_draft=True)
     assert run(checkpoint, *outputs) == 2
@@ -169,8 +159,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
-    trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, name: str
-) -> None:
+    trace, tmp_path, capsys, monkeypatch, name
+):
     folder = tmp_path / "out"
     folder.mkdir()
     words, option = COMMANDS[name]
@@ -231,7 +221,7 @@ SCRATCH = {"--storage-dir"}
 """Folders for files that have gone when the command ends, under names that nothing else has."""
 
 
-def test_every_option_that_names_a_path_is_an_output_or_an_input() -> None:
+def test_every_option_that_names_a_path_is_an_output_or_an_input():
     paths = set()
     for command in all_commands().values():
         kinds = get_type_hints(command.callback)
@@ -241,9 +231,7 @@ def test_every_option_that_names_a_path_is_an_output_or_an_input() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate"])
-def test_a_name_of_no_file_is_no_output(
-    checkpoint: Path, trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, command: str
-) -> None:
+def test_a_name_of_no_file_is_no_output(checkpoint, trace, tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     words, option = COMMANDS.get(command, (["run", str(checkpoint), "-p", "x"], "--trace"))
     words = [word.replace("TRACE", str(trace)) for word in words]
@@ -261,9 +249,7 @@ def test_a_name_of_no_file_is_no_output(
 
 
 @pytest.mark.parametrize("name", ["-", ""])
-def test_a_name_of_no_folder_is_no_output(
-    tmp_path: Path, capsys: Capsys, monkeypatch: Patch, name: str
-) -> None:
+def test_a_name_of_no_folder_is_no_output(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     for words in (["finetune", "m", "d", "--output"], ["report", "t.npz", "--png"]):
         assert main([*words, name]) == 2
@@ -272,15 +258,13 @@ def test_a_name_of_no_folder_is_no_output(
     assert os.listdir() == []
 
 
-def test_the_table_has_every_command_with_outputs() -> None:
+def test_the_table_has_every_command_with_outputs():
     options = {n: {o for p in c.params for o in p.opts} for n, c in all_commands().items()}
     assert INPUTS.keys() == {name for name, opts in options.items() if opts & OUTPUTS}
 
 
 @pytest.mark.parametrize(("words", "output"), [case for cases in INPUTS.values() for case in cases])
-def test_an_output_that_is_an_input_is_refused(
-    checkpoint: Path, trace: Path, tmp_path: Path, capsys: Capsys, words: list[str], output: str
-) -> None:
+def test_an_output_that_is_an_input_is_refused(checkpoint, trace, tmp_path, capsys, words, output):
     text = tmp_path / "file.txt"
     text.write_text("The store reads an expert. " * 40)
     plot = trace.with_suffix(".png")  # a trace all the same
@@ -302,14 +286,12 @@ def test_an_output_that_is_an_input_is_refused(
     assert sorted(checkpoint.iterdir()) == sorted(before.keys() - {text, trace})
 
 
-def test_a_new_file_beside_the_inputs_is_an_output(checkpoint: Path, trace: Path) -> None:
+def test_a_new_file_beside_the_inputs_is_an_output(checkpoint, trace):
     for _ in range(2):
         assert main(["place", str(trace), "--gpus", "2", "-o", str(trace.parent / "map")]) == 0
 
 
-def test_plots_go_where_nothing_else_lies(
-    trace: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_plots_go_where_nothing_else_lies(trace, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moe_runtime.lab.traces.readers.read_any_trace", None)  # it is not reached
     (tmp_path / "file").write_bytes(b"")
     words = ["report", str(trace), "-o", str(tmp_path / "plots" / "page.png"), "--png"]
@@ -322,9 +304,7 @@ def test_plots_go_where_nothing_else_lies(
 
 
 @pytest.mark.parametrize("names", [("x", "x"), ("x", "link"), ("x", "x.part")])
-def test_load_refuses_one_file_for_trace_and_timeline(
-    checkpoint: Path, tmp_path: Path, names: tuple[str, str]
-) -> None:
+def test_load_refuses_one_file_for_trace_and_timeline(checkpoint, tmp_path, names):
     (tmp_path / "link").symlink_to("x")
     trace, timeline = (tmp_path / name for name in names)
     with pytest.raises(ValueError, match="trace and timeline must be different files"):
@@ -333,7 +313,7 @@ def test_load_refuses_one_file_for_trace_and_timeline(
 
 
 @pytest.mark.parametrize("option", ["trace", "timeline"])
-def test_a_loaded_model_holds_its_outputs(checkpoint: Path, tmp_path: Path, option: str) -> None:
+def test_a_loaded_model_holds_its_outputs(checkpoint, tmp_path, option):
     outputs: dict[str, Any] = {"trace": tmp_path / "t.npz", "timeline": tmp_path / "t.json"}
     held: Any = load(checkpoint, **{option: outputs[option]}).moe
     with held:
@@ -345,8 +325,8 @@ def test_a_loaded_model_holds_its_outputs(checkpoint: Path, tmp_path: Path, opti
 
 @pytest.mark.parametrize("option", ["trace", "timeline"])
 def test_what_another_process_begins_while_a_model_is_loaded_is_refused(
-    checkpoint: Path, tmp_path: Path, monkeypatch: Patch, option: str
-) -> None:
+    checkpoint, tmp_path, monkeypatch, option
+):
     outputs: dict[str, Any] = {"trace": tmp_path / "t.npz", "timeline": tmp_path / "t.json"}
     monkeypatch.setattr("moe_runtime.lab.traces.recorder.check_draft_path", lambda *_: None)
     monkeypatch.setattr("moe_runtime.lab.traces.timeline.check_draft_path", lambda *_: None)
@@ -358,9 +338,7 @@ def test_what_another_process_begins_while_a_model_is_loaded_is_refused(
 
 
 @pytest.mark.parametrize("option", ["trace", "timeline"])
-def test_load_refuses_an_output_that_is_a_file_of_the_checkpoint(
-    checkpoint: Path, option: str
-) -> None:
+def test_load_refuses_an_output_that_is_a_file_of_the_checkpoint(checkpoint, option):
     file = checkpoint / "model.safetensors"
     before = file.read_bytes()
     with pytest.raises(ValueError, match=f"the {option} would replace"):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixture_types import Capsys, Patch
+from fixture_types import Patch
 from page_blocks import blocks_of
 
 from moe_runtime.cli.main import main
@@ -24,7 +24,7 @@ def own_files(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def test_the_examples_of_the_page_run_and_change_no_text(own_files: Path, capsys: Capsys) -> None:
+def test_the_examples_of_the_page_run_and_change_no_text(own_files, capsys):
     texts = []
     own = ("--policy", "first_in.py", "--predictor", "last_experts.py", "--prefetch", "enforce")
     for words in (("--policy", "lru", "--prefetch", "off"), own):
@@ -55,9 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("code", REFUSED, ids=range(len(REFUSED)))
-def test_code_that_does_not_fit_is_refused_in_a_line(
-    code: str, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_code_that_does_not_fit_is_refused_in_a_line(code, tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text(code)
     assert main(["run", "absent", "-p", "x", "--policy", str(file)]) == 2
@@ -66,7 +64,7 @@ def test_code_that_does_not_fit_is_refused_in_a_line(
     assert REFUSED[code] in line
 
 
-def test_predictors_need_a_name_and_files_must_be_there(tmp_path: Path, capsys: Capsys) -> None:
+def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):
     file = tmp_path / "own.py"
     words = ["run", "absent", "-p", "x", "--predictor", str(file)]
     assert main(words) == 2

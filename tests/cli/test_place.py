@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixture_types import Capsys, Patch
+from fixture_types import Capsys
 
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import TraceRecorder
@@ -43,9 +43,7 @@ def run_json(words: list[str], capsys: Capsys) -> dict:
 
 
 @pytest.mark.parametrize("algorithm", ["exflow", "moetuner"])
-def test_groups_are_kept_together(
-    trace: Path, algorithm: str, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_groups_are_kept_together(trace, algorithm, tmp_path, capsys):
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "--algorithm", algorithm, "-o", str(output)]
     slack = ["--load-slack", "0.5"] if algorithm == "moetuner" else []
@@ -56,7 +54,7 @@ def test_groups_are_kept_together(
     assert load_placement_map(output).algorithm == algorithm
 
 
-def test_replicas_nodes_and_the_map_in_use(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
+def test_replicas_nodes_and_the_map_in_use(trace, tmp_path, capsys):
     first, second = tmp_path / "one.json", tmp_path / "two.json"
     words = ["place", str(trace), "--gpus", "4", "--nodes", "2", "--groups", "2"]
     run_json([*words, "--replicas", "4", "-o", str(first)], capsys)
@@ -73,9 +71,7 @@ def test_replicas_nodes_and_the_map_in_use(trace: Path, tmp_path: Path, capsys: 
     assert report["scores"]["eplb"]["balancedness"] > 0.7
 
 
-def test_devices_are_renamed_to_save_hops_unless_told_otherwise(
-    trace: Path, capsys: Capsys
-) -> None:
+def test_devices_are_renamed_to_save_hops_unless_told_otherwise(trace, capsys):
     words = ["place", str(trace), "--gpus", "4", "--algorithm", "greedy"]
     aligned, plain = (run_json([*words, *more], capsys) for more in ([], ["--no-align"]))
     scores = [report["scores"]["greedy"] for report in (aligned, plain)]
@@ -83,7 +79,7 @@ def test_devices_are_renamed_to_save_hops_unless_told_otherwise(
     assert scores[0]["balancedness"] == scores[1]["balancedness"]
 
 
-def test_tables(trace: Path, capsys: Capsys) -> None:
+def test_tables(trace, capsys):
     assert main(["place", str(trace), "--gpus", "4", "--algorithm", "greedy"]) == 0
     out = capsys.readouterr().out
     assert "round-robin" in out
@@ -105,9 +101,7 @@ def test_tables(trace: Path, capsys: Capsys) -> None:
         ([], "--gpus"),
     ],
 )
-def test_bad_words_get_one_line(
-    trace: Path, words: list[str], message: str, capsys: Capsys
-) -> None:
+def test_bad_words_get_one_line(trace, words, message, capsys):
     assert main(["place", str(trace), *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -115,7 +109,7 @@ def test_bad_words_get_one_line(
     assert message in err
 
 
-def test_map_of_another_model_is_refused(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
+def test_map_of_another_model_is_refused(trace, tmp_path, capsys):
     other = record(tmp_path / "other.npz", model_type="mixtral")
     output = tmp_path / "map.json"
     assert main(["place", str(other), "--gpus", "4", "-o", str(output)]) == 0
@@ -127,9 +121,7 @@ def test_map_of_another_model_is_refused(trace: Path, tmp_path: Path, capsys: Ca
     assert err.count("\n") == 1
 
 
-def test_an_interrupt_leaves_the_map_in_use_alone(
-    trace: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_an_interrupt_leaves_the_map_in_use_alone(trace, tmp_path, monkeypatch, capsys):
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "-o", str(output)]
     assert main(words) == 0
@@ -144,6 +136,6 @@ def test_an_interrupt_leaves_the_map_in_use_alone(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_missing_trace_is_one_line(capsys: Capsys) -> None:
+def test_a_missing_trace_is_one_line(capsys):
     assert main(["place", "nowhere.npz", "--gpus", "4"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

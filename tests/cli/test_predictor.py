@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixture_types import Capsys
 from synthetic_routes import make_routes
 
 from moe_runtime.cli.main import main
@@ -53,7 +52,7 @@ def trace(tmp_path: Path) -> Path:
     return save(tmp_path / "trace.npz")
 
 
-def test_fit_writes_a_predictor_that_can_be_read(trace: Path, tmp_path: Path, capsys) -> None:
+def test_fit_writes_a_predictor_that_can_be_read(trace, tmp_path, capsys):
     target = tmp_path / "p.npz"
     assert main(["predictor", "fit", str(trace), "-o", str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -62,7 +61,7 @@ def test_fit_writes_a_predictor_that_can_be_read(trace: Path, tmp_path: Path, ca
     assert read_predictor(target).name == "combined"
 
 
-def test_evaluate_reports_every_predictor_and_the_control(trace: Path, capsys) -> None:
+def test_evaluate_reports_every_predictor_and_the_control(trace, capsys):
     command = ["predictor", "evaluate", str(trace), "--distances", "1,2", "--json"]
     assert main(command) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -74,12 +73,12 @@ def test_evaluate_reports_every_predictor_and_the_control(trace: Path, capsys) -
     assert all(0 < recall["mean_at_2k"] < 1 for other in others for recall in other["recalls"])
 
 
-def test_evaluate_prints_a_table(trace: Path, capsys) -> None:
+def test_evaluate_prints_a_table(trace, capsys):
     assert main(["predictor", "evaluate", str(trace), "--predictor", "popularity"]) == 0
     assert "control" in capsys.readouterr().out
 
 
-def test_a_mass_of_gates_without_weight_is_none(tmp_path: Path, capsys) -> None:
+def test_a_mass_of_gates_without_weight_is_none(tmp_path, capsys):
     trace = save(tmp_path / "zeros.npz", gates=0)
     words = ["predictor", "evaluate", str(trace), "--predictor", "popularity"]
     assert main([*words, "--json"]) == 0
@@ -99,23 +98,21 @@ def test_a_mass_of_gates_without_weight_is_none(tmp_path: Path, capsys) -> None:
         (["--test-share", "0.01"], "leaves nothing"),
     ],
 )
-def test_bad_options_are_one_line(trace: Path, capsys, words: list[str], complaint: str) -> None:
+def test_bad_options_are_one_line(trace, capsys, words, complaint):
     assert main(["predictor", "evaluate", str(trace), *words]) == 2
     message = capsys.readouterr().err
     assert complaint in message
     assert len(message.strip().splitlines()) == 1
 
 
-def test_a_name_that_no_command_would_take_for_a_file_is_not_written(
-    trace: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_name_that_no_command_would_take_for_a_file_is_not_written(trace, tmp_path, capsys):
     output = tmp_path / "p.txt"
     assert main(["predictor", "fit", str(trace), "-o", str(output)]) == 2
     assert "expected a name that ends in .npz" in capsys.readouterr().err
     assert not output.exists()
 
 
-def test_traces_of_two_models_are_refused(trace: Path, tmp_path: Path, capsys) -> None:
+def test_traces_of_two_models_are_refused(trace, tmp_path, capsys):
     other = save(tmp_path / "other.npz", model_type="mixtral")
     assert main(["predictor", "evaluate", str(trace), str(other)]) == 2
     message = capsys.readouterr().err
@@ -123,7 +120,7 @@ def test_traces_of_two_models_are_refused(trace: Path, tmp_path: Path, capsys) -
     assert "olmoe" in message
 
 
-def test_damaged_predictor_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_predictor_files_are_refused(tmp_path):
     """Truncated anywhere, or with any byte changed: a clean error, or the same predictor."""
     signature = ModelSignature(
         model_type="olmoe", num_layers=3, num_experts=8, top_k=2, vocab_size=100
@@ -149,7 +146,7 @@ def test_damaged_predictor_files_are_refused(tmp_path: Path) -> None:
             np.testing.assert_array_equal(again.state()[name], array)
 
 
-def test_the_look_ahead_is_trained_and_measured_from_a_model_and_a_text(tmp_path, capsys) -> None:
+def test_the_look_ahead_is_trained_and_measured_from_a_model_and_a_text(tmp_path, capsys):
     text, target = tmp_path / "text.txt", tmp_path / "p.npz"
     text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:2600], encoding="utf-8")
     source = ["--model", str(pocket_path()), "--text", str(text)]
@@ -167,7 +164,7 @@ def test_the_look_ahead_is_trained_and_measured_from_a_model_and_a_text(tmp_path
     assert all(result["recalls"][0]["mean_at_2k"] > 0.4 for result in others)
 
 
-def test_traces_and_a_model_are_not_mixed(trace: Path, tmp_path: Path, capsys) -> None:
+def test_traces_and_a_model_are_not_mixed(trace, tmp_path, capsys):
     output = ["-o", str(tmp_path / "p.npz")]
     for words, complaint in (
         ([str(trace), "--model", "m", "--text", "t"], "either traces, or --model"),
@@ -179,9 +176,7 @@ def test_traces_and_a_model_are_not_mixed(trace: Path, tmp_path: Path, capsys) -
         assert complaint in capsys.readouterr().err
 
 
-def test_one_prompt_does_not_suffice_and_the_error_says_what_does(
-    tmp_path: Path, capsys: Capsys
-) -> None:
+def test_one_prompt_does_not_suffice_and_the_error_says_what_does(tmp_path, capsys):
     path = str(tmp_path / "one.npz")
     assert main(["run", str(pocket_path()), "-p", "Lists are", "-n", "9", "--trace", path]) == 0
     assert main(["predictor", "evaluate", path]) == 2

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import Capsys, Patch
 from launched import Launch
 from torch.distributed import TCPStore
 from training_runs import train, training_records, write_run
@@ -31,7 +30,7 @@ def text_of_transformers(checkpoint: Path, num_tokens: int) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: Path) -> None:
+def test_one_text_and_one_line_that_names_the_dead(checkpoint, tmp_path):
     launch = Launch(["run", str(checkpoint), "-p", PROMPT, "-n", "240"], 2, tmp_path)
     try:
         launch.wait_for_text(20)
@@ -60,9 +59,7 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: P
     ],
     ids=lambda words: words[0],
 )
-def test_what_works_in_one_process_is_refused_by_the_first_of_several(
-    words: list[str], monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_what_works_in_one_process_is_refused_by_the_first_of_several(words, monkeypatch, capsys):
     name = words[1] if words[0] == "bench" else words[0]
     if words[0] == "generate":
         words = [*words, "--prompts", "in.jsonl", "-o", "out.jsonl"]
@@ -76,7 +73,7 @@ def test_what_works_in_one_process_is_refused_by_the_first_of_several(
         assert all(f"{name} works in one process; start it without torchrun" in n for n in lines)
 
 
-def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path: Path) -> None:
+def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path):
     """`--max-restarts`: its store still has what the processes before wrote into it."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     path = write_run(tmp_path)
@@ -94,7 +91,7 @@ def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_torchrun_itself(checkpoint: Path) -> None:
+def test_torchrun_itself(checkpoint):
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
     program = str(Path(sys.executable).with_name("moe-runtime"))
     done = subprocess.run(
@@ -123,7 +120,7 @@ def assert_trained_alike(found: Path, expected: Path) -> None:
                 assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
-def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path: Path) -> None:
+def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
     alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "four")
     assert train(alone, *FEW_STEPS) == 0
     layout = ("--set", "parallel.tp=2", "--set", "parallel.cp=2", "--json")
@@ -145,7 +142,7 @@ def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_every_dimension_at_once_under_torchrun_itself(tmp_path: Path) -> None:
+def test_every_dimension_at_once_under_torchrun_itself(tmp_path):
     """Attention TP 2 x CP 2 x PP 2, experts EP 4 x PP 2, over the same eight processes."""
     alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "eight")
     assert train(alone, *FEW_STEPS) == 0
@@ -184,7 +181,7 @@ def term_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("term_as_before")
-def test_a_termination_does_not_cut_off_the_line_about_the_dead() -> None:
+def test_a_termination_does_not_cut_off_the_line_about_the_dead():
     """A launcher may send it just after an exchange has failed, before the line is printed."""
     watch: Any = OneDead()
     with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"), named_end(watch):
@@ -193,7 +190,7 @@ def test_a_termination_does_not_cut_off_the_line_about_the_dead() -> None:
 
 
 @pytest.mark.usefixtures("term_as_before")
-def test_a_termination_names_the_dead() -> None:
+def test_a_termination_names_the_dead():
     watch: Any = OneDead()
     with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"), named_end(watch):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -201,7 +198,7 @@ def test_a_termination_names_the_dead() -> None:
 
 
 @pytest.mark.usefixtures("term_as_before")
-def test_a_block_that_ends_well_leaves_terminations_as_they_were() -> None:
+def test_a_block_that_ends_well_leaves_terminations_as_they_were():
     before = signal.getsignal(signal.SIGTERM)
     watch: Any = OneDead()
     with named_end(watch):

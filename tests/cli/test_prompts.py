@@ -30,8 +30,8 @@ def texts_alone(checkpoint: Path, capsys: Capsys, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "3", "--seed", "5")])
 def test_each_prompt_is_answered_as_if_it_were_alone(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, sampling: tuple[str, ...]
-) -> None:
+    checkpoint, fake_load, tmp_path, capsys, sampling
+):
     alone = texts_alone(checkpoint, capsys, *sampling)
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS) + "\n\n")
@@ -43,9 +43,7 @@ def test_each_prompt_is_answered_as_if_it_were_alone(
         assert "3 prompts, 18 new" in err
 
 
-def test_json_has_a_result_for_every_prompt(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_json_has_a_result_for_every_prompt(checkpoint, fake_load, tmp_path, capsys):
     alone = texts_alone(checkpoint, capsys)
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps(PROMPTS[0]), *(json.dumps({"id": 7, "prompt": p}) for p in PROMPTS[1:])]
@@ -61,7 +59,7 @@ def test_json_has_a_result_for_every_prompt(
     assert "text" not in outcome
 
 
-def test_room_is_what_the_longest_prompt_needs(checkpoint: Path, fake_load: Any) -> None:
+def test_room_is_what_the_longest_prompt_needs(checkpoint, fake_load):
     from transformers import AutoTokenizer
 
     words = [word for prompt in PROMPTS[::-1] for word in ("-p", prompt)]
@@ -72,17 +70,15 @@ def test_room_is_what_the_longest_prompt_needs(checkpoint: Path, fake_load: Any)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_first_is_answered(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+    checkpoint, fake_load, capsys
+):
     assert main(["run", str(checkpoint), "-p", "short", "-p", "long " * 600]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "positions; shorten the prompt" in err
 
 
-def test_ctrl_c_keeps_the_texts_so_far(
-    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Any
-) -> None:
+def test_ctrl_c_keeps_the_texts_so_far(checkpoint, fake_load, monkeypatch, capsys):
     steps = iter(range(100))
 
     def load(path: str, **options: Any) -> Any:
@@ -112,14 +108,14 @@ def test_ctrl_c_keeps_the_texts_so_far(
         ("p.jsonl", '"a"\n{"prompt": "b \\ud800"}', r"line 2: \\ud800 is half a surrogate pair"),
     ],
 )
-def test_lines_that_are_no_prompts(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_lines_that_are_no_prompts(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_prompts(None, None, tmp_path / name)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_line_ends_and_a_mark_at_the_begin_are_no_text(tmp_path: Path, end: str) -> None:
+def test_line_ends_and_a_mark_at_the_begin_are_no_text(tmp_path, end):
     path = tmp_path / "p.txt"
     path.write_bytes(b"\xef\xbb\xbf" + end.join(["one", "two", ""]).encode())
     assert read_prompts(None, None, path) == ["one", "two"]
@@ -128,13 +124,13 @@ def test_line_ends_and_a_mark_at_the_begin_are_no_text(tmp_path: Path, end: str)
     )
 
 
-def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys: Capsys) -> None:
+def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys):
     """Reading the first byte of a process's memory is an error without a file's name."""
     assert main(["run", str(pocket_path()), "--prompt-file", "/proc/self/mem"]) == 2
     assert "/proc/self/mem: Input/output error" in capsys.readouterr().err
 
 
-def test_every_prompt_is_a_request_of_the_trace(tmp_path: Path, capsys: Any) -> None:
+def test_every_prompt_is_a_request_of_the_trace(tmp_path, capsys):
     path = tmp_path / "trace.npz"
     words = [word for prompt in PROMPTS for word in ("-p", prompt)]
     assert main(["run", str(pocket_path()), *words, "-n", "3", "--trace", str(path)]) == 0
@@ -234,8 +230,8 @@ def watched_layers(
 
 @pytest.mark.parametrize("output", [["--json"], []], ids=["json", "text"])
 def test_a_terminal_sees_how_far_a_prompt_has_come_and_keeps_no_trace_of_it(
-    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Capsys, output: list[str]
-) -> None:
+    checkpoint, fake_load, monkeypatch, capsys, output
+):
     terminal = stderr_terminal(monkeypatch)
     hooks = watched_layers(fake_load, monkeypatch, lambda: terminal.wait_for(b"1/3"))
     words = [word for prompt in PROMPTS[:2] for word in ("-p", prompt)]
@@ -266,8 +262,8 @@ def prompt_tokens(checkpoint: Path, prompt: str) -> int:
 
 
 def test_ctrl_c_within_a_prompt_leaves_the_terminal_as_it_was(
-    checkpoint: Path, fake_load: Any, monkeypatch: Patch, capsys: Capsys
-) -> None:
+    checkpoint, fake_load, monkeypatch, capsys
+):
     terminal = stderr_terminal(monkeypatch)
     watched_layers(fake_load, monkeypatch, interrupt)
     assert main(["run", str(checkpoint), "-p", PROMPTS[0], "-n", "2", "--json"]) == 130
@@ -279,9 +275,7 @@ def test_ctrl_c_within_a_prompt_leaves_the_terminal_as_it_was(
     assert not fake_load.model.get_decoder().layers[0]._forward_hooks
 
 
-def test_the_prompt_is_shown_when_the_bar_is_gone(
-    checkpoint: Path, fake_load: Any, monkeypatch: Patch
-) -> None:
+def test_the_prompt_is_shown_when_the_bar_is_gone(checkpoint, fake_load, monkeypatch):
     """Both on one terminal: the bar would be drawn over the line that the prompt ends in."""
     terminal = stderr_terminal(monkeypatch)
     monkeypatch.setattr("sys.stdout", terminal.file)

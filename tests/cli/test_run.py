@@ -34,9 +34,7 @@ def run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> i
     return main(["run", str(checkpoint), *prompts, *options])
 
 
-def test_text_goes_to_stdout_and_the_table_to_stderr(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_text_goes_to_stdout_and_the_table_to_stderr(checkpoint, fake_load, capsys):
     assert run(checkpoint, "-n", "12") == 0
     out, err = capsys.readouterr()
     assert out == reference_text(checkpoint, 12) + "\n"
@@ -67,9 +65,7 @@ UNTRIED = "auto, not tried yet; in use for 0 of 7 steps"
         ),
     ],
 )
-def test_the_table_gives_reasons_when_asked(
-    fake_load: Any, prefetch: str, verbose: bool, rows: list[tuple[str, str]]
-) -> None:
+def test_the_table_gives_reasons_when_asked(fake_load, prefetch, verbose, rows):
     stats = replace(
         fake_load.runtime.stats(),
         policy="lru",
@@ -94,9 +90,7 @@ def test_the_table_gives_reasons_when_asked(
     assert outcome_rows([result], stats, verbose=verbose)[-len(rows) :] == rows
 
 
-def test_verbose_and_json_exclude_each_other(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_verbose_and_json_exclude_each_other(checkpoint, fake_load, capsys):
     assert run(checkpoint, "--json", "--verbose") == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["error"] == err.removeprefix("moe-runtime: error: ").removesuffix("\n")
@@ -104,16 +98,14 @@ def test_verbose_and_json_exclude_each_other(
 
 
 def test_a_terminal_sees_the_prompt_dimmed_and_no_escape_sequences(
-    checkpoint: Path, fake_load: Any, capsys: Capsys, monkeypatch: Patch
-) -> None:
+    checkpoint, fake_load, capsys, monkeypatch
+):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert run(checkpoint, "-n", "1", prompt="one\n\033[31mtwo") == 0
     assert capsys.readouterr().out.startswith("\033[2mone\n[31mtwo\033[0m")
 
 
-def test_json_is_one_object_with_the_promised_keys(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_json_is_one_object_with_the_promised_keys(checkpoint, fake_load, capsys):
     assert run(checkpoint, "-n", "5", "--json") == 0
     out, err = capsys.readouterr()
     outcome = json.loads(out)
@@ -137,9 +129,7 @@ def test_json_is_one_object_with_the_promised_keys(
     assert err == ""
 
 
-def test_sampling_options_reach_the_sampler(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_sampling_options_reach_the_sampler(checkpoint, fake_load, capsys):
     def sample(seed: str) -> str:
         assert run(checkpoint, "-n", "12", "--temperature", "3", "--seed", seed) == 0
         return capsys.readouterr().out
@@ -151,9 +141,7 @@ def test_sampling_options_reach_the_sampler(
     assert capsys.readouterr().out == reference_text(checkpoint, 12) + "\n"
 
 
-def test_tokens_are_chosen_as_the_checkpoint_says(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_tokens_are_chosen_as_the_checkpoint_says(checkpoint, fake_load, tmp_path, capsys):
     """Of what an option does not say; the reference draws from transformers' own `generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -181,8 +169,8 @@ def test_tokens_are_chosen_as_the_checkpoint_says(
 
 
 def test_the_prompt_can_come_from_a_file_or_standard_input(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
+    checkpoint, fake_load, tmp_path, capsys, monkeypatch
+):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
@@ -192,8 +180,8 @@ def test_the_prompt_can_come_from_a_file_or_standard_input(
 
 
 def test_a_config_file_gives_defaults_that_the_command_line_overrides(
-    checkpoint: Path, fake_load: Any, tmp_path: Path
-) -> None:
+    checkpoint, fake_load, tmp_path
+):
     file = tmp_path / "run.toml"
     file.write_text('max-new-tokens = 3\nhost_memory = "5GiB"\npolicy = "other"\n')
     assert run(checkpoint, "--config", str(file), "--policy", "lru") == 0
@@ -216,8 +204,8 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
     ],
 )
 def test_a_wrong_config_file_gets_one_line(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys, content: str, message: str
-) -> None:
+    checkpoint, fake_load, tmp_path, capsys, content, message
+):
     file = tmp_path / "run.toml"
     file.write_text(content)
     assert run(checkpoint, "--config", str(file)) == 2
@@ -249,16 +237,12 @@ def assert_one_line(capsys: Capsys, message: str) -> None:
         (["superfluous"], "superfluous"),
     ],
 )
-def test_wrong_options_get_one_line(
-    checkpoint: Path, fake_load: Any, capsys: Capsys, options: list[str], message: str
-) -> None:
+def test_wrong_options_get_one_line(checkpoint, fake_load, capsys, options, message):
     assert run(checkpoint, *options) == 2
     assert_one_line(capsys, message)
 
 
-def test_a_wrong_prompt_gets_one_line(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_wrong_prompt_gets_one_line(checkpoint, fake_load, tmp_path, capsys):
     assert run(checkpoint, prompt=None) == 2
     assert_one_line(capsys, "expected one of --prompt TEXT, --prompt-file FILE")
     assert run(checkpoint, prompt="") == 2
@@ -270,9 +254,7 @@ def test_a_wrong_prompt_gets_one_line(
     assert_one_line(capsys, "binary, line 2: is not UTF-8")
 
 
-def test_a_wrong_folder_gets_one_line(
-    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_wrong_folder_gets_one_line(checkpoint, fake_load, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for name in ("bare", "odd"):
         (tmp_path / name).mkdir()
@@ -297,9 +279,7 @@ def test_a_wrong_folder_gets_one_line(
         assert_one_line(capsys, message)
 
 
-def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(
-    fake_load: Any, capsys: Capsys
-) -> None:
+def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(fake_load, capsys):
     """The suite sets HF_HUB_OFFLINE, so the hub's own errors come up."""
     assert run("nobody/never-was") == 2
     assert_one_line(capsys, "nobody/never-was")
@@ -317,9 +297,7 @@ def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(
         MemoryError(),
     ],
 )
-def test_what_the_runtime_refuses_gets_one_line(
-    checkpoint: Path, fake_load: Any, capsys: Capsys, error: Exception
-) -> None:
+def test_what_the_runtime_refuses_gets_one_line(checkpoint, fake_load, capsys, error):
     fake_load.error = error
     assert run(checkpoint) == 2
     words = str(error).split()
@@ -329,9 +307,7 @@ def test_what_the_runtime_refuses_gets_one_line(
     assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
 
 
-def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(checkpoint, fake_load, capsys):
     fake_load.error = KeyError("surprise")
     assert run(checkpoint) == 1
     assert_one_line(capsys, "--debug shows where")
@@ -366,8 +342,8 @@ def load_then_fail(fake_load: Any, monkeypatch: Patch) -> Any:
 
 
 def test_a_read_that_fails_while_generating_ends_cleanly(
-    checkpoint: Path, fake_load: Any, load_then_fail: list[BaseException], capsys: Capsys
-) -> None:
+    checkpoint, fake_load, load_then_fail, capsys
+):
     load_then_fail.append(CheckpointError("layer 1 expert 3: short read"))
     assert run(checkpoint) == 2
     _, err = capsys.readouterr()
@@ -375,9 +351,7 @@ def test_a_read_that_fails_while_generating_ends_cleanly(
     assert fake_load.runtime.closed
 
 
-def test_ctrl_c_keeps_what_was_generated(
-    checkpoint: Path, fake_load: Any, load_then_fail: list[BaseException], capsys: Capsys
-) -> None:
+def test_ctrl_c_keeps_what_was_generated(checkpoint, fake_load, load_then_fail, capsys):
     load_then_fail.append(KeyboardInterrupt())
     assert run(checkpoint) == 130
     out, err = capsys.readouterr()
@@ -387,9 +361,7 @@ def test_ctrl_c_keeps_what_was_generated(
     assert fake_load.runtime.closed
 
 
-def test_ctrl_c_while_loading_ends_quietly(
-    checkpoint: Path, fake_load: Any, capsys: Capsys
-) -> None:
+def test_ctrl_c_while_loading_ends_quietly(checkpoint, fake_load, capsys):
     fake_load.error = KeyboardInterrupt()
     assert run(checkpoint) == 130
     assert capsys.readouterr() == ("", "")

@@ -1,10 +1,8 @@
 """``moe-runtime simulate``: numbers, plots, machine files, and one line for what is wrong."""
 
 import json
-from pathlib import Path
 
 import pytest
-from fixture_types import Capsys
 
 from moe_runtime.cli.main import main
 
@@ -23,7 +21,7 @@ bytes_per_s = 1e8
 """
 
 
-def test_json_and_plot(tmp_path: Path, capsys: Capsys) -> None:
+def test_json_and_plot(tmp_path, capsys):
     plot = tmp_path / "scaling.png"
     words = ["simulate", "--ranks", "8,16", "--degrees", "1,4", "--zipf", "0.5"]
     words += ["--algorithm", "eplb", "--replicas-per-rank", "1", "--plot", str(plot), "--json"]
@@ -35,7 +33,7 @@ def test_json_and_plot(tmp_path: Path, capsys: Capsys) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_machine_file_and_table(tmp_path: Path, capsys: Capsys) -> None:
+def test_machine_file_and_table(tmp_path, capsys):
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE)
     assert main(["simulate", "--ranks", "2,4", "--machine", str(machine), "--degrees", "1"]) == 0
@@ -44,7 +42,7 @@ def test_machine_file_and_table(tmp_path: Path, capsys: Capsys) -> None:
     assert "two levels" in out
 
 
-def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys: Capsys) -> None:
+def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys):
     words = ["simulate", "--ranks", "16", "--degrees", "1", "--json", "--shortcut"]
     blocks = []
     for backbone in ("0", "1,1,1", "0.0,2e-3,1e-3"):
@@ -69,7 +67,7 @@ def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys: Capsys) -> None
         (["--shortcut", "1", "--degrees", "2"], "--degrees must have 1"),
     ],
 )
-def test_wrong_shortcuts(words: list[str], message: str, capsys: Capsys) -> None:
+def test_wrong_shortcuts(words, message, capsys):
     assert main(["simulate", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -85,7 +83,7 @@ def test_wrong_shortcuts(words: list[str], message: str, capsys: Capsys) -> None
         ("= 2", "not a TOML file"),
     ],
 )
-def test_wrong_machine_files(tmp_path: Path, machine: str, message: str, capsys: Capsys) -> None:
+def test_wrong_machine_files(tmp_path, machine, message, capsys):
     path = tmp_path / "machine.toml"
     path.write_text(machine)
     assert main(["simulate", "--ranks", "2", "--machine", str(path)]) == 2
@@ -106,21 +104,21 @@ def test_wrong_machine_files(tmp_path: Path, machine: str, message: str, capsys:
         (["--plot", "no/folder/x.png"], "no folder"),
     ],
 )
-def test_wrong_words(words: list[str], message: str, capsys: Capsys) -> None:
+def test_wrong_words(words, message, capsys):
     assert main(["simulate", *words]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_plot_of_another_kind_is_refused(capsys: Capsys) -> None:
+def test_a_plot_of_another_kind_is_refused(capsys):
     assert main(["simulate", "--plot", "scaling.gif"]) == 2
     assert "scaling.gif: expected a name that ends in one of .png, .svg, .pdf" in (
         capsys.readouterr().err
     )
 
 
-def test_a_plot_that_cannot_be_written_is_named(capsys: Capsys) -> None:
+def test_a_plot_that_cannot_be_written_is_named(capsys):
     assert main(["simulate", "--ranks", "8", "--degrees", "1", "--plot", "/dev/full"]) == 2
     complaint = "error: /dev/full: the plot cannot be written: is a device, pipe"
     assert complaint in capsys.readouterr().err

@@ -8,11 +8,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import Capsys, Patch
 
 from moe_runtime.checkpoints.packing import staging_of, writer
 from moe_runtime.cli.main import main
@@ -33,7 +31,7 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_termination_is_an_interrupt_and_more_of_them_are_nothing(number: signal.Signals) -> None:
+def test_a_termination_is_an_interrupt_and_more_of_them_are_nothing(number):
     with terminable() as request:
         assert not request.is_set
         with pytest.raises(KeyboardInterrupt):
@@ -44,7 +42,7 @@ def test_a_termination_is_an_interrupt_and_more_of_them_are_nothing(number: sign
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_what_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with terminable() as request, stop_on_signals("stopping") as stop:
         signal.raise_signal(signal.SIGHUP)
@@ -53,7 +51,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_each_message_is_one_signal_more_that_interrupts_nothing(capsys: Capsys) -> None:
+def test_each_message_is_one_signal_more_that_interrupts_nothing(capsys):
     with terminable(), stop_on_signals("finishing", "cutting off") as stop:
         signal.raise_signal(signal.SIGTERM)
         assert (stop.num_signals, stop.exit_code) == (1, 143)
@@ -64,7 +62,7 @@ def test_each_message_is_one_signal_more_that_interrupts_nothing(capsys: Capsys)
     assert capsys.readouterr().err == "finishing\ncutting off\n"
 
 
-def test_no_signal_interrupts_what_is_held(capsys: Capsys) -> None:
+def test_no_signal_interrupts_what_is_held(capsys):
     is_held = True
     with terminable(), stop_on_signals("finishing", "cutting", is_held=lambda: is_held) as stop:
         for _ in range(4):
@@ -76,9 +74,7 @@ def test_no_signal_interrupts_what_is_held(capsys: Capsys) -> None:
     assert capsys.readouterr().err == "finishing\ncutting\n"
 
 
-def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
-    capsys: Capsys,
-) -> None:
+def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(capsys):
     with terminable() as request, stop_on_signals("stopping") as stop:
         signal.raise_signal(signal.SIGHUP)
         assert (stop.is_set, stop.exit_code, request.is_set) == (True, 129, False)
@@ -88,7 +84,7 @@ def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
     assert capsys.readouterr().err == "stopping\n"
 
 
-def test_a_third_termination_does_not_cut_the_clean_up_off() -> None:
+def test_a_third_termination_does_not_cut_the_clean_up_off():
     """The second one made `terminable` ignore more of them, which the inner block must not undo."""
     with terminable():
         with contextlib.suppress(KeyboardInterrupt), stop_on_signals("stopping") as stop:
@@ -99,9 +95,7 @@ def test_a_third_termination_does_not_cut_the_clean_up_off() -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
-    first: signal.Signals, capsys: Capsys
-) -> None:
+def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(first, capsys):
     done: list[str] = []
     with terminable():
         with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as outputs:
@@ -137,9 +131,7 @@ def strike_in_a_callback_of_a_weak_reference(strike: Callable[[], None]) -> None
 @pytest.mark.parametrize(
     "drop_one", [strike_in_a_finalizer, strike_in_a_callback_of_a_weak_reference]
 )
-def test_a_signal_within_a_callback_is_raised_after_it(
-    drop_one: Callable[[Callable[[], None]], None], number: signal.Signals, capsys: Capsys
-) -> None:
+def test_a_signal_within_a_callback_is_raised_after_it(drop_one, number, capsys):
     """Python prints and drops whatever is raised there; the test is that the wait is cut off."""
     if number == signal.SIGTERM:  # as in the background of a script
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -156,7 +148,7 @@ def test_a_signal_within_a_callback_is_raised_after_it(
     assert sys.unraisablehook is hook
 
 
-def test_what_else_a_callback_raises_is_told_as_before(monkeypatch: Patch) -> None:
+def test_what_else_a_callback_raises_is_told_as_before(monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
     with terminable() as request:
@@ -165,7 +157,7 @@ def test_what_else_a_callback_raises_is_told_as_before(monkeypatch: Patch) -> No
     assert not request.is_set
 
 
-def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path: Path) -> None:
+def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path):
     """Before `main` there is: its module is imported by a loader that is struck in a callback."""
     starter = tmp_path / "starter.py"
     starter.write_text(
@@ -187,9 +179,7 @@ def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path: Path) -> N
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_an_interrupted_pack_says_whether_the_next_one_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 18)
     whole, out = writer.CheckpointWriter._write_file, tmp_path / "packed"
     growing = staging_of(out)
@@ -210,9 +200,7 @@ def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
         assert len(list(growing.glob("experts-*"))) == number_whole
 
 
-def test_a_signal_within_a_write_to_stderr_is_told_and_asks(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_a_signal_within_a_write_to_stderr_is_told_and_asks(monkeypatch, tmp_path):
     class Struck(io.FileIO):
         """A file during whose first write a signal comes, while Python holds its buffer's lock."""
 
@@ -243,7 +231,7 @@ def test_a_signal_within_a_write_to_stderr_is_told_and_asks(
         ("as modules are torn down", 7),
     ],
 )
-def test_an_interrupt_of_the_end_gives_an_exit_code(tmp_path: Path, where: str, code: int) -> None:
+def test_an_interrupt_of_the_end_gives_an_exit_code(tmp_path, where, code):
     """Whatever Python has left to do; results are written. `main` ends with 7."""
     starter = tmp_path / "starter.py"
     starter.write_text(

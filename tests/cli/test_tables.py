@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.commands.train import TrainingDisplay
 from moe_runtime.cli.console import print_table
@@ -21,9 +20,7 @@ WORDS = {word.rstrip(":") for row in [NAMES, *ROWS] for cell in row for word in 
 
 
 @pytest.mark.parametrize("width", [58, 64, 80, 100, 120, 300])
-def test_no_word_is_broken_and_no_cell_is_lost(
-    width: int, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_no_word_is_broken_and_no_cell_is_lost(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     print_table("latency", COLUMNS, ROWS)
     lines = capsys.readouterr().out.splitlines()
@@ -33,7 +30,7 @@ def test_no_word_is_broken_and_no_cell_is_lost(
     assert words.count("latency") == 1
 
 
-def test_a_table_that_fits_is_one(monkeypatch: Patch, capsys: Capsys) -> None:
+def test_a_table_that_fits_is_one(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     print_table("latency", COLUMNS, ROWS)
     lines = capsys.readouterr().out.splitlines()
@@ -41,7 +38,7 @@ def test_a_table_that_fits_is_one(monkeypatch: Patch, capsys: Capsys) -> None:
     assert [line.split("  ")[0].strip() for line in lines[4:6]] == [row[0] for row in ROWS]
 
 
-def test_words_alone_are_wrapped(monkeypatch: Patch, capsys: Capsys) -> None:
+def test_words_alone_are_wrapped(monkeypatch, capsys):
     """A table without numbers stays one, its words below one another."""
     monkeypatch.setenv("COLUMNS", "30")
     print_table("", [("", "left"), ("", "left")], [("disk", "reads " * 10), ("x" * 40, "y")])
@@ -51,7 +48,7 @@ def test_words_alone_are_wrapped(monkeypatch: Patch, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 78, 79, 80, 99])
-def test_no_column_is_cut_off(width: int, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_no_column_is_cut_off(width, monkeypatch, capsys):
     """Headers of several words wrap, and so does what is long beside them."""
     headers = ["capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer", "read"]
     cells = ["50.0%", "72.65%", "+100%", "57.2%", "0.558", "3.387 MiB"]
@@ -68,7 +65,7 @@ def test_no_column_is_cut_off(width: int, monkeypatch: Patch, capsys: Capsys) ->
 
 
 @pytest.mark.parametrize("width", [40, 80, 300])
-def test_the_line_of_a_training_run_keeps_step_and_loss(width: int, monkeypatch: Patch) -> None:
+def test_the_line_of_a_training_run_keeps_step_and_loss(width, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -44,9 +44,7 @@ def recorded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def workplace(
-    tiny_model: Path, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def workplace(tiny_model, recorded, tmp_path, monkeypatch) -> Path:
     """The working directory of a page."""
     for folder in ("models", "path/to", "fast/disk/run", "DATA"):
         (tmp_path / folder).mkdir(parents=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from command_lines import COMMANDS
-from fixture_types import Capsys, Patch
 from page_blocks import PAGES, command_lines_of
 
 from moe_runtime.cli.main import main
@@ -124,7 +123,7 @@ TO_RUN = lines_to_run()
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.stem)
-def test_the_command_lines_of_a_page_run(page: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_the_command_lines_of_a_page_run(page, monkeypatch, capsys):
     for line in TO_RUN[page]:
         if line.startswith("printf "):
             subprocess.run(["sh", "-c", line], check=True)
@@ -143,7 +142,7 @@ def test_the_command_lines_of_a_page_run(page: Path, monkeypatch: Patch, capsys:
         assert len(set(read_trace(Path("trace.npz")).token_request.tolist())) == 5
 
 
-def test_the_tables_have_no_row_in_vain() -> None:
+def test_the_tables_have_no_row_in_vain():
     lines = [line for _, line in LINES]
     assert [one for one in NOT_RUN if not matching(lines, one)] == []
     run = [line for line in lines if not is_only_parsed(line)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import Capsys
 
 import moe_runtime
 from moe_runtime.benchmarks.peers.transformers import Peer
@@ -47,13 +46,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_example_is_tested_and_listed() -> None:
+def test_every_example_is_tested_and_listed():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\w+)\.py\)", page)) == TESTED
 
 
-def test_a_big_model_reads_experts_and_says_the_same(capsys: Capsys) -> None:
+def test_a_big_model_reads_experts_and_says_the_same(capsys):
     run = example("run_a_big_model").main
     run(str(pocket_path()), "20MiB")
     small = capsys.readouterr().out.splitlines()
@@ -64,13 +63,13 @@ def test_a_big_model_reads_experts_and_says_the_same(capsys: Capsys) -> None:
     assert small_misses > large_misses
 
 
-def test_a_layer_in_a_model_learns(capsys: Capsys) -> None:
+def test_a_layer_in_a_model_learns(capsys):
     example("layer_in_your_model").main()
     first, last = map(float, re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
     assert last < first / 2
 
 
-def test_an_adapter_is_trained_and_served(tmp_path: Path, capsys: Capsys) -> None:
+def test_an_adapter_is_trained_and_served(tmp_path, capsys):
     module = example("train_and_serve_an_adapter")
     module.train(tmp_path)
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
@@ -81,7 +80,7 @@ def test_an_adapter_is_trained_and_served(tmp_path: Path, capsys: Capsys) -> Non
     assert "salty" not in plain
 
 
-def test_policies_are_compared(tmp_path: Path, capsys: Capsys) -> None:
+def test_policies_are_compared(tmp_path, capsys):
     example("compare_policies").main(str(pocket_path()), tmp_path)
     rows = {
         (name, share): float(hits)
@@ -96,7 +95,7 @@ def test_policies_are_compared(tmp_path: Path, capsys: Capsys) -> None:
     assert rows["lru", "50"] > rows["lru", "25"]
 
 
-def test_a_policy_of_ones_own_does_what_it_says(trace: Path, capsys: Capsys) -> None:
+def test_a_policy_of_ones_own_does_what_it_says(trace, capsys):
     example("add_a_policy").compare(trace)
     shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
     workload = workload_of(read_trace(trace))
@@ -114,7 +113,7 @@ def test_a_policy_of_ones_own_does_what_it_says(trace: Path, capsys: Capsys) -> 
     assert shown["FirstIn"] == f"{hits / sum(map(len, workload.keys)):.3f}"
 
 
-def test_a_format_is_found_and_multiplied(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_format_is_found_and_multiplied(tmp_path, capsys):
     module = example("add_a_format")
     module.main(tmp_path)
     said = capsys.readouterr().out
@@ -125,7 +124,7 @@ def test_a_format_is_found_and_multiplied(tmp_path: Path, capsys: Capsys) -> Non
         list(module.weights_of(None, {"proj.levels": None}))
 
 
-def test_a_peer_says_what_another_one_says() -> None:
+def test_a_peer_says_what_another_one_says():
     settings = {"model": str(pocket_path()), "num_threads": 1, "max_tokens": 16, "variant": "eager"}
     threads = torch.get_num_threads()
     one, other = example("add_a_peer").Peer(settings), Peer(settings)

@@ -31,7 +31,7 @@ def named(text: str) -> Iterator[str]:
         yield from set(NAME.findall(quoted)) - FOREIGN
 
 
-def test_named_files_exist() -> None:
+def test_named_files_exist():
     known = {f"/{path.relative_to(ROOT)}" for path in files()}
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
@@ -43,7 +43,7 @@ def test_named_files_exist() -> None:
     assert wrong == []
 
 
-def test_names_are_found() -> None:
+def test_names_are_found():
     text = "'kernels/gone.py', ''gone.h'', 'python gone.py -o x'".replace("'", "`")
     assert [*named(text)] == ["kernels/gone.py", "gone.h", "gone.py"]
     assert [*named("`FILE.py` gone.py `llama.cpp` `self.c_x`")] == []

@@ -38,7 +38,7 @@ def numbers_of(results: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
-def test_decimals_of_a_paragraph_are_numbers_of_the_files_that_it_names(page: Path) -> None:
+def test_decimals_of_a_paragraph_are_numbers_of_the_files_that_it_names(page):
     """Seconds may be given in milliseconds, bytes in MB."""
     for paragraph in re.split(r"\n\s*\n|\n(?=[-|] ?)", page.read_text(encoding="utf-8")):
         files = [ROOT / "benchmarks" / "results" / name for name in NAMED.findall(paragraph)]
@@ -48,12 +48,12 @@ def test_decimals_of_a_paragraph_are_numbers_of_the_files_that_it_names(page: Pa
             assert [one for one in DECIMAL.findall(paragraph) if not is_kept(one, values)] == []
 
 
-def test_wrong_figures_are_found() -> None:
+def test_wrong_figures_are_found():
     assert is_kept("5.0", {4.952})
     assert not is_kept("5.0", {4.9})
 
 
-def test_gpt_oss_beside_llama_cpp_is_told_with_its_spread_and_again() -> None:
+def test_gpt_oss_beside_llama_cpp_is_told_with_its_spread_and_again():
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     names = [f"latency-gpt-oss-20b-{run}-amd-epyc-2c-24g.json" for run in ("none", "again")]
     (told,) = (
@@ -75,7 +75,7 @@ def test_gpt_oss_beside_llama_cpp_is_told_with_its_spread_and_again() -> None:
     assert all(planes < llama for _, llama, planes, _ in middles)
 
 
-def test_why_lru_is_the_beginning_is_what_its_files_say() -> None:
+def test_why_lru_is_the_beginning_is_what_its_files_say():
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     (told,) = (part for part in page.split("\n\n") if part.startswith("LRU is the start because"))
     found = {
@@ -95,7 +95,7 @@ def test_why_lru_is_the_beginning_is_what_its_files_say() -> None:
     assert expected[4] < expected[5]
 
 
-def test_the_tables_of_policies_are_those_of_their_files() -> None:
+def test_the_tables_of_policies_are_those_of_their_files():
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
 
     def rates(name: str, system: str, metrics: list[str]) -> list[str]:

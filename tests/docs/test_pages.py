@@ -20,7 +20,7 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     wrong = []
     for target in targets_of(page.read_text(encoding="utf-8")):
         if is_outside(target):
@@ -34,30 +34,30 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+def test_no_page_has_marks_of_a_merge(page):
     assert re.findall(r"^(?:<{7}|>{7}).*$", page.read_text(encoding="utf-8"), re.M) == []
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
-def test_columns_have_names_and_pictures_have_words(page: Path) -> None:
+def test_columns_have_names_and_pictures_have_words(page):
     text = page.read_text(encoding="utf-8")
     headers = re.findall(r"^\|(.*)\|\n\|(?: *:?-+:? *\|)+$", text, re.M)
     assert [header for header in headers if not all(map(str.strip, header.split("|")))] == []
     assert re.findall(r"!\[\s*\]", text) == []
 
 
-def test_wrong_links_are_found() -> None:
+def test_wrong_links_are_found():
     text = "# One `two` three---four\n[a](b.md#c) `[no](code)`\n```\n[no](fenced)\n```\n"
     assert list(targets_of(text)) == ["b.md#c"]
     assert anchors_of(text) == {"one-two-three---four"}
 
 
-def test_every_page_has_a_place() -> None:
+def test_every_page_has_a_place():
     placed = {source for rows in build_site.WRITTEN.values() for _, source, _ in rows}
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= placed
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_the_version_is_the_same_everywhere():
     """The newest section of the changelog is that of this version."""
     from moe_runtime import __version__
 
@@ -70,7 +70,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert found == [__version__] * 2
 
 
-def test_command_lines_are_ones() -> None:
+def test_command_lines_are_ones():
     lines = {line for page in PAGES for line in command_lines_of(page)}
     called = [line.partition("moe-runtime ")[2] for line in lines if "moe-runtime " in line]
     assert len(called) > 100
@@ -79,12 +79,12 @@ def test_command_lines_are_ones() -> None:
 
 
 @pytest.mark.parametrize("line", ["rum MODEL", "run MODEL --promt x", "run MODEL --prompt"])
-def test_wrong_command_lines_are_found(line: str) -> None:
+def test_wrong_command_lines_are_found(line):
     with pytest.raises(AssertionError):
         require_sound(line)
 
 
-def test_the_reference_has_every_command_and_option() -> None:
+def test_the_reference_has_every_command_and_option():
     text = generators.command_reference()
     sections: dict[str, str] = dict(
         re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.S | re.M)
@@ -96,7 +96,7 @@ def test_the_reference_has_every_command_and_option() -> None:
                 assert all(f"`{word}`" in sections[name] for word in param.opts), (name, param.name)
 
 
-def test_every_public_name_has_an_entry() -> None:
+def test_every_public_name_has_an_entry():
     import moe_runtime
     import moe_runtime.layer
 
@@ -107,7 +107,7 @@ def test_every_public_name_has_an_entry() -> None:
     assert all(f"::: moe_runtime.{name}\n" in page for name in moe_runtime.__all__)
 
 
-def test_public_functions_have_docstrings() -> None:
+def test_public_functions_have_docstrings():
     for package, names in generators.public_names().items():
         for name in names:
             value = getattr(importlib.import_module(package), name)
@@ -115,7 +115,7 @@ def test_public_functions_have_docstrings() -> None:
                 assert inspect.getdoc(value), (package, name)
 
 
-def test_the_table_of_models_has_every_family() -> None:
+def test_the_table_of_models_has_every_family():
     from moe_families import ADAPTED, TABLE, UNSUPPORTED
 
     accepted, _, refused = generators.model_table().partition("## Refused")
@@ -124,7 +124,7 @@ def test_the_table_of_models_has_every_family() -> None:
     assert all((ROOT / file).is_file() for _, file in generators._PROOFS)
 
 
-def test_formats_of_the_table_are_those_that_tests_write() -> None:
+def test_formats_of_the_table_are_those_that_tests_write():
     import gguf_checkpoints
     from gguf_corrected_gates import CORRECTED
     from quantized_checkpoints import SAMPLES
@@ -140,7 +140,7 @@ def test_formats_of_the_table_are_those_that_tests_write() -> None:
     }
 
 
-def test_links_hold_in_the_site(tmp_path: Path) -> None:
+def test_links_hold_in_the_site(tmp_path):
     contents = build_site.write_pages(tmp_path)
     places = [place for rows in contents.values() for _, place in rows]
     assert len(places) == len(set(places))

@@ -17,11 +17,11 @@ METRIC = re.compile(r"\b(?:vllm|moe):\w+")
 
 def exposed() -> dict[str, str]:
     """Kinds of all metrics, by the names that `/metrics` has."""
-    lines = Metrics({}).text().decode().splitlines()
+    lines = Metrics(dict).text().decode().splitlines()
     return dict(re.findall(r"^# TYPE (\S+) (\S+)$", "\n".join(lines), re.M))
 
 
-def test_the_unit_and_the_container_call_the_program_as_it_is() -> None:
+def test_the_unit_and_the_container_call_the_program_as_it_is():
     (started,) = re.findall(r"^ExecStart=\S*/moe-runtime (.*)$", FILES["moe-runtime.service"], re.M)
     require_sound(started)
     container = dict(re.findall(r"^(ENTRYPOINT|CMD) (.*)$", FILES["Dockerfile"], re.M))
@@ -35,7 +35,7 @@ def test_the_unit_and_the_container_call_the_program_as_it_is() -> None:
     assert [volume.rsplit(":", 2)[1] for volume in compose["volumes"]] == [words[1]]
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_the_dashboard_asks_for_metrics_that_there_are():
     names = set()
     for name, kind in exposed().items():
         ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
@@ -58,6 +58,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     assert max(column for column, _ in cells) < 24
 
 
-def test_the_table_of_metrics_is_whole() -> None:
+def test_the_table_of_metrics_is_whole():
     table = PAGE.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     assert set(METRIC.findall(table)) == exposed().keys()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fixture_types import Capsys
 from http_server import model_of, served
 from page_blocks import PAGES, blocks_of
 
@@ -114,7 +113,7 @@ def imports_of(text: str) -> str:
 
 @pytest.mark.usefixtures("workplace", "group")
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SNIPPETS))
-def test_the_snippets_of_a_page_run(name: str, capsys: Capsys) -> None:
+def test_the_snippets_of_a_page_run(name, capsys):
     names: dict[str, Any] = {}
     for place in (one for one in SNIPPETS if one[0] == name and one != SERVED):
         text = made_small(snippet_of(*place))
@@ -129,7 +128,7 @@ def test_the_snippets_of_a_page_run(name: str, capsys: Capsys) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-def test_the_client_is_answered() -> None:
+def test_the_client_is_answered():
     model = moe_runtime.load("OLMoE-1B-7B", host_memory="64MiB", max_tokens=128)
     with model.moe, Engine(model) as engine:
         tokenizer = load_tokenizer(Path("OLMoE-1B-7B"))
@@ -142,7 +141,7 @@ def test_the_client_is_answered() -> None:
     assert names["answer"].choices[0].finish_reason in {"length", "stop"}
 
 
-def test_the_tables_have_no_row_in_vain() -> None:
+def test_the_tables_have_no_row_in_vain():
     assert {*GIVEN, *NOT_RUN, *WRITTEN, SERVED} <= {*SNIPPETS}
     pages = "".join(snippet_of(*place) for place in SNIPPETS)
     assert [larger for larger in SMALLER if larger not in pages] == []

@@ -44,7 +44,7 @@ def require_key(path: str) -> None:
         kind = next((part for part in get_args(kind) if is_dataclass(part)), kind)
 
 
-def test_every_row_says_all() -> None:
+def test_every_row_says_all():
     assert len(ROWS) > 30
     for row in ROWS:
         assert len(row) == 5, row
@@ -53,7 +53,7 @@ def test_every_row_says_all() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].split(",")[0])
-def test_what_switches_a_system_on_exists(row: list[str]) -> None:
+def test_what_switches_a_system_on_exists(row):
     switches = CODE.findall(row[2])
     command = next((text for text in switches if text.startswith("moe-runtime ")), "")
     for text in switches:
@@ -76,26 +76,26 @@ def test_what_switches_a_system_on_exists(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].split(",")[0])
-def test_what_was_measured_is_a_results_file(row: list[str]) -> None:
+def test_what_was_measured_is_a_results_file(row):
     named = [text for text in CODE.findall(row[3]) if text.endswith(".json")]
     assert named or row[3].startswith("tests only"), row
     for name in named:
         assert json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
 
 
-def test_wrong_keys_are_found() -> None:
+def test_wrong_keys_are_found():
     require_key("run.offload.moments")
     with pytest.raises(AssertionError):
         require_key("run.offload.momentum")
 
 
-def test_the_comparison_names_results_files() -> None:
+def test_the_comparison_names_results_files():
     text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     named = [name for name in CODE.findall(text) if name.endswith(".json")]
     assert len(named) > 8
     assert all((ROOT / "benchmarks" / "results" / name).is_file() for name in named)
 
 
-def test_pictures_are_up_to_date() -> None:
+def test_pictures_are_up_to_date():
     for name, text in pictures.drawn().items():
         assert (pictures.FOLDER / name).read_text(encoding="utf-8") == text, "run pictures.py"

@@ -51,10 +51,10 @@ def has_in_order(text: str, parts: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
-def test_a_quoted_message_is_printed(quoted: str) -> None:
+def test_a_quoted_message_is_printed(quoted):
     assert is_printed(quoted)
 
 
-def test_the_page_quotes_messages_and_wrong_ones_are_found() -> None:
+def test_the_page_quotes_messages_and_wrong_ones_are_found():
     assert len(QUOTED) > 20
     assert not is_printed("a budget of … is too large")

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from fixture_types import Patch
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import files
@@ -35,7 +34,7 @@ def write(path: Path | str, content: bytes = b"new") -> None:
         file.write(content)
 
 
-def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_appears_when_it_is_whole(tmp_path):
     path = tmp_path / "file"
     with write_atomically(path) as file:
         file.write(b"new")
@@ -47,9 +46,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, MemoryError, OSError])
-def test_what_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, kind: type[BaseException]
-) -> None:
+def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path, kind):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -65,7 +62,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
-def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path):
     path = tmp_path / "file"
     seen = set()
     for number in itertools.count(1):
@@ -88,16 +85,14 @@ def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fdopen", "fsync", "replace"])
-def test_a_failed_write_leaves_no_partial_file(
-    tmp_path: Path, monkeypatch: Patch, call: str
-) -> None:
+def test_a_failed_write_leaves_no_partial_file(tmp_path, monkeypatch, call):
     monkeypatch.setattr(os, call, lambda *_, **__: fail(call))
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "file")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_kill_at_any_call_leaves_old_or_new_and_the_next_writer_tidies_up(tmp_path: Path) -> None:
+def test_a_kill_at_any_call_leaves_old_or_new_and_the_next_writer_tidies_up(tmp_path):
     program = (
         "import pathlib\n"
         "from moe_runtime.files import write_atomically\n"
@@ -116,7 +111,7 @@ def test_a_kill_at_any_call_leaves_old_or_new_and_the_next_writer_tidies_up(tmp_
     assert len(found) > 5
 
 
-def test_links_are_followed_and_stay(tmp_path: Path) -> None:
+def test_links_are_followed_and_stay(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "target").write_bytes(b"old")
     (tmp_path / "link").symlink_to("second")
@@ -130,7 +125,7 @@ def test_links_are_followed_and_stay(tmp_path: Path) -> None:
     assert (tmp_path / "there" / "absent").read_bytes() == b"new"
 
 
-def test_folders_are_made_where_a_link_leads_that_leads_to_nothing(tmp_path: Path) -> None:
+def test_folders_are_made_where_a_link_leads_that_leads_to_nothing(tmp_path):
     (tmp_path / "out").symlink_to("disk/of/runs")
     make_folders(tmp_path / "out" / "data")
     make_folders(tmp_path / "out")
@@ -138,14 +133,14 @@ def test_folders_are_made_where_a_link_leads_that_leads_to_nothing(tmp_path: Pat
     assert os.readlink(tmp_path / "out") == "disk/of/runs"
 
 
-def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+def test_links_in_a_circle_are_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(CheckpointError, match="symbolic links"):
         check_output_path(tmp_path / "a", "report")
 
 
-def test_what_nothing_can_replace_is_refused(tmp_path: Path) -> None:
+def test_what_nothing_can_replace_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "open").open("wb") as stream:
         for path in ("/dev/null", tmp_path / "pipe", f"/dev/fd/{stream.fileno()}"):
@@ -156,7 +151,7 @@ def test_what_nothing_can_replace_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["open", "pipe"]
 
 
-def test_permissions_stay(tmp_path: Path) -> None:
+def test_permissions_stay(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     path.chmod(0o640)
@@ -167,14 +162,12 @@ def test_permissions_stay(tmp_path: Path) -> None:
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "by open").stat().st_mode
 
 
-def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
+def test_a_long_name_has_room_beside_it(tmp_path):
     write(tmp_path / ("é" * 127))
     assert os.listdir(tmp_path) == ["é" * 127]
 
 
-def test_a_folder_that_cannot_be_listed_can_be_written_to(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_folder_that_cannot_be_listed_can_be_written_to(tmp_path, monkeypatch):
     real, synced = os.open, []
 
     def unreadable(name: Path, flags: int, *rest: int) -> int:
@@ -197,7 +190,7 @@ def test_a_folder_that_cannot_be_listed_can_be_written_to(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_in_its_place_is_no_failure(tmp_path: Path, monkeypatch: Patch, number: int) -> None:
+def test_a_file_in_its_place_is_no_failure(tmp_path, monkeypatch, number):
     """Some filesystems cannot bring a folder to the disk; on others that may fail."""
     real = os.fsync
 
@@ -216,7 +209,7 @@ def test_a_file_in_its_place_is_no_failure(tmp_path: Path, monkeypatch: Patch, n
 
 
 @pytest.mark.parametrize("length", [238, 250, 251, 255])
-def test_an_output_of_any_name_can_grow(tmp_path: Path, length: int) -> None:
+def test_an_output_of_any_name_can_grow(tmp_path, length):
     one, other = (tmp_path / ("n" * (length - 1) + last) for last in "12")
     check_draft_path(one, "trace")
     grown = [OutputFile(path, is_draft=True) for path in (one, other)]
@@ -232,7 +225,7 @@ def test_an_output_of_any_name_can_grow(tmp_path: Path, length: int) -> None:
         check_output_path(tmp_path / ("n" * 256), "trace")
 
 
-def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path):
     living = OutputFile(tmp_path / "living")
     living.file.write(b"new")
     (tmp_path / "dead.0123abcd.partial").write_bytes(b"half")
@@ -247,7 +240,7 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "living").read_bytes() == b"new"
 
 
-def test_what_grew_before_a_kill_is_kept_and_named(tmp_path: Path) -> None:
+def test_what_grew_before_a_kill_is_kept_and_named(tmp_path):
     draft = tmp_path / "t.npz.part"
     for number, kept in enumerate(["t.npz.interrupted", "t.npz.interrupted-2"]):
         draft.write_bytes(b"%d" % number)
@@ -259,7 +252,7 @@ def test_what_grew_before_a_kill_is_kept_and_named(tmp_path: Path) -> None:
     assert not draft.exists()
 
 
-def test_several_may_look_whether_a_draft_is_in_progress(tmp_path: Path) -> None:
+def test_several_may_look_whether_a_draft_is_in_progress(tmp_path):
     """As the processes of one command do at the same time."""
     draft = tmp_path / "t.npz.part"
     draft.write_bytes(b"half")
@@ -271,9 +264,7 @@ def test_several_may_look_whether_a_draft_is_in_progress(tmp_path: Path) -> None
             check_not_in_progress(tmp_path / "t.npz", "trace")
 
 
-def test_what_others_only_look_at_is_kept_once_they_have_looked(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_others_only_look_at_is_kept_once_they_have_looked(tmp_path, monkeypatch):
     draft = tmp_path / "t.npz.part"
     draft.write_bytes(b"half")
     with draft.open("rb") as other:
@@ -284,7 +275,7 @@ def test_what_others_only_look_at_is_kept_once_they_have_looked(
     assert os.listdir(tmp_path) == ["t.npz.interrupted"]
 
 
-def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
+def test_what_a_living_process_writes_is_not_taken(tmp_path):
     first = OutputFile(tmp_path / "t.npz", is_draft=True)
     first.file.write(b"first")
     with pytest.raises(BlockingIOError, match="another process is writing") as refused:
@@ -295,9 +286,7 @@ def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["t.npz"]
 
 
-def test_places_that_cannot_be_written_are_known_at_once(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_places_that_cannot_be_written_are_known_at_once(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(CheckpointError, match="is a folder, expected the name of a report file"):
@@ -325,7 +314,7 @@ def test_places_that_cannot_be_written_are_known_at_once(
 
 
 @pytest.mark.parametrize("name", ["out/", "out/."])
-def test_a_folder_s_name_is_no_file_s(tmp_path: Path, name: str) -> None:
+def test_a_folder_s_name_is_no_file_s(tmp_path, name):
     with pytest.raises(CheckpointError, match="is a folder, expected the name of a trace file"):
         check_output_path(f"{tmp_path}/{name}", "trace")
     with pytest.raises(IsADirectoryError):
@@ -333,9 +322,7 @@ def test_a_folder_s_name_is_no_file_s(tmp_path: Path, name: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_nothing_can_take_the_place_of_is_known_at_once(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_nothing_can_take_the_place_of_is_known_at_once(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     assert Path("/proc") in files.mount_points()
@@ -356,7 +343,7 @@ def test_what_nothing_can_take_the_place_of_is_known_at_once(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_folders_that_cannot_be_made_are_known_at_once(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_made_are_known_at_once(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     check_output_folder(tmp_path / "new" / "below", "plots")
     check_output_folder(tmp_path, "plots")
@@ -367,9 +354,7 @@ def test_folders_that_cannot_be_made_are_known_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-def test_whether_a_folder_can_be_written_to_does_not_depend_on_what_is_in_it(
-    tmp_path: Path, kind: str
-) -> None:
+def test_whether_a_folder_can_be_written_to_does_not_depend_on_what_is_in_it(tmp_path, kind):
     path = tmp_path / "probe"
     {
         "folder": path.mkdir,
@@ -389,7 +374,7 @@ def test_whether_a_folder_can_be_written_to_does_not_depend_on_what_is_in_it(
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "a.part"), ("link", "a"), ("a.part", "link")])
-def test_two_outputs_lie_apart(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_two_outputs_lie_apart(tmp_path, names):
     (tmp_path / "link").symlink_to("a")
     first, second = (tmp_path / name for name in names)
     with pytest.raises(ValueError, match="trace and timeline must be different files"):

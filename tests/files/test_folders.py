@@ -58,7 +58,7 @@ def replace(folder: Path) -> None:
         fill(new, "new")
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_when_it_is_whole(tmp_path):
     with replace_folder(tmp_path / "made" / "model") as new:
         fill(new, "new")
         assert not (tmp_path / "made" / "model").exists()
@@ -66,7 +66,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "made") == ["model"]
 
 
-def test_the_old_folder_goes_as_a_whole(old: Path) -> None:
+def test_the_old_folder_goes_as_a_whole(old):
     (old / "stale").write_text("old")
     old.chmod(0o750)
     replace(old)
@@ -77,7 +77,7 @@ def test_the_old_folder_goes_as_a_whole(old: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_what_fails_leaves_the_old_folder(old: Path, kind: type[BaseException]) -> None:
+def test_what_fails_leaves_the_old_folder(old, kind):
     def write_half() -> None:
         with replace_folder(old) as new:
             (new / "a").write_text("new")
@@ -90,7 +90,7 @@ def test_what_fails_leaves_the_old_folder(old: Path, kind: type[BaseException]) 
 
 
 @pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
-def test_a_full_disk_at_any_call_leaves_old_or_new(old: Path) -> None:
+def test_a_full_disk_at_any_call_leaves_old_or_new(old):
     seen = set()
     for number in itertools.count(1):
         shutil.rmtree(old)
@@ -123,7 +123,7 @@ LOWER_LAYER = (
     ["", "folders._exchange = lambda one, other: False\n", LOWER_LAYER],
     ids=["exchange", "without exchange", "lower layer"],
 )
-def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
+def test_a_kill_at_any_call_leaves_old_or_new(tmp_path, way):
     program = (
         "import pathlib, shutil\n"
         "from moe_runtime import folders\n"
@@ -153,7 +153,7 @@ def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
     assert len(found) > 15
 
 
-def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
     old = tmp_path / "model"
     fill(old, "old")
     real = os.unlink
@@ -172,7 +172,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, monkeypatch: Patch)
     assert os.listdir(old.parent) == ["model"]
 
 
-def test_what_is_kept_goes_over(old: Path) -> None:
+def test_what_is_kept_goes_over(old):
     (old / "kept").mkdir()
     (old / "kept" / "link").symlink_to("elsewhere")
     (old / "notes").write_text("mine")
@@ -185,7 +185,7 @@ def test_what_is_kept_goes_over(old: Path) -> None:
     assert not (old / "gone").exists()
 
 
-def test_long_names_that_begin_alike_share_nothing_beside_them(tmp_path: Path) -> None:
+def test_long_names_that_begin_alike_share_nothing_beside_them(tmp_path):
     one, other = (tmp_path / ("n" * 245 + last) for last in "12")
     with replace_folder(one) as first, replace_folder(other) as second:
         fill(first, "first")
@@ -199,7 +199,7 @@ def test_long_names_that_begin_alike_share_nothing_beside_them(tmp_path: Path) -
     assert len(os.listdir(tmp_path)) == 3
 
 
-def test_links_to_a_folder_stay(old: Path) -> None:
+def test_links_to_a_folder_stay(old):
     link = old.with_name("link")
     link.symlink_to("model")
     replace(link)
@@ -207,14 +207,14 @@ def test_links_to_a_folder_stay(old: Path) -> None:
     assert content(old) == {"new"}
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("old")
     with pytest.raises(NotADirectoryError):
         replace(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_a_folder_with_a_long_name_is_put_back(tmp_path: Path) -> None:
+def test_a_folder_with_a_long_name_is_put_back(tmp_path):
     """Where it stepped aside there was no room for all of its name."""
     folder = tmp_path / ("n" * 245)
     fill(partial_name(folder).with_suffix(".old"), "old")
@@ -223,9 +223,7 @@ def test_a_folder_with_a_long_name_is_put_back(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [folder.name]
 
 
-def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(
-    old: Path, monkeypatch: Patch
-) -> None:
+def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(old, monkeypatch):
     real, made = Path.mkdir, []
 
     def mkdir(folder: Path, *args: Any, **options: Any) -> None:
@@ -242,9 +240,7 @@ def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(
     assert os.listdir(old.parent) == ["model"]
 
 
-def test_without_locks_a_name_of_the_caller_s_own_is_used_again(
-    old: Path, monkeypatch: Patch
-) -> None:
+def test_without_locks_a_name_of_the_caller_s_own_is_used_again(old, monkeypatch):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
@@ -260,7 +256,7 @@ def test_without_locks_a_name_of_the_caller_s_own_is_used_again(
     assert os.listdir(old.parent) == ["model"]
 
 
-def test_a_name_of_the_caller_s_own_is_not_taken_from_a_living_process(old: Path) -> None:
+def test_a_name_of_the_caller_s_own_is_not_taken_from_a_living_process(old):
     with replace_folder(old, token="00000000") as new:
         fill(new, "first")
         with pytest.raises(BlockingIOError), replace_folder(old, token="00000000"):
@@ -269,7 +265,7 @@ def test_a_name_of_the_caller_s_own_is_not_taken_from_a_living_process(old: Path
     assert content(old) == {"first"}
 
 
-def test_the_working_directory_is_replaced_and_entered_again(old: Path, monkeypatch: Patch) -> None:
+def test_the_working_directory_is_replaced_and_entered_again(old, monkeypatch):
     monkeypatch.chdir(old)
     replace(Path("."))
     assert Path("a").read_text() == "new"

@@ -49,13 +49,13 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_autocast_gives_what_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_autocast_gives_what_transformers_gives(name, tmp_path):
     check_autocast(FAMILIES[name], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
-def test_autocast_of_every_family(family: Family, tmp_path: Path) -> None:
+def test_autocast_of_every_family(family, tmp_path):
     check_autocast(family, tmp_path)
 
 
@@ -86,9 +86,7 @@ def check_autocast(family: Family, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", FEW[:1])
 @pytest.mark.parametrize("kept", DTYPES)
-def test_autocast_of_a_model_in_half_precision(
-    kept: torch.dtype, name: str, tmp_path: Path
-) -> None:
+def test_autocast_of_a_model_in_half_precision(kept, name, tmp_path):
     """Every pair of the two dtypes: what the weights have, and what autocast computes in."""
     family = FAMILIES[name]
     exact, wide = models_of(family, tmp_path)
@@ -108,9 +106,7 @@ def test_autocast_of_a_model_in_half_precision(
 
 @pytest.mark.parametrize("under", [(True, False), (False, True), (True, False, True)])
 @torch.no_grad()
-def test_a_cache_goes_from_steps_under_autocast_to_steps_without(
-    under: tuple[bool, ...], tmp_path: Path
-) -> None:
+def test_a_cache_goes_from_steps_under_autocast_to_steps_without(under, tmp_path):
     """Keys of either dtype are kept as transformers keeps them, which joins them in the wider."""
     theirs, ours = models_of(FAMILIES["MixtralForCausalLM"], tmp_path)
     exact, found = [], []

@@ -1,10 +1,7 @@
 """`experts_implementation="moe_runtime"` against transformers' own experts, for every family."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +52,7 @@ def run_experts(
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_family_equals_eager(family: Family) -> None:
+def test_family_equals_eager(family):
     """Every experts module of the model: output, and gradients of input, gate and parameters."""
     modules = list(experts_modules(tiny_model(family)).values())
     assert modules
@@ -79,7 +76,7 @@ def test_family_equals_eager(family: Family) -> None:
 
 
 @pytest.mark.parametrize("folder", FORMULAS)
-def test_gates_are_recognised(folder: str) -> None:
+def test_gates_are_recognised(folder):
     module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
     assert recognise_activation(module) == FORMULAS[folder]
 
@@ -89,7 +86,7 @@ def mixtral() -> PreTrainedModel:
     return tiny_model(family_named("mixtral"))
 
 
-def test_an_unknown_gate_runs_as_written(mixtral: PreTrainedModel) -> None:
+def test_an_unknown_gate_runs_as_written(mixtral):
     module = next(iter(experts_modules(mixtral).values()))
     kind = type(module)
     own = type("OwnGate", (kind,), {"_apply_gate": lambda self, z: torch.sin(z.chunk(2, -1)[0])})
@@ -104,14 +101,14 @@ def test_an_unknown_gate_runs_as_written(mixtral: PreTrainedModel) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_a_function_that_is_replaced_is_recognised_anew(mixtral: PreTrainedModel) -> None:
+def test_a_function_that_is_replaced_is_recognised_anew(mixtral):
     module: Any = next(iter(experts_modules(mixtral).values()))
     assert recognise_activation(module) == ActivationSpec("silu")
     module.act_fn = torch.nn.ReLU()
     assert recognise_activation(module) == ActivationSpec("relu")
 
 
-def test_sentinels_of_expert_parallelism(mixtral: PreTrainedModel) -> None:
+def test_sentinels_of_expert_parallelism(mixtral):
     """Slots of other ranks add zero and get zero gradients, whatever their weight."""
     module = next(iter(experts_modules(mixtral).values()))
     num_experts = module.num_experts
@@ -128,7 +125,7 @@ def test_sentinels_of_expert_parallelism(mixtral: PreTrainedModel) -> None:
     torch.testing.assert_close(found["gate_up_proj"], expected["gate_up_proj"])
 
 
-def test_load_generate_train_save_and_reload(mixtral: PreTrainedModel, tmp_path: Path) -> None:
+def test_load_generate_train_save_and_reload(mixtral, tmp_path):
     mixtral.save_pretrained(tmp_path / "first")
     eager = AutoModelForCausalLM.from_pretrained(tmp_path / "first", experts_implementation="eager")
     ours = AutoModelForCausalLM.from_pretrained(
@@ -159,7 +156,7 @@ def test_load_generate_train_save_and_reload(mixtral: PreTrainedModel, tmp_path:
     [pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "muse_spark")]
     + ["gpt_oss"],
 )
-def test_compiles_without_a_break(folder: str) -> None:
+def test_compiles_without_a_break(folder):
     """Experts of a plain, a special and a normed family, in inference and in training."""
     module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
     module.config._experts_implementation_internal = "moe_runtime"
@@ -177,7 +174,7 @@ def test_compiles_without_a_break(folder: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_cold_model_is_exported(mixtral: PreTrainedModel, strict: bool) -> None:
+def test_a_cold_model_is_exported(mixtral, strict):
     """Gates are recognised while torch traces: no values of tensors are known in that thread."""
     expected = mixtral(PROMPT, use_cache=False).logits
     mixtral.set_experts_implementation("moe_runtime")
@@ -186,7 +183,7 @@ def test_a_cold_model_is_exported(mixtral: PreTrainedModel, strict: bool) -> Non
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_lora_beside_frozen_experts(mixtral: PreTrainedModel) -> None:
+def test_lora_beside_frozen_experts(mixtral):
     peft = pytest.importorskip("peft")
     mixtral.set_experts_implementation("moe_runtime")
     model = peft.get_peft_model(
@@ -198,7 +195,7 @@ def test_lora_beside_frozen_experts(mixtral: PreTrainedModel) -> None:
     assert all("lora" in name for name in grads)
 
 
-def test_lora_on_the_experts(mixtral: PreTrainedModel) -> None:
+def test_lora_on_the_experts(mixtral):
     """PEFT adds its product to the stacked parameter: its gradient comes through ours."""
     peft = pytest.importorskip("peft")
     results = []
@@ -224,7 +221,7 @@ def test_lora_on_the_experts(mixtral: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("block_size", [(16, 16), (128, 128), None], ids=str)
-def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | None) -> None:
+def test_fp8_experts(mixtral, block_size):
     """8-bit experts against the same numbers widened by hand, through transformers' registry."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
@@ -268,12 +265,7 @@ def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | Non
     ],
     ids=["ragged fp8 blocks", "powers of two", "fp4"],
 )
-def test_packed_experts_are_computed_from_their_codes(
-    mixtral: PreTrainedModel,
-    block_size: tuple[int, int] | None,
-    options: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_experts_are_computed_from_their_codes(mixtral, block_size, options, monkeypatch):
     """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
@@ -333,7 +325,7 @@ def test_packed_experts_are_computed_from_their_codes(
     torch.testing.assert_close(x.grad, own_x.grad, rtol=0, atol=bound)
 
 
-def test_packed_experts_of_an_unknown_type_are_refused(mixtral: PreTrainedModel) -> None:
+def test_packed_experts_of_an_unknown_type_are_refused(mixtral):
     from moe_runtime.errors import UnsupportedModelError
     from moe_runtime.inference.hugging_face.backend import fp8_experts_forward
 
@@ -349,7 +341,7 @@ def test_packed_experts_of_an_unknown_type_are_refused(mixtral: PreTrainedModel)
         fp8_experts_forward(module, x, ids, torch.ones(1, 1))
 
 
-def test_scales_that_may_be_of_other_rows_are_refused(mixtral: PreTrainedModel) -> None:
+def test_scales_that_may_be_of_other_rows_are_refused(mixtral):
     """Gate and up of 96 rows: two scales are of 96 rows each, or of 128 and 64 of both together."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 

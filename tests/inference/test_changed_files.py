@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def generate(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("write", [rewrite, rewrite_and_set_back_the_time])
-def test_a_file_that_is_written_ends_the_run(folder: Path, write: Callable[[Path], None]) -> None:
+def test_a_file_that_is_written_ends_the_run(folder, write):
     file = weights_of(folder)
     with (model := load(folder)).moe:
         generate(model)
@@ -62,7 +61,7 @@ def test_a_file_that_is_written_ends_the_run(folder: Path, write: Callable[[Path
         model.moe.check()
 
 
-def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(folder: Path) -> None:
+def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(folder):
     file = weights_of(folder)
     with (model := load(folder)).moe:
         expected = generate(model)
@@ -74,7 +73,7 @@ def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(folder: Path) -> N
         assert torch.equal(generate(model), expected)
 
 
-def test_other_files_of_the_folder_may_change_while_it_is_loaded(folder: Path) -> None:
+def test_other_files_of_the_folder_may_change_while_it_is_loaded(folder):
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     other = Path(shutil.copyfile(weights_of(folder), folder / "other.safetensors"))
     waiting = [partial(rewrite, other)]
@@ -87,7 +86,7 @@ def test_other_files_of_the_folder_may_change_while_it_is_loaded(folder: Path) -
 
 
 @pytest.mark.parametrize("how", ["written", "replaced"])
-def test_a_file_that_changes_while_it_is_loaded_is_refused(folder: Path, how: str) -> None:
+def test_a_file_that_changes_while_it_is_loaded_is_refused(folder, how):
     file = weights_of(folder)
     other = shutil.copyfile(file, folder / "new")
     rewrite(other)

@@ -21,7 +21,7 @@ SIGNATURE = ModelSignature(model_type="some", num_layers=1, num_experts=6, top_k
 PLAN = MemoryPlan(budget_bytes=0, dense_bytes=0, reserve_bytes=0, slot_bytes=4096, num_slots=2)
 
 
-def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
+def test_adaptive_shares_move_to_the_layer_whose_misses_read_more():
     """Both layers miss alike, as text and picture experts of different widths may."""
     layouts = {
         ExpertKey(layer, expert): lay_out(
@@ -44,7 +44,7 @@ def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
     assert sum(moving.slots_by_layer) == 8
 
 
-def test_experts_of_one_layer_in_several_types_are_refused(tmp_path: Path) -> None:
+def test_experts_of_one_layer_in_several_types_are_refused(tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(pocket_path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     tensors = load_file(folder / "model.safetensors")

@@ -1,7 +1,5 @@
 """The same bits from slots of an emulated device, for families, formats, budgets and prefetches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,9 +96,7 @@ def logits_and_stats(folder: Path, slots: int, ahead: str) -> tuple[list[torch.T
 
 @pytest.mark.parametrize("ways", ["one", pytest.param("others", marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", [*FAMILIES, *QUANTISED], ids=str)
-def test_the_bits_are_those_of_the_resident_model(
-    what: Family | str, ways: str, tmp_path: Path
-) -> None:
+def test_the_bits_are_those_of_the_resident_model(what, ways, tmp_path):
     folder = write(what, tmp_path)
     expected, _ = logits_and_stats(folder, NUM_EXPERTS, "nothing")
     assert all(logits.isfinite().all() for logits in expected)

@@ -1,16 +1,15 @@
 """Models whose experts are computed from slots of an emulated device, by Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of, settle
 from moe_families import Family
-from quantized_checkpoints import SAMPLES, Quantized, write
+from quantized_checkpoints import SAMPLES, write
 from tiny_checkpoints import PROMPT, save, tiny_model
 from triton_interpreter import repair_interpreter
 from waiting_calls import Asked
@@ -42,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @emulated
-def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint: Path) -> None:
+def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint):
     model = load_on_emulated_device(checkpoint, slots_a_layer=2)
     with model.moe:
         layer = experts_modules_of(model)[0]
@@ -54,7 +53,7 @@ def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint: Path) -
 
 
 @emulated
-def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
+def test_the_same_bits_whoever_is_resident(checkpoint):
     found = []
     for slots in (NUM_EXPERTS, 2):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
@@ -81,7 +80,7 @@ PACKED = [sample for sample in SAMPLES if sample.name in ("gpt_oss-mxfp4", "qwen
 
 @emulated
 @pytest.mark.parametrize("sample", PACKED, ids=str)
-def test_quantised_experts_are_computed_in_their_slots(sample: Quantized, tmp_path: Path) -> None:
+def test_quantised_experts_are_computed_in_their_slots(sample, tmp_path):
     folder, found = write(sample, tmp_path).folder, []
     for slots, has_stack in ((NUM_EXPERTS, True), (2, True), (2, False)):
         model = load_on_emulated_device(folder, slots_a_layer=slots)
@@ -104,6 +103,17 @@ def test_quantised_experts_are_computed_in_their_slots(sample: Quantized, tmp_pa
     assert all(map(torch.equal, found[0], found[1]))
     # bf16 is rounded to 8 bits: hidden values, the rows of experts and their sums
     torch.testing.assert_close(found[1], found[2], rtol=2**-6, atol=2**-6)
+
+
+@emulated
+def test_layers_without_a_stack_never_ask_the_kernel_of_the_host(checkpoint):
+    model = load_on_emulated_device(checkpoint, slots_a_layer=NUM_EXPERTS)
+    store = experts_modules_of(model)[0].store
+    assert isinstance(store, DeviceStore)
+    store.stacks = None
+    with model.moe, patch.object(store, "use_resident", side_effect=AssertionError):
+        first, second = logits_of(model, [PROMPT[:, :1]] * 2)
+    assert torch.equal(first, second)
 
 
 def a_layer(checkpoint: Path, num_resident: int) -> tuple[Any, DeviceExperts, list[None]]:
@@ -132,8 +142,8 @@ def make_resident(layer: DeviceExperts, number: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("num_resident", [NUM_EXPERTS, NUM_EXPERTS - 1])
 def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_resident: int
-) -> None:
+    checkpoint, monkeypatch, num_tokens, num_resident
+):
     from triton.runtime.jit import KernelInterface
 
     started: list[str] = []
@@ -162,7 +172,7 @@ def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
-def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> None:
+def test_what_is_counted_is_what_leases_count(checkpoint, slots):
     counted = []
     for has_stack in (True, False):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
@@ -182,15 +192,13 @@ def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> N
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def typed_checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def typed_checkpoint(request, tmp_path_factory) -> Path:
     model = tiny_model(FAMILY).to(getattr(torch, request.param))
     return save(model, tmp_path_factory.mktemp("typed"), sharded=True)
 
 
 @pytest.mark.gpu
-def test_a_gpu_generates_the_same_bits_at_every_device_memory(typed_checkpoint: Path) -> None:
+def test_a_gpu_generates_the_same_bits_at_every_device_memory(typed_checkpoint):
     with pytest.raises(CapacityError) as refused:
         moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
     smallest = refused.value.smallest_bytes
@@ -211,9 +219,7 @@ def test_a_gpu_generates_the_same_bits_at_every_device_memory(typed_checkpoint: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 17])
-def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(
-    typed_checkpoint: Path, num_tokens: int
-) -> None:
+def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(typed_checkpoint, num_tokens):
     model: Any = moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64)
     layer = experts_modules_of(model)[0]
     make_resident(layer, NUM_EXPERTS)
@@ -232,7 +238,7 @@ def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(
 
 
 @pytest.mark.gpu
-def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint: Path) -> None:
+def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint):
     """A static cache, recorded steps and what libraries keep among it."""
     with pytest.raises(CapacityError) as refused:
         moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)

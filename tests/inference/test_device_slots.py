@@ -27,7 +27,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return save(model, tmp_path_factory.mktemp("family"), sharded=True)
 
 
-def test_every_slot_is_part_of_one_stack(checkpoint: Path) -> None:
+def test_every_slot_is_part_of_one_stack(checkpoint):
     experts = map_of(checkpoint)
     there = experts_on_device(experts)
     drawn = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ def test_every_slot_is_part_of_one_stack(checkpoint: Path) -> None:
                 assert torch.equal(stack.down_bias[slot], expected["down_bias"])
 
 
-def test_no_byte_is_copied_that_is_no_tensors(checkpoint: Path) -> None:
+def test_no_byte_is_copied_that_is_no_tensors(checkpoint):
     experts = map_of(checkpoint)
     there = experts_on_device(experts)
     for key, layout in experts.layouts.items():
@@ -73,7 +73,7 @@ def test_no_byte_is_copied_that_is_no_tensors(checkpoint: Path) -> None:
     assert there.slot_bytes <= experts.slot_bytes
 
 
-def test_an_expert_of_an_alphabetical_file_is_one_copy(tmp_path: Path) -> None:
+def test_an_expert_of_an_alphabetical_file_is_one_copy(tmp_path):
     # down, gate and up of one expert lie one behind the other there, as Hugging Face writes them
     experts = map_of(save(tiny_model(FAMILIES[2]), tmp_path, sharded=False))
     there = experts_on_device(experts)
@@ -83,7 +83,7 @@ def test_an_expert_of_an_alphabetical_file_is_one_copy(tmp_path: Path) -> None:
     assert numbers == [1] * len(experts.layouts)
 
 
-def test_experts_with_a_quantised_matrix_make_no_stack(checkpoint: Path) -> None:
+def test_experts_with_a_quantised_matrix_make_no_stack(checkpoint):
     experts = map_of(checkpoint)
     there = experts_on_device(experts)
     layout, names = there.layouts[ExpertKey(0, 0)], experts.matrices[0]
@@ -91,7 +91,7 @@ def test_experts_with_a_quantised_matrix_make_no_stack(checkpoint: Path) -> None
     assert stack_slots(slab, there.slot_bytes, layout, [*names[:-1], "down.codes"]) is None
 
 
-def test_copies_of_experts_are_cut_alike() -> None:
+def test_copies_of_experts_are_cut_alike():
     whole = [CopyPart(100, 0, 30)]
     apart = [CopyPart(500, 10, 20), CopyPart(7, 0, 10)]  # the file with the end of it comes first
     third = [CopyPart(0, 0, 25), CopyPart(90, 25, 5)]

@@ -41,7 +41,7 @@ def load(folder: Path, num_slots: int | None = None) -> Any:
     )
 
 
-def test_rows_make_room_for_experts_and_no_bit_differs(folder: Path) -> None:
+def test_rows_make_room_for_experts_and_no_bit_differs(folder):
     summary = inspect_checkpoint(folder, dtype="float32", max_tokens=64)
     embedding = tiny_checkpoints.tiny_model(FAMILY).get_input_embeddings().weight
     assert summary.embedding_bytes == embedding.nbytes
@@ -57,7 +57,7 @@ def test_rows_make_room_for_experts_and_no_bit_differs(folder: Path) -> None:
         assert all(map(torch.equal, *logits))
 
 
-def test_the_weight_is_read_and_copied_as_any_other_and_not_changed(folder: Path) -> None:
+def test_the_weight_is_read_and_copied_as_any_other_and_not_changed(folder):
     expected = tiny_checkpoints.tiny_model(FAMILY).get_input_embeddings().weight
     with (model := load(folder, 3)).moe:
         module = model.get_input_embeddings()
@@ -77,7 +77,7 @@ def test_the_weight_is_read_and_copied_as_any_other_and_not_changed(folder: Path
                 module(torch.tensor([token]))
 
 
-def test_a_file_that_is_written_is_refused(folder: Path) -> None:
+def test_a_file_that_is_written_is_refused(folder):
     (file,) = folder.glob("*.safetensors")
     with (model := load(folder, 3)).moe:
         content = file.read_bytes()

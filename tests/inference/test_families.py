@@ -181,13 +181,13 @@ def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
     return stacked.shape[0], stacked.shape[1 if module.is_transposed else 2]
 
 
-def test_logits_equal_transformers(sample: Sample) -> None:
+def test_logits_equal_transformers(sample):
     """Under the smallest budget, in one of the layouts in turn over the families."""
     assert_same_logits(sample.layout([*LAYOUTS][ALL.index(sample.family) % 2]), sample)
 
 
 @torch.no_grad()
-def test_classes_compute_what_is_said_of_their_names(sample: Sample) -> None:
+def test_classes_compute_what_is_said_of_their_names(sample):
     """Norms, routers, attention, residuals and gates; other rows are proven by the logits."""
     torch.manual_seed(0)
     for check in known_rows.checks_of(sample.model).values():
@@ -195,7 +195,7 @@ def test_classes_compute_what_is_said_of_their_names(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
-def test_layout_and_budget_change_no_bit(sample: Sample) -> None:
+def test_layout_and_budget_change_no_bit(sample):
     """Where experts lie and how many of them fit changes the speed alone."""
     starved, resident = map(sample.layout, LAYOUTS)
     if native_library() is None:
@@ -207,7 +207,7 @@ def test_layout_and_budget_change_no_bit(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
-def test_names_and_shards_do_not_depend_on_each_other(sample: Sample, tmp_path: Path) -> None:
+def test_names_and_shards_do_not_depend_on_each_other(sample, tmp_path):
     """The two other layouts: what is renamed for a family is renamed in whichever file it lies."""
     model, save = sample.model, tiny_checkpoints.save
     sharded = save(model, tmp_path / "sharded", sharded=True)
@@ -304,13 +304,13 @@ def errors_by_kind(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dic
 
 
 @pytest.mark.parametrize("sample", FIFTHS, ids=str, indirect=True)
-def test_gradients_equal_transformers(sample: Sample) -> None:
+def test_gradients_equal_transformers(sample):
     """In fp32; with one of the kinds of checkpointing, in turn over the families."""
     assert_gradients_in_fp32(sample, [sample.turn(1)])
 
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
-def test_gradients_in_bf16_are_as_near_the_truth_as_those_of_transformers(sample: Sample) -> None:
+def test_gradients_in_bf16_are_as_near_the_truth_as_those_of_transformers(sample):
     """With another kind."""
     if not sample.family.computes_in_bf16:
         with pytest.raises(RuntimeError, match="same dtype"):
@@ -320,13 +320,13 @@ def test_gradients_in_bf16_are_as_near_the_truth_as_those_of_transformers(sample
 
 
 @pytest.mark.long
-def test_gradients_with_every_kind_of_checkpointing(sample: Sample) -> None:
+def test_gradients_with_every_kind_of_checkpointing(sample):
     assert_gradients_in_fp32(sample, sample.kinds())
     if sample.family.computes_in_bf16:
         assert_gradients_in_bf16(sample, sample.kinds())
 
 
-def test_sample_can_tell_a_wrong_expert(sample: Sample) -> None:
+def test_sample_can_tell_a_wrong_expert(sample):
     """Swapping two experts moves the logits by far more than the tolerance."""
     model = copy.deepcopy(sample.model)
     modules = tiny_checkpoints.stacked_experts(model)
@@ -339,7 +339,7 @@ def test_sample_can_tell_a_wrong_expert(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("family", moe_families.UNSUPPORTED, ids=str)
-def test_other_experts_are_refused(family: Family, tmp_path: Path) -> None:
+def test_other_experts_are_refused(family, tmp_path):
     """A family without the experts interface is refused in one line that names it."""
     model = tiny_checkpoints.tiny_model(family)
     tiny_checkpoints.save(model, tmp_path, sharded=True)
@@ -350,7 +350,7 @@ def test_other_experts_are_refused(family: Family, tmp_path: Path) -> None:
     assert model.config.model_type in message
 
 
-def test_table_is_complete() -> None:
+def test_table_is_complete():
     """The table has every family that transformers decorates, and only families that it has."""
     import transformers
 

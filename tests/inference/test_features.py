@@ -1,7 +1,5 @@
 """The table of what a loaded model supports (`transformers_features`), tried row by row."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_rows import EQUAL, Feature, assert_same
+from feature_rows import EQUAL, assert_same
 from moe_families import FAMILIES
 from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -66,12 +64,7 @@ def lasting(folder_of: Callable[[str], Path]) -> Callable[[str], tuple[Any, Any]
     "feature",
     [pytest.param(row, id=str(row), marks=[pytest.mark.long] * row.is_long) for row in HERE],
 )
-def test_as_transformers_or_refused(
-    feature: Feature,
-    folder_of: Callable[[str], Path],
-    lasting: Callable[[str], tuple[Any, Any]],
-    tmp_path: Path,
-) -> None:
+def test_as_transformers_or_refused(feature, folder_of, lasting, tmp_path):
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     if feature.answer != EQUAL:
@@ -96,15 +89,15 @@ def test_as_transformers_or_refused(
         loaded.moe.close()
 
 
-def test_every_public_method_is_in_the_table() -> None:
+def test_every_public_method_is_in_the_table():
     listed = {method for feature in FEATURES for method in feature.methods}
     assert listed >= PUBLIC
 
 
-def test_the_page_is_that_of_the_table() -> None:
+def test_the_page_is_that_of_the_table():
     assert PAGE.read_text(encoding="utf-8") == page(), "run transformers_features.py"
 
 
-def test_rows_have_names_of_their_own() -> None:
+def test_rows_have_names_of_their_own():
     names = [str(feature) for feature in FEATURES]
     assert len(names) == len(set(names))

@@ -1,7 +1,6 @@
 """A child that was forked says at once that the model is its parent's, and harms neither."""
 
 import subprocess
-from pathlib import Path
 
 import tiny_checkpoints
 from moe_families import Family
@@ -55,7 +54,7 @@ os._exit(0)  # the end of an interpreter takes seconds
 """
 
 
-def test_a_forked_child_refuses_and_the_parent_goes_on(tmp_path: Path) -> None:
+def test_a_forked_child_refuses_and_the_parent_goes_on(tmp_path):
     """With reading threads of C, and of Python."""
     made = tiny_checkpoints.tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM"))
     path = tiny_checkpoints.save(made, tmp_path / "tiny", sharded=False)

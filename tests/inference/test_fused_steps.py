@@ -1,7 +1,5 @@
 """Decode steps with a static cache by fused kernels, beside transformers' own layers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections import Counter
@@ -105,7 +103,7 @@ def decode(model: Any, prompt: torch.Tensor, mask: torch.Tensor, num_steps: int 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_a_family_decodes_as_by_its_own_layers(name: str, num_sequences: int) -> None:
+def test_a_family_decodes_as_by_its_own_layers(name, num_sequences):
     own, fused = pair(FAMILIES[name])
     prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(num_sequences)])[:, :5]
     mask = torch.ones_like(prompt)
@@ -126,12 +124,12 @@ def test_a_family_decodes_as_by_its_own_layers(name: str, num_sequences: int) ->
             torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_takes_the_place_of_a_layer_is_in_its_mode() -> None:
+def test_what_takes_the_place_of_a_layer_is_in_its_mode():
     for model in pair(QWEN3):
         assert not any(module.training for module in model.modules())
 
 
-def test_half_precision_is_rounded_where_transformers_rounds() -> None:
+def test_half_precision_is_rounded_where_transformers_rounds():
     """In a layer on the same input: all but a few bits of its result are the same."""
     own, fused = pair(QWEN3, torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
@@ -166,7 +164,7 @@ def twice(function: Any) -> Any:
     return lambda *args, **kwargs: tuple(2 * part for part in function(*args, **kwargs))
 
 
-def test_who_is_looked_into_or_changed_goes_its_own_way() -> None:
+def test_who_is_looked_into_or_changed_goes_its_own_way():
     own, fused = pair(QWEN3)
     prompt, attention = PROMPT[:, :3], [each.model.layers[0].self_attn for each in (own, fused)]
     gates = [each.model.layers[0].mlp.gate for each in (own, fused)]
@@ -235,8 +233,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("num_sequences", "slots", "misses"), [(1, 6, "device"), (3, 2, "device"), (1, 2, "cpu")]
 )
 def test_recorded_steps_have_the_bits_of_steps_that_are_not(
-    checkpoint: Path, num_sequences: int, slots: int, misses: str
-) -> None:
+    checkpoint, num_sequences, slots, misses
+):
     """Where all experts are there, and in parts where some are missing."""
     prompt, found = THREE[:num_sequences], []
     for is_recorded, is_fused in ((True, True), (False, True), (False, False)):
@@ -260,7 +258,7 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
 
 @emulated
 @pytest.mark.parametrize(("is_fused", "total"), [(False, 34), (True, 8)])
-def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
+def test_a_layer_is_few_kernels(is_fused, total):
     """What two layers compute more than one, but for their experts, which are others on a GPU."""
     counted = []
     for num_layers in (1, 2):
@@ -295,7 +293,7 @@ def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_gpu_replays_fused_steps(tmp_path: Path, name: str) -> None:
+def test_a_gpu_replays_fused_steps(tmp_path, name):
     """Recorded, with kernels compiled, and beside transformers' own model on the same GPU."""
     checkpoint = save(tiny_model(FAMILIES[name]), tmp_path, sharded=True)
     prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :4].to("cuda")
@@ -314,7 +312,7 @@ def test_a_gpu_replays_fused_steps(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_setting_that_changes_is_heard() -> None:
+def test_a_setting_that_changes_is_heard():
     own, other = pair(FAMILIES["glm4_moe"])
     with torch.no_grad():
         decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
@@ -329,7 +327,7 @@ def test_a_setting_that_changes_is_heard() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is() -> None:
+def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is():
     found = []
     for model in pair(QWEN3):
         cache, prompt_2T = static_cache(model.config, 9), PROMPT.repeat(2, 1).to(DEVICE)

@@ -42,7 +42,7 @@ def by_hand(model: Any, tokenizer: Any, num_tokens: int) -> list[int]:
     return ids[0, num_prompt_tokens:].tolist()
 
 
-def test_greedy_text_is_that_of_plain_decoding(model: Any, tokenizer: Any) -> None:
+def test_greedy_text_is_that_of_plain_decoding(model, tokenizer):
     pieces: list[str] = []
     result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30, on_text=pieces.append)
     expected = by_hand(model, tokenizer, 30)
@@ -84,7 +84,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_text_ends_at_each_end_of_settings_tokenizer_and_template(name: str) -> None:
+def test_a_text_ends_at_each_end_of_settings_tokenizer_and_template(name):
     tokenizer = sentencepiece_tokenizer()
     marks = ("im_start", "im_end", "user", "assistant", "start", "message", "return", "end")
     tokenizer.add_special_tokens({"extra_special_tokens": [f"<|{mark}|>" for mark in marks]})
@@ -96,7 +96,7 @@ def test_a_text_ends_at_each_end_of_settings_tokenizer_and_template(name: str) -
     assert end_token_ids(model) == [7, 8]
 
 
-def test_generation_ends_at_the_tokenizers_end(model: Any, tokenizer: Any) -> None:
+def test_generation_ends_at_the_tokenizers_end(model, tokenizer):
     """Although the settings of generation name none."""
     text = generate_text(model, tokenizer, PROMPT, max_new_tokens=30).token_ids
     ending = SimpleNamespace(eos_token_id=text[4])
@@ -114,7 +114,7 @@ def test_generation_ends_at_the_tokenizers_end(model: Any, tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_text_goes_on_with_its_prompt_but_the_answer_of_a_chat_stands_alone(chat: bool) -> None:
+def test_text_goes_on_with_its_prompt_but_the_answer_of_a_chat_stands_alone(chat):
     """With a tokenizer whose decoding drops the first space, after line breaks too."""
     llama = sentencepiece_tokenizer()
     llama.chat_template = "{{ messages[0].content }}"
@@ -145,9 +145,7 @@ def test_text_goes_on_with_its_prompt_but_the_answer_of_a_chat_stands_alone(chat
     assert result.text.startswith("Once" if chat else " Once")
 
 
-def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(
-    model: Any, tokenizer: Any
-) -> None:
+def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(model, tokenizer):
     def sample(seed: int) -> tuple[int, ...]:
         return generate_text(
             model, tokenizer, PROMPT, max_new_tokens=20, temperature=2.0, top_p=0.9, seed=seed
@@ -163,9 +161,7 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(
     assert any(sample(seed) != first for seed in (2, 3, 4))
 
 
-def test_no_hidden_filter_narrows_sampling(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_hidden_filter_narrows_sampling(model, tokenizer, monkeypatch):
     """transformers would keep only the 50 likeliest tokens unless told otherwise."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(model, "generate", lambda **options: seen.update(options))
@@ -173,7 +169,7 @@ def test_no_hidden_filter_narrows_sampling(
     assert (seen["temperature"], seen["top_p"], seen["top_k"]) == (0.5, 0.9, 0)
 
 
-def test_an_end_token_stops(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_token_stops(model, tokenizer, monkeypatch):
     expected = by_hand(model, tokenizer, 30)
     end = expected[4]
     num_until_end = expected.index(end) + 1
@@ -183,9 +179,7 @@ def test_an_end_token_stops(model: Any, tokenizer: Any, monkeypatch: pytest.Monk
     assert list(result.token_ids) == expected[:num_until_end]
 
 
-def test_times_are_those_of_the_first_and_the_later_tokens(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_those_of_the_first_and_the_later_tokens(model, tokenizer, monkeypatch):
     """By a clock that goes on in forward passes alone: 4 s in the first, then 0.5 s."""
     calls = itertools.count()
     now = 7.0
@@ -205,13 +199,13 @@ def test_times_are_those_of_the_first_and_the_later_tokens(
     assert result.decode_tokens_per_s == 2.0
 
 
-def test_a_single_token_has_no_rate(model: Any, tokenizer: Any) -> None:
+def test_a_single_token_has_no_rate(model, tokenizer):
     result = generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
     assert result.new_tokens == 1
     assert result.decode_tokens_per_s is None
 
 
-def test_ctrl_c_hands_back_what_was_generated(model: Any, tokenizer: Any) -> None:
+def test_ctrl_c_hands_back_what_was_generated(model, tokenizer):
     calls = itertools.count()
 
     def interrupt(*_: Any) -> None:
@@ -247,19 +241,17 @@ def test_ctrl_c_hands_back_what_was_generated(model: Any, tokenizer: Any) -> Non
         ({"max_new_tokens": MAX_POSITIONS}, f"knows {MAX_POSITIONS} positions"),
     ],
 )
-def test_options_out_of_range_are_refused(
-    model: Any, tokenizer: Any, options: dict[str, Any], message: str
-) -> None:
+def test_options_out_of_range_are_refused(model, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         generate_text(model, tokenizer, PROMPT, **{"max_new_tokens": 4} | options)
 
 
-def test_an_empty_prompt_is_refused(model: Any, tokenizer: Any) -> None:
+def test_an_empty_prompt_is_refused(model, tokenizer):
     with pytest.raises(ValueError, match="prompt is empty"):
         generate_text(model, tokenizer, "", max_new_tokens=1)
 
 
-def test_chat_goes_through_the_template() -> None:
+def test_chat_goes_through_the_template():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -269,9 +261,7 @@ def test_chat_goes_through_the_template() -> None:
     assert tokenizer.decode(ids[0]) == "[user]hello[assistant]"
 
 
-def test_a_stop_string_of_the_checkpoint_ends_the_text(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_string_of_the_checkpoint_ends_the_text(model, tokenizer, monkeypatch):
     ids = by_hand(model, tokenizer, 30)
     words = (tokenizer.decode([token]).strip() for token in ids)
     stop = next(word for word in words if len(word) > 3 and word.isascii() and word.isalpha())
@@ -283,7 +273,7 @@ def test_a_stop_string_of_the_checkpoint_ends_the_text(
 
 
 @pytest.mark.parametrize(("num_tokens", "words"), [(1, "1 token and"), (2, "2 tokens and")])
-def test_a_prompt_that_is_too_long_is_counted_in_english(num_tokens: int, words: str) -> None:
+def test_a_prompt_that_is_too_long_is_counted_in_english(num_tokens, words):
     config = SimpleNamespace(max_position_embeddings=4)
     config.get_text_config = lambda: config
     with pytest.raises(ValueError, match=words):

@@ -14,7 +14,7 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Shape
 
 
-def test_gates_answer_as_the_model_does_and_learning_improves_on_them() -> None:
+def test_gates_answer_as_the_model_does_and_learning_improves_on_them():
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
     source = Path(argparse.__file__).read_text(encoding="utf-8")
     ids = tokenizer(source, verbose=False)["input_ids"][: 24 * 96]
@@ -45,7 +45,7 @@ def test_gates_answer_as_the_model_does_and_learning_improves_on_them() -> None:
     assert after.at(2).at_2k[2:].mean() > gate.at(2).at_2k[2:].mean()
 
 
-def test_gates_must_fit_the_hidden_states() -> None:
+def test_gates_must_fit_the_hidden_states():
     estimator = HiddenLookahead(Shape(num_layers=2, num_experts=4, top_k=1))
     gates, biases = np.zeros((2, 4, 6), np.float32), np.zeros((2, 4), np.float32)
     with pytest.raises(ValueError, match=r"\(2, 4, 8\).*got \(2, 4, 6\)"):

@@ -131,7 +131,7 @@ STATEFUL = ("inference/", "memory/", "policies/", "lab/")
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_an_exception_in_a_pass_leaves_nothing_behind(checkpoint: Path) -> None:
+def test_an_exception_in_a_pass_leaves_nothing_behind(checkpoint):
     trial = Trial(load(checkpoint, prefetch="enforce"))
     trial.strike_all(STATEFUL)
     assert any(str(site).startswith("memory/store.py") for site in trial.struck)
@@ -139,9 +139,7 @@ def test_an_exception_in_a_pass_leaves_nothing_behind(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behind(
-    checkpoint: Path,
-) -> None:
+def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behind(checkpoint):
     """Where experts are used without being leased."""
     trial = Trial(moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB", max_tokens=64))
     trial.strike_all(("inference/expert_layer.py", "memory/", "policies/eviction/"))
@@ -149,7 +147,7 @@ def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behin
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path) -> None:
+def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint):
     trial = Trial(load(checkpoint), backward=True)
     trial.strike_all(("inference/expert_", "memory/"))
     trial.close()
@@ -167,7 +165,7 @@ def coded(tmp_path: Path) -> Any:
     return moe_runtime.load(path, device="cpu", host_memory=budget, prefetch="enforce", **options)
 
 
-def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
+def test_exceptions_where_experts_are_encoded_on_their_way(coded):
     """In functions that the threads call which encode arrivals, each some time."""
     fetcher = coded.moe._store._fetcher
     fetcher._copy = copy = StruckThreads(fetcher._copy)
@@ -187,7 +185,7 @@ def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any) -> None:
+def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded):
     trial = Trial(coded)
     trial.strike_all(("inference/expert_layer.py", "memory/tiers.py"))
     trial.close()
@@ -203,9 +201,7 @@ def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any
         {"prefetch": "observe", "trace": "trace.npz", "timeline": "timeline.json"},
     ],
 )
-def test_exceptions_under_other_options(
-    checkpoint: Path, tmp_path: Path, options: dict[str, str]
-) -> None:
+def test_exceptions_under_other_options(checkpoint, tmp_path, options):
     files = {name: tmp_path / options[name] for name in ("trace", "timeline") if name in options}
     trial = Trial(load(checkpoint, **{**options, **files}))
     for seed in range(len(KINDS)):
@@ -215,9 +211,7 @@ def test_exceptions_under_other_options(
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
-    checkpoint: Path, kind: type[BaseException]
-) -> None:
+def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(checkpoint, kind):
     """A hook that calls the model again, fails, and is forgiven."""
     model = load(checkpoint)
     expected = run(model)
@@ -249,8 +243,8 @@ def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
     [("next-gate", {}), ("running-counts", {"trace": "t.npz", "timeline": "t.json"})],
 )
 def test_threads_that_share_a_model_get_what_they_get_alone(
-    checkpoint: Path, tmp_path: Path, predictor: str, options: dict[str, str]
-) -> None:
+    checkpoint, tmp_path, predictor, options
+):
     files = {name: tmp_path / file for name, file in options.items()}
     model = load(checkpoint, prefetch="enforce", predictor=predictor, **files)
     prompts = [torch.arange(3 + i, 9 + 3 * i)[None] for i in range(4)]

@@ -57,7 +57,7 @@ def begins_with(model: Any) -> np.ndarray:
     return learner.learned().get("matrices", np.zeros((0,)))
 
 
-def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path) -> None:
+def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path):
     """The matrices are the counts of what the first process recorded of its routing."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The for statement\nA class has\n")
@@ -83,7 +83,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path)
         np.testing.assert_array_equal(learner.learned()["matrices"], counts)
 
 
-def test_what_is_learned_adds_up_and_changes_no_bit() -> None:
+def test_what_is_learned_adds_up_and_changes_no_bit():
     with (plain := open_model("lru")).moe:
         expected = [answer(plain, first) for first in (5, 90)]
     assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
@@ -98,7 +98,7 @@ def test_what_is_learned_adds_up_and_changes_no_bit() -> None:
     model.moe.close()
 
 
-def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path):
     path = learned_path("eam", SIGNATURE, POCKET)
     for number in (1, 2):
         with pytest.warns(match="eam begins empty") if number == 1 else nullcontext():
@@ -120,7 +120,7 @@ def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_an_interrupted_run_keeps_what_it_learned() -> None:
+def test_an_interrupted_run_keeps_what_it_learned():
     def interrupt(model: Any) -> None:
         with model.moe:
             answer(model)
@@ -131,9 +131,7 @@ def test_an_interrupted_run_keeps_what_it_learned() -> None:
     assert learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
 
 
-def test_a_model_that_fails_in_its_first_step_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_fails_in_its_first_step_keeps_nothing(monkeypatch):
     model = open_model()
     last = model.model.layers[-1].mlp.experts
 
@@ -180,7 +178,7 @@ def damage(path: Path, how: str) -> None:
         ("too large", "when unpacked, expected at most"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_and_replaced(how: str, said: str) -> None:
+def test_a_file_that_cannot_be_used_is_said_and_replaced(how, said):
     with (model := open_model()).moe:
         expected = answer(model)
     path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
@@ -195,13 +193,13 @@ def test_a_file_that_cannot_be_used_is_said_and_replaced(how: str, said: str) ->
     np.testing.assert_array_equal(arrays_of(path)["matrices"], whole["matrices"])
 
 
-def test_a_cache_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_fails_no_run(tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with (model := open_model()).moe:
         answer(model)
 
 
-def test_only_one_process_of_a_group_writes() -> None:
+def test_only_one_process_of_a_group_writes():
     with (model := open_model()).moe:
         answer(model)
         (learner,) = model.moe._store._policy.watchers
@@ -215,7 +213,7 @@ def test_only_one_process_of_a_group_writes() -> None:
 
 
 @pytest.mark.parametrize("name", [POLICY_FILE, "eam"])
-def test_what_is_learned_is_written_while_requests_are_answered(name: str) -> None:
+def test_what_is_learned_is_written_while_requests_are_answered(name):
     """As after SIGKILL, nothing is closed; requests that run go on."""
     now_s = 0.0
     path = learned_path(name, SIGNATURE, POCKET)
@@ -240,7 +238,7 @@ def test_what_is_learned_is_written_while_requests_are_answered(name: str) -> No
     assert len(kept) == 4
 
 
-def test_checkpoints_of_one_shape_have_files_of_their_own(tmp_path: Path) -> None:
+def test_checkpoints_of_one_shape_have_files_of_their_own(tmp_path):
     paths = []
     for name, weights in (("base", b"1234"), ("tuned", b"1235"), ("copy", b"1234")):
         folder = tmp_path / name

@@ -1,7 +1,5 @@
 """What a loaded model refuses or does as a Python object: conversions, assignments, its end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref
@@ -29,7 +27,7 @@ def load(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1"])
-def test_a_refused_conversion_of_a_part_converts_nothing(part: str) -> None:
+def test_a_refused_conversion_of_a_part_converts_nothing(part):
     model = load()
     with model.moe, torch.no_grad():
         expected = model(PROMPT).logits
@@ -39,7 +37,7 @@ def test_a_refused_conversion_of_a_part_converts_nothing(part: str) -> None:
         assert torch.equal(model(PROMPT).logits, expected)
 
 
-def test_weights_in_the_place_of_experts_are_refused() -> None:
+def test_weights_in_the_place_of_experts_are_refused():
     model = load()
     with model.moe, torch.no_grad():
         expected = model(PROMPT).logits
@@ -56,7 +54,7 @@ def test_weights_in_the_place_of_experts_are_refused() -> None:
         assert torch.equal(model(PROMPT).logits, expected)
 
 
-def test_gradients_of_all_parameters_may_be_cleared() -> None:
+def test_gradients_of_all_parameters_may_be_cleared():
     """As loops do that know no `zero_grad`; the experts, which are frozen, never have one."""
     model = load()
     with model.moe:
@@ -70,7 +68,7 @@ def test_gradients_of_all_parameters_may_be_cleared() -> None:
             experts.grad = torch.zeros(experts.shape)
 
 
-def test_its_class_makes_models_in_memory() -> None:
+def test_its_class_makes_models_in_memory():
     model = load()
     with model.moe:
         for made in (type(model)(model.config), type(model)._from_config(model.config)):
@@ -84,8 +82,8 @@ def test_its_class_makes_models_in_memory() -> None:
     [({}, True), ({"cache_code": "planes"}, False), ({"prefetch": "enforce"}, False)],
 )
 def test_a_closed_model_refuses_every_call_and_has_no_experts_in_memory(
-    options: dict[str, str], has_trace: bool, tmp_path: Path
-) -> None:
+    options, has_trace, tmp_path
+):
     trace = tmp_path / "trace.npz" if has_trace else None
     model = load(trace=trace, **options)
     with torch.no_grad():
@@ -111,7 +109,7 @@ def test_a_closed_model_refuses_every_call_and_has_no_experts_in_memory(
     model.moe.close()
 
 
-def test_it_is_freed_when_it_is_let_go() -> None:
+def test_it_is_freed_when_it_is_let_go():
     model = load()
     with model.moe, torch.no_grad():
         model(PROMPT)
@@ -126,7 +124,7 @@ def test_it_is_freed_when_it_is_let_go() -> None:
 
 
 @pytest.mark.skipif(native_library() is None, reason="threads of Python keep the store alive")
-def test_dropped_without_being_closed_it_closes_its_files() -> None:
+def test_dropped_without_being_closed_it_closes_its_files():
     def open_files() -> int:
         names = map(os.path.realpath, Path("/proc/self/fd").iterdir())
         return sum(name.endswith(".safetensors") for name in names)
@@ -162,7 +160,7 @@ def zero_queries(attention: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [parametrize, prune])
-def test_a_change_of_an_attention_layer_counts_in_prompts_and_steps(change: Any) -> None:
+def test_a_change_of_an_attention_layer_counts_in_prompts_and_steps(change):
     """The bits are those of weights of zeros: products with them are exact in every order."""
 
     def logits(change: Any) -> list[torch.Tensor]:
@@ -242,7 +240,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("family", "change"), CHANGES, ids=[change.__name__.strip("_") for _, change in CHANGES]
 )
-def test_a_change_of_a_replaced_layer_counts(tmp_path: Path, family: Family, change: Any) -> None:
+def test_a_change_of_a_replaced_layer_counts(tmp_path, family, change):
     """Layers that a faster one stands for are changed as transformers' own are, in prompts and in
     steps of one token."""
     reference = tiny_checkpoints.tiny_model(family)

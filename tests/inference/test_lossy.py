@@ -223,6 +223,7 @@ def test_a_step_is_lossy_and_a_call_with_gradients_is_not(checkpoint: Path) -> N
         ({"routing": "cache-aware:0.1", "host_memory": "1GiB"}, "every expert fits in memory"),
         ({"skip_below": 0.2, "host_memory": "1GiB"}, "every expert fits in memory"),
         ({"skip_below": 0.2, "draft": "lookup"}, "draft lookup changes no text"),
+        ({"kv_cache": "q4"}, "unknown kv_cache 'q4': known: exact, int8"),
         ({"skip_below": 1.0}, r"skip_below must be in \[0, 1\), got 1.0"),
         ({"skip_below": -0.5}, "skip_below must be"),
         ({"routing": "cache-aware:0"}, "such as cache-aware:0.1, got 'cache-aware:0'"),
@@ -242,7 +243,11 @@ def test_beside_an_exact_engine_they_are_refused() -> None:
     for given in ({"routing": "cache-aware:0.1"}, {"skip_below": 0.2}, {"misses": "stand-in"}):
         with pytest.raises(ValueError, match="exact answers as if nothing else ran, and"):
             LossyRules.refuse_exact(given)
-    LossyRules.refuse_exact({"routing": "exact", "skip_below": 0.0, "misses": "cpu"})
+    with pytest.raises(ValueError, match="exact keeps every bit, and kv_cache int8 rounds"):
+        LossyRules.refuse_exact({"kv_cache": "int8"})
+    LossyRules.refuse_exact(
+        {"kv_cache": "exact", "routing": "exact", "skip_below": 0.0, "misses": "cpu"}
+    )
 
 
 def test_a_token_with_one_expert_has_nothing_to_give_up(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Experts that an emulated device lacks, computed by the CPU out of the host's slots."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of
 from moe_families import Family
-from quantized_checkpoints import SAMPLES, Quantized, write
+from quantized_checkpoints import SAMPLES, write
 from tiny_checkpoints import PROMPT, save, tiny_model
 from triton_interpreter import repair_interpreter
 
@@ -50,9 +48,7 @@ def expected(checkpoint: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("cpu", marks=pytest.mark.long), "auto"])
-def test_values_of_the_device_whoever_computes_a_miss(
-    checkpoint: Path, expected: list[torch.Tensor], mode: str
-) -> None:
+def test_values_of_the_device_whoever_computes_a_miss(checkpoint, expected, mode):
     model = load_on_emulated_device(checkpoint, slots_a_layer=2, misses=mode)
     with model.moe:
         for place in (0, 1, 2, 0):
@@ -82,7 +78,7 @@ def route(model: Any, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 @pytest.mark.parametrize("sample", PACKED, ids=str)
-def test_quantised_experts_too(sample: Quantized, tmp_path: Path) -> None:
+def test_quantised_experts_too(sample, tmp_path):
     folder, found = write(sample, tmp_path).folder, []
     for slots, mode in ((NUM_EXPERTS, "device"), (2, "cpu")):
         model = load_on_emulated_device(folder, slots_a_layer=slots, misses=mode)
@@ -118,9 +114,7 @@ def call(layer: DeviceExperts, ids: list[list[int]], **hidden: Any) -> torch.Ten
 
 
 @pytest.mark.parametrize("computed", [(), (3,), (2, 3, 4)])
-def test_every_plan_gives_the_values_and_what_is_counted(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, computed: tuple[int, ...]
-) -> None:
+def test_every_plan_gives_the_values_and_what_is_counted(checkpoint, monkeypatch, computed):
     ids = [[0, 2], [3, 2], [0, 4]]
     model, layer = a_layer(checkpoint, "device", NUM_EXPERTS)
     with model.moe, torch.inference_mode():
@@ -148,7 +142,7 @@ def test_every_plan_gives_the_values_and_what_is_counted(
     assert stats.spent_s > 0
 
 
-def test_the_bits_are_those_of_the_same_plan(checkpoint: Path) -> None:
+def test_the_bits_are_those_of_the_same_plan(checkpoint):
     found = []
     for _ in range(2):
         model, layer = a_layer(checkpoint, "cpu", 2)
@@ -157,7 +151,7 @@ def test_the_bits_are_those_of_the_same_plan(checkpoint: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_the_way_back_is_measured_until_the_next_layer_is_queued(checkpoint: Path) -> None:
+def test_the_way_back_is_measured_until_the_next_layer_is_queued(checkpoint):
     model, second = a_layer(checkpoint, "cpu", 2)
     first, misses = experts_modules_of(model)[0], second.misses
     assert misses is not None
@@ -172,9 +166,7 @@ def test_the_way_back_is_measured_until_the_next_layer_is_queued(checkpoint: Pat
     assert 1.0 <= misses.speeds.back.seconds <= 4.0
 
 
-def test_a_layer_without_a_plan_gives_the_bits_of_the_device(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_without_a_plan_gives_the_bits_of_the_device(checkpoint, monkeypatch):
     model, layer = a_layer(checkpoint, "device", NUM_EXPERTS)
     with model.moe, torch.inference_mode():
         expected = call(layer, [[0, 2], [3, 5]])
@@ -188,7 +180,7 @@ def test_a_layer_without_a_plan_gives_the_bits_of_the_device(
         model.moe.check()
 
 
-def test_gradients_and_prompts_are_the_devices(checkpoint: Path) -> None:
+def test_gradients_and_prompts_are_the_devices(checkpoint):
     model, layer = a_layer(checkpoint, "cpu", 0)
     with model.moe:
         call(layer, [[0, 2]], requires_grad=True).sum().backward()
@@ -203,9 +195,7 @@ class Struck(KeyboardInterrupt):
 
 
 @pytest.mark.parametrize(("error", "resident"), [(Struck, 0), (MemoryError, 2)])
-def test_what_strikes_the_cpu_leaves_nothing_behind(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], resident: int
-) -> None:
+def test_what_strikes_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, error, resident):
     model, layer = a_layer(checkpoint, "cpu", resident)
     ids = [[0, 2], [3, 5]]
     with model.moe, torch.inference_mode():
@@ -224,7 +214,7 @@ def test_what_strikes_the_cpu_leaves_nothing_behind(
         model.moe.check()
 
 
-def test_a_disk_that_fails_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_told(checkpoint, monkeypatch):
     model, layer = a_layer(checkpoint, "cpu", 0)
     misses = layer.misses
     assert misses is not None
@@ -242,7 +232,7 @@ def test_a_disk_that_fails_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyP
         model.moe.check()
 
 
-def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
+def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint):
     with pytest.raises(ValueError, match="misses auto is for models on a GPU, got the device cpu"):
         moe_runtime.load(checkpoint, device="cpu", misses="auto")
     with pytest.raises(ValueError, match="unknown misses 'gpu'"):
@@ -251,7 +241,7 @@ def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
     model.moe.close()
 
 
-def test_processes_that_divide_experts_leave_misses_to_the_device() -> None:
+def test_processes_that_divide_experts_leave_misses_to_the_device():
     place, rules = torch.device("cuda"), LossyRules()
     check_place(place, rules, "none", "device", None, is_alone=False)
     check_place(place, rules, "none", "cpu", None, is_alone=True)

@@ -8,7 +8,7 @@ import pytest
 from moe_runtime.inference.loading import load
 
 
-def test_options_of_a_wrong_type() -> None:
+def test_options_of_a_wrong_type():
     """By the signature: a new option has a type too."""
     names = inspect.signature(load).parameters.keys() - {"path_or_id"}
     for name in names:

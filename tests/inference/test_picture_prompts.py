@@ -1,7 +1,5 @@
 """Prompts with pictures: what the processor of transformers makes of them, and its model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ def reference_text(folder: Path, images: Sequence[Image.Image], text: str) -> li
     return out[0, given["input_ids"].shape[1] :].tolist()
 
 
-def test_a_text_is_that_of_transformers(folder: Path) -> None:
+def test_a_text_is_that_of_transformers(folder):
     images = [pc.picture(seed, *size) for seed, size in enumerate([(17, 31), (40, 9)])]
     expected = reference_text(folder, images, "What is it?")
     tokenizer = load_tokenizer(folder)

@@ -3,12 +3,9 @@
 Their configurations are nested, and each part may name a type of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +65,7 @@ SEEING = [family for family in FAMILIES if str(family) in FAMILIES_WITH_PICTURES
 
 
 @pytest.mark.parametrize("family", SEEING, ids=str)
-def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(
-    family: Any, tmp_path: Path
-) -> None:
+def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(family, tmp_path):
     tokens, picture = FAMILIES_WITH_PICTURES[str(family)]
     family = dataclasses.replace(family, config=family.config | tokens)
     model = tiny_checkpoints.tiny_model(family).bfloat16()
@@ -101,9 +96,7 @@ def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(
     assert (blind - expected).abs().max() > 0.1 * largest
 
 
-def test_weights_of_no_declared_type_keep_their_own_whatever_a_nested_configuration_names(
-    tmp_path: Path,
-) -> None:
+def test_weights_of_no_declared_type_keep_their_own_whatever_a_nested_configuration_names(tmp_path):
     family = next(each for each in SEEING if str(each) == "Qwen3VLMoeForConditionalGeneration")
     folder = tiny_checkpoints.save(
         tiny_checkpoints.tiny_model(family), tmp_path / "model", sharded=False

@@ -63,9 +63,7 @@ def without() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("predictor", "slots"), [("next-gate", 30), ("running-counts", 2), ("trained", 30)]
 )
-def test_outputs_are_the_same_bits(
-    without: torch.Tensor, trained: Path, predictor: str, slots: int
-) -> None:
+def test_outputs_are_the_same_bits(without, trained, predictor, slots):
     chosen = trained if predictor == "trained" else predictor
     found, stats = generate(slots, prefetch="enforce", predictor=chosen)
     assert torch.equal(found, without)
@@ -75,7 +73,7 @@ def test_outputs_are_the_same_bits(
     assert stats.predict_s > 0
 
 
-def test_observing_reads_nothing(without: torch.Tensor) -> None:
+def test_observing_reads_nothing(without):
     found, stats = generate(30, prefetch="observe")
     assert torch.equal(found, without)
     assert stats.guesses == 0
@@ -83,7 +81,7 @@ def test_observing_reads_nothing(without: torch.Tensor) -> None:
     assert stats.prefetch == "observe"
 
 
-def test_auto_says_what_it_decided(without: torch.Tensor) -> None:
+def test_auto_says_what_it_decided(without):
     """On or off and why, with the figures that it saw: which, the machine's speed decides."""
     found, stats = generate(30, prefetch="auto")
     assert torch.equal(found, without)
@@ -91,8 +89,8 @@ def test_auto_says_what_it_decided(without: torch.Tensor) -> None:
 
 
 def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def asked() -> str:
@@ -130,7 +128,7 @@ def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
         assert asked() == "next-gate"
 
 
-def test_wrong_settings_are_refused_before_loading(trained: Path, tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_before_loading(trained, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'enforce'"):
         moe_runtime.load(pocket_path(), prefetch="enforced")
     with pytest.raises(ValueError, match="did you mean 'next-gate'"):
@@ -142,7 +140,7 @@ def test_wrong_settings_are_refused_before_loading(trained: Path, tmp_path: Path
         moe_runtime.load(pocket_path(), predictor=tmp_path / "missing.npz")
 
 
-def test_a_predictor_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_predictor_of_another_model_is_refused(tmp_path):
     shape = Shape(num_layers=6, num_experts=8, top_k=2)
     other = ModelSignature(
         model_type="mixtral", num_layers=6, num_experts=8, top_k=2, vocab_size=32000

@@ -1,9 +1,6 @@
 """Residuals that are added by the norm behind them: which layers, in which bits, and when not."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,7 +75,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
-def test_a_family_has_its_bits(family: Family, sums: list[int]) -> None:
+def test_a_family_has_its_bits(family, sums):
     own, fused = pair(family)
     assert torch.equal(logits(fused), logits(own))
     assert sums == [4, 4]
@@ -101,7 +98,7 @@ def run_layer(model: Any, number: int, hidden: Tensor) -> Tensor:
         lambda norm: setattr(norm, "weight", nn.Parameter(norm.weight / 2)),
     ],
 )
-def test_a_norm_that_changes_between_two_layers_is_asked(change: Callable[[Any], object]) -> None:
+def test_a_norm_that_changes_between_two_layers_is_asked(change):
     """As of calibration, which runs a layer, scales the next norm and goes on."""
     found, generator = [], torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 4, 32, generator=generator).to(DEVICE, torch.bfloat16)
@@ -113,7 +110,7 @@ def test_a_norm_that_changes_between_two_layers_is_asked(change: Callable[[Any],
     assert torch.equal(*found)
 
 
-def test_a_norm_on_another_device_takes_no_sum() -> None:
+def test_a_norm_on_another_device_takes_no_sum():
     _, fused = pair()
     hidden = torch.ones(1, 4, 32, dtype=torch.bfloat16, device=DEVICE)
     fused.model.layers[1].input_layernorm.to("meta")
@@ -153,9 +150,7 @@ CHANGES = [
     ("change", "is_inference"),
     [*((change, False) for change in CHANGES), (CHANGES[1], True), (CHANGES[4], True)],
 )
-def test_who_changes_a_model_gets_what_it_asks_for(
-    change: Callable[[Any], object], is_inference: bool
-) -> None:
+def test_who_changes_a_model_gets_what_it_asks_for(change, is_inference):
     own, fused = pair()
     logits(fused)
     for model in (own, fused):
@@ -164,7 +159,7 @@ def test_who_changes_a_model_gets_what_it_asks_for(
         assert torch.equal(logits(fused), logits(own))
 
 
-def test_a_class_that_is_changed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_is_changed_is_asked(monkeypatch):
     own, fused = pair()
     kind = type(own.model.layers[0])
     forward = kind.forward
@@ -172,7 +167,7 @@ def test_a_class_that_is_changed_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(logits(fused), logits(own))
 
 
-def test_gradients_go_the_layers_own_way(sums: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_go_the_layers_own_way(sums, monkeypatch):
     for kind, forward in FORWARD.items():  # which have gradients
         monkeypatch.setattr(kind, "forward", forward)
     own, fused = pair()
@@ -185,7 +180,7 @@ def test_gradients_go_the_layers_own_way(sums: list[int], monkeypatch: pytest.Mo
     assert torch.equal(*found)
 
 
-def test_a_step_that_fails_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_leaves_the_next_one_right(monkeypatch):
     own, fused = pair()
     mlp = fused.model.layers[0].mlp
     with monkeypatch.context() as patches:
@@ -200,7 +195,7 @@ class Scaled(Qwen3MoeDecoderLayer):
         return 2 * super().forward(hidden_states, *args, **options)
 
 
-def test_a_class_of_a_program_goes_its_own_way() -> None:
+def test_a_class_of_a_program_goes_its_own_way():
     own, fused = pair()
     for model in (own, fused):
         model.model.layers[0].__class__ = Scaled

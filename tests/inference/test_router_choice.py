@@ -1,7 +1,5 @@
 """Routers that are changed after they were fused, or are unlike those that can be."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +39,7 @@ def router_of(kind: type[nn.Module], **settings: Any) -> Any:
     return router
 
 
-def test_only_known_classes_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_known_classes_are_fused(monkeypatch):
     assert "forward" in vars(router_of(MixtralTopKRouter))
     assert "forward" not in vars(router_of(OwnRouter))
     monkeypatch.setattr(MixtralTopKRouter, "forward", lambda self, x: x)
@@ -49,7 +47,7 @@ def test_only_known_classes_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changed", ["buffer", "parameter", "weight"])
-def test_a_router_that_gets_another_tensor_goes_its_own_way(changed: str) -> None:
+def test_a_router_that_gets_another_tensor_goes_its_own_way(changed):
     router, x = router_of(MixtralTopKRouter), torch.randn(3, 32)
     if changed == "buffer":
         router.register_buffer("usage", torch.ones(16))
@@ -61,7 +59,7 @@ def test_a_router_that_gets_another_tensor_goes_its_own_way(changed: str) -> Non
         assert all(map(torch.equal, router(x), MixtralTopKRouter.forward(router, x)))
 
 
-def test_routers_that_limit_groups_are_left_alone() -> None:
+def test_routers_that_limit_groups_are_left_alone():
     settings: dict[str, Any] = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
     settings |= {"n_routed_experts": 16, "num_experts": 16}
     for groups, is_fused in ((1, True), (4, False)):
@@ -70,7 +68,7 @@ def test_routers_that_limit_groups_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("least_sum", [0.0, 1e-20])
-def test_sums_of_next_to_nothing_divide_as_in_the_router(least_sum: float) -> None:
+def test_sums_of_next_to_nothing_divide_as_in_the_router(least_sum):
     """DeepSeek-V3's form, and with 0 that without a least sum."""
     settings: dict[str, Any] = {"routed_scaling_factor": 1.0, "norm_topk_prob": True}
     settings |= {"n_routed_experts": 16, "num_experts": 16, "n_group": 1, "topk_group": 1}

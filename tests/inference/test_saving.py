@@ -1,7 +1,5 @@
 """`save_pretrained` of a loaded model: what it writes loads in transformers with equal logits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -54,9 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_every_weight_is_written(
-    tmp_path: Path, family: Family, own_names: bool, sharded: bool
-) -> None:
+def test_every_weight_is_written(tmp_path, family, own_names, sharded):
     made = checkpoint(tmp_path / "first", family, own_names=own_names, sharded=sharded)
     with torch.no_grad():
         expected = made(PROMPT).logits
@@ -78,7 +74,7 @@ def test_every_weight_is_written(
     assert config == json.loads((tmp_path / "first" / "config.json").read_text())
 
 
-def test_changed_weights_are_written_beside_experts_as_they_were(tmp_path: Path) -> None:
+def test_changed_weights_are_written_beside_experts_as_they_were(tmp_path):
     """Loaded in fp32 from bf16 and trained: what is dense is fp32, experts keep their bytes."""
     made = tiny_model(MIXTRAL).bfloat16()
     save(made, tmp_path / "first", sharded=False)
@@ -96,7 +92,7 @@ def test_changed_weights_are_written_beside_experts_as_they_were(tmp_path: Path)
     torch.testing.assert_close(logits(tmp_path / "second"), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_size_divides_and_a_variant_names_the_files(tmp_path: Path) -> None:
+def test_a_size_divides_and_a_variant_names_the_files(tmp_path):
     made = checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     out = tmp_path / "second"
@@ -114,7 +110,7 @@ def test_a_size_divides_and_a_variant_names_the_files(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(out, variant="fp32"), made(PROMPT).logits)
 
 
-def test_other_files_stay_and_the_checkpoint_can_be_saved_over_itself(tmp_path: Path) -> None:
+def test_other_files_stay_and_the_checkpoint_can_be_saved_over_itself(tmp_path):
     made = checkpoint(tmp_path / "first", sharded=True)
     (tmp_path / "first" / "tokenizer.json").write_text("{}")
     model = load(tmp_path / "first")
@@ -127,9 +123,7 @@ def test_other_files_stay_and_the_checkpoint_can_be_saved_over_itself(tmp_path: 
     torch.testing.assert_close(logits(tmp_path / "first"), made(PROMPT).logits)
 
 
-def test_a_save_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe:
@@ -146,7 +140,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
 
 
-def test_a_resized_vocabulary_is_written(tmp_path: Path) -> None:
+def test_a_resized_vocabulary_is_written(tmp_path):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe, torch.no_grad():
@@ -157,7 +151,7 @@ def test_a_resized_vocabulary_is_written(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path / "second"), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_process_beside_the_main_one_writes_nothing(tmp_path: Path) -> None:
+def test_a_process_beside_the_main_one_writes_nothing(tmp_path):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe:
@@ -177,9 +171,7 @@ def test_a_process_beside_the_main_one_writes_nothing(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
-    tmp_path: Path, option: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, option, reason):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe, pytest.raises(moe_runtime.UnsupportedUseError, match=reason) as caught:
@@ -190,9 +182,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_experts_of_another_checkpoint_are_not_written_as_the_models(
-    tmp_path: Path, sharded: bool
-) -> None:
+def test_experts_of_another_checkpoint_are_not_written_as_the_models(tmp_path, sharded):
     """The folder's files were replaced since loading; the model still reads the old ones."""
     checkpoint(tmp_path / "first", sharded=sharded)
     other = tiny_model(MIXTRAL)
@@ -209,7 +199,7 @@ def test_experts_of_another_checkpoint_are_not_written_as_the_models(
     assert not (tmp_path / "second").exists()
 
 
-def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path):
     checkpoint(tmp_path / "first")
     (tmp_path / "file").write_text("x")
     model = load(tmp_path / "first")
@@ -221,9 +211,7 @@ def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("place", "name"), [(".", "."), ("below", "..")])
-def test_the_working_directory_may_be_saved_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str
-) -> None:
+def test_the_working_directory_may_be_saved_to(tmp_path, monkeypatch, place, name):
     checkpoint(folder := tmp_path / "first")
     (folder / "below").mkdir()
     (folder / "notes").write_text("mine")
@@ -242,9 +230,7 @@ def test_the_working_directory_may_be_saved_to(
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_a_model_loaded_by_a_relative_name_is_saved_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_loaded_by_a_relative_name_is_saved_from_elsewhere(tmp_path, monkeypatch):
     checkpoint(tmp_path / "first")
     monkeypatch.chdir(tmp_path)
     model = load(Path("first"))

@@ -93,13 +93,11 @@ def assert_nested(slices: list[dict[str, Any]]) -> None:
         open_until.append(end)
 
 
-def test_it_is_a_chrome_trace(events: list[dict[str, Any]]) -> None:
+def test_it_is_a_chrome_trace(events):
     assert_chrome_trace(events)
 
 
-def test_it_counts_what_the_statistics_count(
-    run: tuple[Path, torch.Tensor, RuntimeStats], events: list[dict[str, Any]]
-) -> None:
+def test_it_counts_what_the_statistics_count(run, events):
     stats = run[2]
     layers = [event for event in events if event["name"].startswith("layer ")]
     for name, count in (("hits", stats.hits), ("late", stats.late_hits), ("misses", stats.misses)):
@@ -118,7 +116,7 @@ def test_it_counts_what_the_statistics_count(
     assert waits_us + num_waits * ROUNDING_US >= 1e6 * stats.stall_s
 
 
-def test_steps_hold_their_layers(events: list[dict[str, Any]]) -> None:
+def test_steps_hold_their_layers(events):
     steps = [event for event in events if event["name"] in ("prefill", "decode")]
     assert [step["name"] for step in steps] == ["prefill"] + ["decode"] * 15
     for step in steps:
@@ -132,11 +130,11 @@ def test_steps_hold_their_layers(events: list[dict[str, Any]]) -> None:
         ]
 
 
-def test_watching_changes_no_bit(run: tuple[Path, torch.Tensor, RuntimeStats]) -> None:
+def test_watching_changes_no_bit(run):
     assert torch.equal(generate(None)[0], run[1])
 
 
-def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path: Path) -> None:
+def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path):
     timeline = Timeline(tmp_path / "t.json")
     timeline.slice("decode", 0.0, 1.0, tokens=1)
     timeline.flush()
@@ -159,9 +157,7 @@ def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path: Path) -> None:
         (["--timeline", "{}/t", "--trace", "{}/t.part"], "must be different files"),
     ],
 )
-def test_bad_places_are_refused_before_loading(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
-) -> None:
+def test_bad_places_are_refused_before_loading(tmp_path, capsys, words, expected):
     words = [word.replace("{}", str(tmp_path)) for word in words]
     assert main(["run", str(pocket_path()), "--prompt", "x", *words]) == 2
     assert expected in capsys.readouterr().err
@@ -169,8 +165,8 @@ def test_bad_places_are_refused_before_loading(
 
 @pytest.mark.parametrize(("number", "kept"), [(1, 5), (2, 0), (3, None)])
 def test_an_interrupted_flush_neither_damages_nor_loses_nor_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kept: int | None
-) -> None:
+    tmp_path, monkeypatch, number, kept
+):
     path = tmp_path / "t.json"
     path.write_text("old", encoding="utf-8")
     real, calls = OutputFile.write_at, itertools.count(1)
@@ -195,9 +191,7 @@ def test_an_interrupted_flush_neither_damages_nor_loses_nor_repeats(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_timeline_that_cannot_be_completed_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_timeline_that_cannot_be_completed_leaves_the_older_one(tmp_path, monkeypatch, number):
     path = tmp_path / "t.json"
     path.write_text("old", encoding="utf-8")
     calls = itertools.count(1)
@@ -219,7 +213,7 @@ def test_a_timeline_that_cannot_be_completed_leaves_the_older_one(
     assert os.listdir(tmp_path) == ["t.json"]
 
 
-def test_several_threads_may_flush(tmp_path: Path) -> None:
+def test_several_threads_may_flush(tmp_path):
     timeline = Timeline(tmp_path / "t.json")
 
     def work(number: int) -> None:
@@ -235,7 +229,7 @@ def test_several_threads_may_flush(tmp_path: Path) -> None:
     assert sorted(names) == sorted(f"{number} {step}" for number in range(4) for step in range(200))
 
 
-def test_a_prompt_of_one_token_is_no_decode_step(tmp_path: Path) -> None:
+def test_a_prompt_of_one_token_is_no_decode_step(tmp_path):
     length, path = [0, 1], tmp_path / "t.json"
     cache = SimpleNamespace(get_seq_length=lambda: length.pop(0))  # as it is when it is asked
     with contextlib.closing(Timeline(path)) as timeline:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ GENERATED = {
 
 
 @pytest.mark.parametrize("case", GENERATED)
-def test_generation_beyond_the_limit_does_not_begin(pocket: Any, case: str) -> None:
+def test_generation_beyond_the_limit_does_not_begin(pocket, case):
     before = requests(pocket)
     with pytest.raises(CapacityError, match=f"memory is set aside for {LIMIT}; load the model"):
         pocket.generate(**GENERATED[case](LIMIT + 2))
@@ -86,7 +85,7 @@ def test_generation_beyond_the_limit_does_not_begin(pocket: Any, case: str) -> N
     assert requests(pocket) > before
 
 
-def test_generation_of_unsaid_length_ends_at_the_limit(pocket: Any) -> None:
+def test_generation_of_unsaid_length_ends_at_the_limit(pocket):
     pocket.generation_config.max_new_tokens = 2 * LIMIT
     with pytest.raises(CapacityError, match=f"{LIMIT + 1} tokens need room for {LIMIT + 1}"):
         pocket.generate(prompt(1, 4), eos_token_id=None, do_sample=False)
@@ -126,9 +125,7 @@ def static(model: Any, places: int) -> Any:
     ],
     ids=["one", "several", "no cache", "embeddings", "continued", "by position", "static cache"],
 )
-def test_a_step_beyond_the_limit_is_refused(
-    pocket: Any, unlimited: Any, call: Any, fits: int, too_long: int
-) -> None:
+def test_a_step_beyond_the_limit_is_refused(pocket, unlimited, call, fits, too_long):
     with torch.inference_mode():
         assert torch.equal(call(pocket, fits).logits, call(unlimited, fits).logits)
         with pytest.raises(CapacityError, match=f"memory is set aside for {LIMIT}"):
@@ -138,12 +135,12 @@ def test_a_step_beyond_the_limit_is_refused(
 
 @pytest.mark.parametrize("num_sequences", [1, 3, 5, 70])
 @pytest.mark.parametrize("num_tokens", [1, 15, 200])
-def test_several_sequences_take_no_more_room_than_one(num_sequences: int, num_tokens: int) -> None:
+def test_several_sequences_take_no_more_room_than_one(num_sequences, num_tokens):
     together = num_sequences * num_tokens
     assert num_sequences * room_for(num_tokens, num_sequences) <= room_for(together)
 
 
-def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited: Any) -> None:
+def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited):
     with torch.inference_mode():
         cache = unlimited(prompt(3, 5)).past_key_values
         for _ in range(11):
@@ -153,7 +150,7 @@ def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited: Any) -> No
     assert keys.untyped_storage().nbytes() <= room_for(3 * 16) * token_bytes
 
 
-def test_omitted_it_is_what_the_model_knows() -> None:
+def test_omitted_it_is_what_the_model_knows():
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), None) == 512
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=40960), None) == 4096
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), 700) == 700
@@ -166,7 +163,7 @@ def test_omitted_it_is_what_the_model_knows() -> None:
         load(pocket_path(), device="cpu", host_memory=smallest - 1)
 
 
-def test_more_context_comes_from_what_experts_leave(tmp_path: Path) -> None:
+def test_more_context_comes_from_what_experts_leave(tmp_path):
     """What they all leave, or a sixteenth of their room; inspect says the same."""
     (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
     sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}
@@ -193,7 +190,7 @@ def test_more_context_comes_from_what_experts_leave(tmp_path: Path) -> None:
         assert moe.facts.context.max_tokens == 99
 
 
-def test_inspect_names_the_tokens_that_a_small_budget_suffices_for() -> None:
+def test_inspect_names_the_tokens_that_a_small_budget_suffices_for():
     summary = inspect_checkpoint(pocket_path())
     budget = summary.smallest_budget_bytes - summary.max_tokens // 2 * summary.token_bytes
     enough = summary.tokens_for(budget)
@@ -216,7 +213,7 @@ def batched(model: Any, settings: Any = None, *, length: int = 6, new: int = 4) 
 
 
 @pytest.mark.skipif(PAGE != "page_size", reason="the paged cache was made otherwise then")
-def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket: Any) -> None:
+def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket):
     tokens = [found.generated_tokens for found in batched(pocket).values()]
     first = prompt(1, 6)
     alone = pocket.generate(first, max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -252,9 +249,7 @@ def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket: 
         ({PAGE: 4, "cpu_offload_space": 0.1}, "cpu_offload_space of at most 0,"),
     ],
 )
-def test_continuous_batching_beyond_the_limit_does_not_begin(
-    pocket: Any, settings: dict[str, Any], named: str
-) -> None:
+def test_continuous_batching_beyond_the_limit_does_not_begin(pocket, settings, named):
     before = requests(pocket)
     with pytest.raises(CapacityError, match=f"{named}.* set aside for {LIMIT} tokens"):
         batched(pocket, ContinuousBatchingConfig(**settings))

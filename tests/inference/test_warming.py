@@ -1,7 +1,5 @@
 """Models that are warmed up: experts are there, and nothing else is as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
-def test_all_that_fits_is_there_and_counters_are_zero(checkpoint: Path) -> None:
+def test_all_that_fits_is_there_and_counters_are_zero(checkpoint):
     told: list[tuple[str, int, int]] = []
     model: Any = moe_runtime.load(
         checkpoint, device="cpu", max_tokens=32, warm_up=True, progress=lambda *a: told.append(a)
@@ -41,7 +39,7 @@ def test_all_that_fits_is_there_and_counters_are_zero(checkpoint: Path) -> None:
     assert warmed[-1][0] == warmed[-1][1] > 0
 
 
-def test_layers_have_their_shares_where_not_all_fit(checkpoint: Path) -> None:
+def test_layers_have_their_shares_where_not_all_fit(checkpoint):
     with pytest.raises(moe_runtime.errors.CapacityError) as refused:
         moe_runtime.load(checkpoint, device="cpu", max_tokens=32, host_memory=1)
     smallest: Any = refused.value.smallest_bytes
@@ -65,7 +63,7 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "store")]
 
 
-def test_records_have_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_records_have_nothing_of_it(checkpoint, tmp_path):
     for is_warm in (True, False):
         records = {"trace": tmp_path / f"{is_warm}.npz", "timeline": tmp_path / f"{is_warm}.json"}
         model: Any = moe_runtime.load(
@@ -81,7 +79,7 @@ def test_records_have_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith("demand")]  # all were there
 
 
-def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path: Path) -> None:
+def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path):
     family = next((each for each in FAMILIES if each.part == "thinker"), None)
     if family is None:
         pytest.skip("this transformers has no class of several models")
@@ -92,7 +90,7 @@ def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path: Path) -> Non
         assert model.moe.stats().misses == 0
 
 
-def test_ctrl_c_lets_go_of_the_outputs(checkpoint: Path, tmp_path: Path) -> None:
+def test_ctrl_c_lets_go_of_the_outputs(checkpoint, tmp_path):
     def interrupt(what: str, done: int, total: int) -> None:
         if what == "warming up":
             raise KeyboardInterrupt
@@ -108,9 +106,7 @@ def test_ctrl_c_lets_go_of_the_outputs(checkpoint: Path, tmp_path: Path) -> None
 
 @emulated
 @pytest.mark.parametrize("slots", [6, 4])
-def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(
-    checkpoint: Path, slots: int
-) -> None:
+def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(checkpoint, slots):
     pytest.importorskip("triton")
     repair_interpreter()
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
@@ -122,7 +118,7 @@ def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 8), (32, 4), (60, 7)])
-def test_each_tile_has_a_prompt_that_compiles_it(num_experts: int, top_k: int) -> None:
+def test_each_tile_has_a_prompt_that_compiles_it(num_experts, top_k):
     pytest.importorskip("triton")
     from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, tile_by_rule
 
@@ -140,9 +136,7 @@ def test_each_tile_has_a_prompt_that_compiles_it(num_experts: int, top_k: int) -
 
 
 @emulated
-def test_prompts_of_other_lengths_are_computed_on_a_device(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_other_lengths_are_computed_on_a_device(checkpoint, monkeypatch):
     pytest.importorskip("triton")
     repair_interpreter()
     monkeypatch.setattr(warming, "prompt_lengths", lambda *given: [17, 19][: given[-1] == 40])
@@ -164,7 +158,7 @@ def test_prompts_of_other_lengths_are_computed_on_a_device(
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_steps_as_one_graph_from_the_first_request_on(checkpoint: Path) -> None:
+def test_a_gpu_computes_steps_as_one_graph_from_the_first_request_on(checkpoint):
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64, warm_up=True)
     with model.moe:
         model.generate(PROMPT.to("cuda"), max_new_tokens=4, do_sample=False)

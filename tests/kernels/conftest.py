@@ -1,7 +1,5 @@
 """Fixtures of the kernel tests: every instruction set this machine can run, in turn."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Only the pages that are written of such a buffer are ever there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -99,7 +97,7 @@ SHAPES: dict[Callable[..., Sequence[Tensor | None]], list[tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("call", SHAPES, ids=lambda call: call.__name__)
-def test_past_two_to_the_31(call: Callable[..., Sequence[Tensor | None]]) -> None:
+def test_past_two_to_the_31(call):
     """All operands by their rows or slots, then the matrices by their other dimensions."""
     near = [draw(*shape) for shape in SHAPES[call]]
     expected = call(*(t.clone() for t in near))

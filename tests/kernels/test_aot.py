@@ -1,7 +1,5 @@
 """What the compiler makes of every kernel, for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -56,7 +54,7 @@ def report(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_kernel_that_is_launched_is_compiled() -> None:
+def test_every_kernel_that_is_launched_is_compiled():
     """The persistent one where a GPU has what it asks for."""
     assert {name for name, _ in launched_kernels()} == EXPECTED | {"grouped_gemm_persistent"}
 
@@ -65,7 +63,7 @@ def test_every_kernel_that_is_launched_is_compiled() -> None:
 # call for others of its kind: each GPU compiles another format, type and width.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kernels_fit_and_use_what_the_gpu_has() -> None:
+def test_kernels_fit_and_use_what_the_gpu_has():
     """One process, whose start and imports take as long as two GPUs."""
     found = [json.loads(line) for line in report("in-turn", *TARGETS)]
     for target in TARGETS:
@@ -77,7 +75,7 @@ def test_kernels_fit_and_use_what_the_gpu_has() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", SHARED_BYTES)
-def test_every_tile_fits_and_uses_what_the_gpu_has(target: str) -> None:
+def test_every_tile_fits_and_uses_what_the_gpu_has(target):
     found = [json.loads(line) for line in report("all", target)]
     assert {kernel["name"] for kernel in found} >= EXPECTED
     assert_all(target, found)

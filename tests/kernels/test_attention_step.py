@@ -13,6 +13,7 @@ from moe_runtime.kernels.decode_step.attention_step import (
     attention_step_reference,
     attention_steps,
 )
+from moe_runtime.kernels.decode_step.rounded_rows import round_rows
 from moe_runtime.kernels.decode_step.single_query_attention import single_query_attention
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
@@ -20,7 +21,12 @@ from moe_runtime.kernels.rms_norm import rms_norm
 
 
 def make_inputs(
-    layer: AttentionWeights, *, batch: int = 3, length: int = 9, turned: int = 14
+    layer: AttentionWeights,
+    *,
+    batch: int = 3,
+    length: int = 9,
+    turned: int = 14,
+    rounds: bool = False,
 ) -> Any:
     """Arguments after the weights, with caches that are parts of larger ones."""
     generator = torch.Generator().manual_seed(length)
@@ -30,9 +36,12 @@ def make_inputs(
 
     caches = []
     for dim in (layer.key_dim, layer.value_dim):
+        cached = random(batch, layer.num_key_heads, length - 1, dim)
         room = torch.full((batch, layer.num_key_heads, length + 4, dim), torch.nan)
         room = room.to(layer.dtype)
-        room[:, :, : length - 1] = random(batch, layer.num_key_heads, length - 1, dim)
+        if rounds:
+            cached, room = round_rows(cached), round_rows(room)
+        room[:, :, : length - 1] = cached
         caches.append(room[:, :, :length])
     mask = torch.randn(batch, length, generator=generator)
     mask[:, 1:2] = torch.finfo(torch.float32).min
@@ -70,8 +79,11 @@ def one_by_one(layer: AttentionWeights, inputs: Any) -> Any:
         crossed = torch.cat((-some[..., half:], some[..., :half]), dim=-1)
         return torch.cat((some * cos[:, None] + crossed * sin[:, None], rest), dim=-1)
 
-    keys[:, :, -1] = turn(heads(key, layer.k_norm, layer.key_dim))
-    values[:, :, -1] = heads(value, None, layer.value_dim)
+    key = turn(heads(key, layer.k_norm, layer.key_dim))
+    value = heads(value, None, layer.value_dim)
+    if keys.dtype is torch.uint8:
+        key, value = round_rows(key), round_rows(value)
+    keys[:, :, -1], values[:, :, -1] = key, value
     query = turn(heads(query, layer.q_norm, layer.key_dim))
     mixed = single_query_attention(
         query, keys, values, mask, layer.scale, layer.sinks, impl="native"
@@ -90,6 +102,19 @@ def test_the_bits_are_those_of_the_parts(kind, dtype):
     inputs = make_inputs(layer, turned=turned)
     for got, expected in zip(call(layer, inputs, "native"), one_by_one(layer, inputs), strict=True):
         assert torch.equal(got, expected)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["norm of all heads", "sinks"])
+def test_a_token_is_rounded_into_its_place(kind, dtype):
+    layer = make_layer(dtype, **{**LAYERS[kind], "key_dim": 64, "value_dim": 32})
+    inputs = make_inputs(layer, rounds=True)
+    native = call(layer, inputs, "native")
+    for got, expected in zip(native, one_by_one(layer, inputs), strict=True):
+        assert torch.equal(got, expected)
+    # sums in another order may round a value to the next code
+    assert (native[0] - call(layer, inputs, "reference")[0]).float().abs().max() < 0.05
 
 
 @pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "reference"])

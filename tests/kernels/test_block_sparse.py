@@ -1,7 +1,5 @@
 """Block-sparse products: the Triton kernels and the CPU path against dense products in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -192,7 +190,7 @@ CASES = [
     CASES,
     ids=lambda value: getattr(value, "name", None) or str(value).removeprefix("Pattern")[:50],
 )
-def test_against_fp64(pattern: Pattern, run: Run, dtype: torch.dtype) -> None:
+def test_against_fp64(pattern, run, dtype):
     first, second = inputs(run, pattern, 37, dtype)
     exact = expected(run, pattern, first, second)
     eager = computed(run, pattern, first, second, "torch", "cpu")
@@ -207,7 +205,7 @@ def test_against_fp64(pattern: Pattern, run: Run, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_rows_gathered_while_they_are_read(impl: BlockSparseImpl) -> None:
+def test_rows_gathered_while_they_are_read(impl):
     """Tokens in their own order: the product of the sorted copy, and its gradients."""
     device = DEVICE if impl == "triton" else "cpu"
     ids = torch.randint(0, 4, (19, 2))
@@ -226,7 +224,7 @@ def test_rows_gathered_while_they_are_read(impl: BlockSparseImpl) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_gradients_of_the_specification(run: Run) -> None:
+def test_gradients_of_the_specification(run):
     pattern = Pattern(counts=(3, 0, 2), widths=(2, 3, 17), num_rows=6, block_columns=16)
     topology = pattern.topology()
     first, second = inputs(run, pattern, 2, torch.float64)
@@ -283,9 +281,7 @@ def check(topology: BlockTopology) -> None:
     block_rows=st.sampled_from((16, 32)),
     block_columns=st.sampled_from((16, 64)),
 )
-def test_topology_of_any_experts(
-    experts: list[tuple[int, int]], tail: int, block_rows: int, block_columns: int
-) -> None:
+def test_topology_of_any_experts(experts, tail, block_rows, block_columns):
     """Its lists cover what they should, with as much room as was promised."""
     counts, widths = zip(*experts, strict=True)
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -298,7 +294,7 @@ def test_topology_of_any_experts(
     assert columns.most_blocks(topology.num_rows, block_rows) == topology.num_blocks
 
 
-def test_room_for_the_worst_case_is_enough() -> None:
+def test_room_for_the_worst_case_is_enough():
     """Every row on the widest expert, and every expert with a strip that is nearly empty."""
     columns = ExpertColumns.of((16, 160, 16), block_columns=16)
     for counts in ((0, 64, 0), (1, 62, 1), (17, 30, 17)):
@@ -306,7 +302,7 @@ def test_room_for_the_worst_case_is_enough() -> None:
         check(expert_topology(offsets, columns, num_rows=64, block_rows=16))
 
 
-def test_values_past_two_to_the_31() -> None:
+def test_values_past_two_to_the_31():
     """Operands whose rows lie far apart, in a buffer of which few pages are ever touched."""
     far = 2**31 // 2 + 64
     storage = torch.empty(2 * far + 4096, dtype=torch.float16)
@@ -321,7 +317,7 @@ def test_values_past_two_to_the_31() -> None:
     torch.testing.assert_close(found.double().cpu(), exact, rtol=2.0**-10, atol=2.0**-8)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     topology = Pattern().topology()
     values = torch.zeros(topology.values_shape)
     a, b = torch.zeros(45, 8), torch.zeros(8, 254)

@@ -1,7 +1,5 @@
 """`combine` against a loop over tokens in fp64, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -37,9 +35,7 @@ def by_loop(y_RD: Tensor, weights_TK: Tensor | None, ids_TK: Tensor, order: Sort
 @pytest.mark.parametrize(
     ("num_tokens", "num_choices", "dim"), [(1, 1, 16), (21, 3, 97), (5, 8, 1100)]
 )
-def test_forward_and_gradients(
-    impl: CombineImpl, dtype: torch.dtype, num_tokens: int, num_choices: int, dim: int
-) -> None:
+def test_forward_and_gradients(impl, dtype, num_tokens, num_choices, dim):
     """Rows of slots without an expert are NaN, as memory that nobody wrote may be."""
     num_experts = 4
     ids = torch.randint(0, num_experts + 1, (num_tokens, num_choices))
@@ -73,7 +69,7 @@ def test_forward_and_gradients(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_without_weights_and_non_contiguous(impl: CombineImpl) -> None:
+def test_without_weights_and_non_contiguous(impl):
     ids = torch.randint(0, 3, (9, 2))
     order = token_sort(ids, 3, impl="reference")
     y = torch.randn(33, 18).t()
@@ -89,7 +85,7 @@ def test_without_weights_and_non_contiguous(impl: CombineImpl) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_no_tokens(impl: CombineImpl) -> None:
+def test_no_tokens(impl):
     order = token_sort(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3, impl="reference")
     y = torch.zeros(0, 8, device=DEVICE, requires_grad=True)
     weights = torch.zeros(0, 2, device=DEVICE, requires_grad=True)
@@ -98,7 +94,7 @@ def test_no_tokens(impl: CombineImpl) -> None:
     assert out.shape == (0, 8)
 
 
-def test_gradients_of_the_specification() -> None:
+def test_gradients_of_the_specification():
     ids = torch.randint(0, 4, (5, 3))
     order = token_sort(ids, 3, impl="reference")
     y = torch.randn(15, 4, dtype=torch.float64, requires_grad=True)
@@ -108,7 +104,7 @@ def test_gradients_of_the_specification() -> None:
     )
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     order = token_sort(torch.zeros(2, 2, dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"y must be \[4, D\], got \[3, 8\]"):
         combine(torch.zeros(3, 8), torch.zeros(2, 2), order)

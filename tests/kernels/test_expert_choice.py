@@ -1,7 +1,5 @@
 """`choose_experts`: the Triton kernel against the specification, and both against torch's topk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

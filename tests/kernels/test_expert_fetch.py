@@ -1,7 +1,5 @@
 """`fetch_experts`: the kernel and the specification against a search by brute force."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +47,7 @@ def by_codes() -> Tensor:
     ids=["linear", "rms_norm", "combine", "experts", "codes"],
 )
 @torch.no_grad()
-def test_shapes_are_those_of_values(compute: Callable[[], Tensor]) -> None:
+def test_shapes_are_those_of_values(compute):
     real = compute()
     with FakeTensorMode():
         fake = compute()
@@ -58,7 +56,7 @@ def test_shapes_are_those_of_values(compute: Callable[[], Tensor]) -> None:
 
 
 @torch.no_grad()
-def test_a_named_kernel_refuses_them() -> None:
+def test_a_named_kernel_refuses_them():
     with FakeTensorMode():
         with pytest.raises(ValueError, match="no fake tensors"):
             linear(rows(4, 64), rows(32, 64), impl="native")

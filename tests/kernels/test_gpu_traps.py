@@ -1,11 +1,8 @@
 """What goes wrong on GPUs alone: kernels compiled anew, chips and settings taken for others."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +22,7 @@ CHANGING = {
 """Numbers of kernels that follow the batch: others are the model's, and the same in every call."""
 
 
-def test_no_kernel_is_compiled_anew_for_another_size_of_the_batch() -> None:
+def test_no_kernel_is_compiled_anew_for_another_size_of_the_batch():
     """Triton compiles a kernel again where a number is 1, or becomes a multiple of 16."""
     found = dict(launched_kernels())
     assert len(found) >= 17
@@ -47,12 +44,8 @@ def test_no_kernel_is_compiled_anew_for_another_size_of_the_batch() -> None:
      ((12, 0), 101_376, 170, False)],
 )  # fmt: skip
 def test_a_chip_is_described_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    shared_bytes: int,
-    num_multiprocessors: int,
-    is_wide: bool,
-) -> None:
+    monkeypatch, capability, shared_bytes, num_multiprocessors, is_wide
+):
     """An RTX 5090 (12.0) comes after Hopper, and multiplies from registers as Ampere does."""
     found = SimpleNamespace(
         major=capability[0],
@@ -65,9 +58,7 @@ def test_a_chip_is_described_as_it_is(
     assert described == GpuLimits(shared_bytes, is_wide, num_multiprocessors)
 
 
-def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tiles, "SHIPPED", tmp_path / "shipped")
     gpu, rule = "A GPU", Tile(64, 128, 64, 4, 4)
@@ -95,9 +86,7 @@ def _precision_is_put_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_precision_is_put_back")
-def test_the_precision_of_products_is_read_however_it_was_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_precision_of_products_is_read_however_it_was_set(monkeypatch):
     monkeypatch.setattr(forward, "is_interpreted", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     x = torch.zeros(1)
@@ -118,8 +107,8 @@ class FakeKernel:
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., FakeKernel]:
-        def run(*values: object, **arguments: object) -> FakeKernel:
+    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., FakeKernel]":
+        def run(*values: object, **arguments: object) -> "FakeKernel":
             names = ["x_ptr", "size", "BLOCK", "num_warps", "enable_fp_fusion"]
             assert list(arguments) == (names if arguments else [])
             given = list(arguments.values())[:3] or list(values)
@@ -131,9 +120,7 @@ class FakeKernel:
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_what_was_compiled_is_started_at_once_for_the_same_kind_of_arguments(
-    *, is_prepared: bool
-) -> None:
+def test_what_was_compiled_is_started_at_once_for_the_same_kind_of_arguments(*, is_prepared):
     kernel = FakeKernel()
     prepared = {
         size: PreparedLaunch(kernel, (7,), size=size, BLOCK=64, num_warps=4) for size in (1, 3)
@@ -154,7 +141,7 @@ def test_what_was_compiled_is_started_at_once_for_the_same_kind_of_arguments(
     assert kernel.started[4:] == ["found", "at once [1, 64] (7, 1, 1)"]
 
 
-def test_on_rocm_kernels_for_short_tensors_are_not_those_for_long_ones() -> None:
+def test_on_rocm_kernels_for_short_tensors_are_not_those_for_long_ones():
     long = torch.empty(2**31, dtype=torch.uint8)  # never touched
     kinds = [_kind_of(x, is_rocm=True) for x in (long, long[:64], long[:64].clone())]
     assert kinds[0] == kinds[1] != kinds[2]

@@ -1,7 +1,5 @@
 """`grouped_gemm`: the Triton kernels against the specification in fp64, forward and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -35,7 +33,7 @@ class Case:
     routing: str = "random"
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def drawn(self) -> Case:
+    def drawn(self) -> "Case":
         """The case with its tensors."""
         ids = torch.randint(0, self.num_experts + 1, (self.num_tokens, self.num_choices))
         if self.routing == "one":
@@ -107,7 +105,7 @@ CASES = [
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: repr(case)[5:70])
-def test_against_fp64(case: Case) -> None:
+def test_against_fp64(case):
     case = case.drawn()
     exact = case.run("reference", torch.float64, "cpu")
     eager = case.run("torch", case.dtype, "cpu")
@@ -117,7 +115,7 @@ def test_against_fp64(case: Case) -> None:
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_the_same_bits_twice(impl: GroupedGemmImpl) -> None:
+def test_the_same_bits_twice(impl):
     case = Case(dtype=torch.bfloat16, num_tokens=40, gathers=True).drawn()
     device = DEVICE if impl == "triton" else "cpu"
     first, second = (case.run(impl, case.dtype, device) for _ in range(2))
@@ -125,7 +123,7 @@ def test_the_same_bits_twice(impl: GroupedGemmImpl) -> None:
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference", "torch"])
-def test_experts_in_two_calls(impl: GroupedGemmImpl) -> None:
+def test_experts_in_two_calls(impl):
     """Half of the experts now, the others later: the bits of one call, and no row twice."""
     device = DEVICE if impl == "triton" else "cpu"
     ids = torch.randint(0, 6, (30, 2))
@@ -141,7 +139,7 @@ def test_experts_in_two_calls(impl: GroupedGemmImpl) -> None:
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_rows_without_an_expert_are_zero(impl: GroupedGemmImpl) -> None:
+def test_rows_without_an_expert_are_zero(impl):
     device = DEVICE if impl == "triton" else "cpu"
     offsets = torch.tensor([0, 2, 2, 5], device=device)
     x = torch.full((9, 16), torch.nan, device=device)
@@ -162,7 +160,7 @@ FAR_APART = {
 
 
 @pytest.mark.parametrize("axis", FAR_APART)
-def test_addresses_past_two_to_the_31(axis: str) -> None:
+def test_addresses_past_two_to_the_31(axis):
     """Elements far apart in a buffer that only a few pages of are ever touched."""
     shape, strides = FAR_APART[axis]
     last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -178,7 +176,7 @@ def test_addresses_past_two_to_the_31(axis: str) -> None:
     torch.testing.assert_close(out.double().cpu(), exact, rtol=2.0**-10, atol=2.0**-8)
 
 
-def test_gradients_of_the_specification() -> None:
+def test_gradients_of_the_specification():
     case = Case(num_tokens=4, dim_k=3, dim_n=2, num_experts=3, gathers=True).drawn()
     x, weight, bias, ids = (case.tensors[name] for name in ("x", "weight", "bias", "ids"))
     assert ids is not None
@@ -215,7 +213,7 @@ class ResultShapes(TorchDispatchMode):
         return out
 
 
-def test_a_backward_pass_on_the_cpu_makes_each_whole_gradient_once() -> None:
+def test_a_backward_pass_on_the_cpu_makes_each_whole_gradient_once():
     """And not once for each expert, each beside zeros for all the others."""
     num_experts, (dim_n, dim_k) = 9, (3, 5)
     ids = torch.arange(2 * 18).view(18, 2) % num_experts
@@ -234,7 +232,7 @@ def test_a_backward_pass_on_the_cpu_makes_each_whole_gradient_once() -> None:
     assert x_times <= 4
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     x, weight, offsets = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.tensor([0, 1, 4])
     wrong = [
         ((torch.zeros(4, 9), weight, offsets), {}, r"x must be \[\*, 8\] .* got \[4, 9\]"),

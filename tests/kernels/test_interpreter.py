@@ -1,7 +1,5 @@
 """Triton's interpreter, in which builtins and programs are worked out once for each kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def _kernel(x_ptr, y_ptr, out_ptr, length, LENGTH: tl.constexpr):
     tl.store(place + 4 * LENGTH, x + tl.program_id(0))
 
 
-def test_what_is_known_of_one_call_holds_for_others_of_its_kind_alone() -> None:
+def test_what_is_known_of_one_call_holds_for_others_of_its_kind_alone():
     """A square is no product of two, a program no other one, and 0.0 is not -0.0."""
     generator = torch.Generator().manual_seed(0)
     for length in (8, 5):
@@ -64,7 +62,7 @@ def _counting(counts_ptr, x_ptr, out_ptr, seen_ptr, PARTS: tl.constexpr, LENGTH:
     tl.store(out_ptr + own * 2 * LENGTH + LENGTH + LENGTH // 2 + half, high * own)
 
 
-def test_a_program_is_done_again_where_it_decides_as_another_one_did() -> None:
+def test_a_program_is_done_again_where_it_decides_as_another_one_did():
     """And what it stored before it decides otherwise is not read anew."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([2, 2, 2, 2, 2, 2, -1, 3, 2, -1, 0, 4, 3, 1, -1], dtype=torch.int32)
@@ -86,7 +84,7 @@ def test_a_program_is_done_again_where_it_decides_as_another_one_did() -> None:
         counts = counts.roll(3)
 
 
-def test_arguments_of_another_kind_are_another_program() -> None:
+def test_arguments_of_another_kind_are_another_program():
     x, y = torch.arange(8.0), torch.arange(8.0) + 1
     for length in (8, 8, 8, 3, 8):
         for y_then in (y, -y):

@@ -1,18 +1,14 @@
 """`linear` against fp64, in every implementation, data type and instruction set."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 import pytest
 import torch
 from linear_bounds import DTYPES, assert_close_to_fp64, random
-from torch import Tensor
 
 from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit, op
 from moe_runtime.kernels.linear.op import IMPLS, LinearImpl
-from moe_runtime.kernels.native import NativeLibrary
 
 SIZES = (1, 7, 63, 130, 1000)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33)
@@ -23,7 +19,7 @@ SHAPES = [(n, k, r) for n, k in itertools.product(SIZES, SIZES) for r in (1, 5)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_odd_shapes(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_native_odd_shapes(isa, dtype, generator):
     for n, k, rows in SHAPES:
         x = random(generator, rows, k, dtype=dtype)
         weight = random(generator, n, k, dtype=dtype)
@@ -34,9 +30,7 @@ def test_native_odd_shapes(isa: str, dtype: torch.dtype, generator: torch.Genera
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_native_fp32_rows_with_narrow_weights(
-    isa: str, weight_dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_fp32_rows_with_narrow_weights(isa, weight_dtype, generator):
     for rows in (1, 5, 17):
         x = random(generator, rows, 130, dtype=torch.float32)
         weight = random(generator, 63, 130, dtype=weight_dtype)
@@ -47,7 +41,7 @@ def test_native_fp32_rows_with_narrow_weights(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_many_rows(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_native_many_rows(isa, dtype, generator):
     """More rows than one group of panels holds, and more than one call of the C kernel takes."""
     for rows, dim_in in ((150, 1030), (2 * ROWS_PER_CALL + 3, 70)):
         x = random(generator, rows, dim_in, dtype=dtype)
@@ -56,7 +50,7 @@ def test_native_many_rows(isa: str, dtype: torch.dtype, generator: torch.Generat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_row_strides(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_native_row_strides(isa, dtype, generator):
     """Halves, every other row, columns cut out, and rows of x that are apart."""
     wide = random(generator, 64, 200, dtype=dtype)
     x_wide = random(generator, 10, 300, dtype=dtype)
@@ -66,9 +60,7 @@ def test_native_row_strides(isa: str, dtype: torch.dtype, generator: torch.Gener
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_takes_weights_that_lie_transposed(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_takes_weights_that_lie_transposed(isa, dtype, generator):
     """Of every odd size, cut out of wider memory whose other values are poison."""
     for n, k, rows in SHAPES:
         memory = torch.full((k + 1, n + 9), math.nan, dtype=dtype)
@@ -82,9 +74,7 @@ def test_native_takes_weights_that_lie_transposed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_transposed_reads_rows_of_x_wherever_they_lie(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_transposed_reads_rows_of_x_wherever_they_lie(isa, dtype, generator):
     """Rows that begin at odd elements, with poison around them, have the bits of their copies."""
     for k in (1, 2, 64, 67, 300):
         weight = random(generator, k, 150, dtype=dtype).T
@@ -98,9 +88,7 @@ def test_native_transposed_reads_rows_of_x_wherever_they_lie(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_transposed_row_depends_on_no_other_and_on_no_thread(
-    isa: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_native_transposed_row_depends_on_no_other_and_on_no_thread(isa, dtype, library, generator):
     x = random(generator, ROWS_PER_CALL + 5, 67, dtype=dtype)
     weight = random(generator, 67, 150, dtype=dtype).T
     whole = linear(x, weight, impl="native")
@@ -112,7 +100,7 @@ def test_native_transposed_row_depends_on_no_other_and_on_no_thread(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_unaligned(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_native_unaligned(isa, dtype, generator):
     """Tensors in a file begin at any even byte."""
     x = random(generator, 3, 130, dtype=dtype)
     source = random(generator, 9, 130, dtype=dtype)
@@ -123,9 +111,7 @@ def test_native_unaligned(isa: str, dtype: torch.dtype, generator: torch.Generat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_native_row_does_not_depend_on_others(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_row_does_not_depend_on_others(isa, dtype, generator):
     x = random(generator, 40, 200, dtype=dtype)
     weight = random(generator, 71, 200, dtype=dtype)
     together = linear(x, weight, impl="native")
@@ -136,9 +122,7 @@ def test_native_row_does_not_depend_on_others(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_long_rows_in_parts_and_portions_have_the_bits_of_one_pass(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_long_rows_in_parts_and_portions_have_the_bits_of_one_pass(isa, dtype, generator):
     """Rows too long for the cache: k in several parts, the last with a rest, rows in portions."""
     dim_in, dim_out, num_rows = 9001, 37, 270
     x = random(generator, num_rows, dim_in, dtype=dtype)
@@ -150,9 +134,7 @@ def test_long_rows_in_parts_and_portions_have_the_bits_of_one_pass(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_native_threads_do_not_change_bits(
-    library: NativeLibrary, num_threads: int, generator: torch.Generator
-) -> None:
+def test_native_threads_do_not_change_bits(library, num_threads, generator):
     x = random(generator, 9, 700, dtype=torch.bfloat16)
     weight = random(generator, 900, 700, dtype=torch.bfloat16)
     library.set_num_threads(1)
@@ -162,7 +144,7 @@ def test_native_threads_do_not_change_bits(
         assert torch.equal(linear(x, weight, impl="native"), expected)
 
 
-def test_native_keeps_nan_and_infinity(isa: str) -> None:
+def test_native_keeps_nan_and_infinity(isa):
     x = torch.ones(1, 40, dtype=torch.bfloat16)
     weight = torch.ones(3, 40, dtype=torch.bfloat16)
     weight[0, 39], weight[1, 0] = torch.nan, torch.inf
@@ -173,9 +155,7 @@ def test_native_keeps_nan_and_infinity(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_native_rounds_to_nearest_even(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_rounds_to_nearest_even(isa, dtype, generator):
     """Sums of two numbers are exact in fp32 here, so the output's rounding is all there is."""
     info = torch.finfo(dtype)
     step = info.eps / 2
@@ -192,9 +172,7 @@ def test_native_rounds_to_nearest_even(
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "triton"])
-def test_implementations_agree(
-    library: NativeLibrary, impl: LinearImpl, generator: torch.Generator
-) -> None:
+def test_implementations_agree(library, impl, generator):
     x = random(generator, 2, 3, 50, dtype=torch.float32)
     weight = random(generator, 20, 50, dtype=torch.float32)
     bias = random(generator, 20, dtype=torch.float32)
@@ -203,9 +181,7 @@ def test_implementations_agree(
     assert_close_to_fp64(y, x, weight, bias)
 
 
-def test_auto_takes_the_native_kernel_up_to_its_limit(
-    isa: str, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_auto_takes_the_native_kernel_up_to_its_limit(isa, library, generator):
     """Their sums differ in order, so equal bits tell which one ran."""
     weight = random(generator, 64, 999, dtype=torch.float32)
     limit = native_row_limit(library, torch.float32)
@@ -217,7 +193,7 @@ def test_auto_takes_the_native_kernel_up_to_its_limit(
         assert torch.equal(linear(x, weight), linear(x, weight, impl=impl))
 
 
-def test_gradients_go_through_torch(generator: torch.Generator) -> None:
+def test_gradients_go_through_torch(generator):
     x = random(generator, 2, 30, dtype=torch.float32).requires_grad_()
     weight = random(generator, 5, 30, dtype=torch.float32).requires_grad_()
     linear(x, weight).sum().backward()
@@ -229,7 +205,7 @@ def test_gradients_go_through_torch(generator: torch.Generator) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_native_product_knows_no_gradients(generator: torch.Generator) -> None:
+def test_the_native_product_knows_no_gradients(generator):
     x = random(generator, 2, 30, dtype=torch.float32).requires_grad_()
     weight = random(generator, 5, 30, dtype=torch.float32).requires_grad_()
     with torch.no_grad():
@@ -238,7 +214,7 @@ def test_the_native_product_knows_no_gradients(generator: torch.Generator) -> No
         linear(x, weight, impl="native")
 
 
-def test_reference_is_differentiable(generator: torch.Generator) -> None:
+def test_reference_is_differentiable(generator):
     x = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -247,7 +223,7 @@ def test_reference_is_differentiable(generator: torch.Generator) -> None:
     )
 
 
-def test_empty(library: NativeLibrary) -> None:
+def test_empty(library):
     weight = torch.ones(5, 8)
     assert linear(torch.ones(0, 8), weight, impl="native").shape == (0, 5)
     assert linear(torch.ones(0, 8), weight).shape == (0, 5)
@@ -270,19 +246,17 @@ def test_empty(library: NativeLibrary) -> None:
         (torch.ones(2, 8), torch.ones(4, 8), torch.ones(4).half(), "bias must be"),
     ],
 )
-def test_native_refuses(
-    library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, message: str
-) -> None:
+def test_native_refuses(library, x, weight, bias, message):
     with pytest.raises(ValueError, match=message):
         linear(x, weight, bias, impl="native")
 
 
-def test_unknown_implementation() -> None:
+def test_unknown_implementation():
     with pytest.raises(ValueError, match="impl must be one of"):
         linear(torch.ones(1, 2), torch.ones(3, 2), impl="fast")  # type: ignore[arg-type]
 
 
-def test_auto_leaves_to_torch_what_it_cannot_do() -> None:
+def test_auto_leaves_to_torch_what_it_cannot_do():
     weight = torch.arange(24, dtype=torch.float64).view(4, 6).T
     assert torch.equal(linear(torch.eye(4).double(), weight), weight.T.contiguous())
     with pytest.raises(RuntimeError, match="at least 1D"):

@@ -1,7 +1,5 @@
 """`linear` of one row by the Triton kernel, and several layers of one row in one launch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -33,7 +31,7 @@ def layer(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_shapes(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_odd_shapes(dtype, generator):
     for (n, k), bias in itertools.product(
         ((1, 1), (1, 64), (7, 3), (6, 130), (64, 2048), (5, 2880), (3, 4096)), (False, True)
     ):
@@ -46,9 +44,7 @@ def test_odd_shapes(dtype: torch.dtype, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("widths", [(64, 16, 16), (12, 4), (4, 8, 132), (34,)])
-def test_layers_of_one_launch_have_the_bits_of_their_own(
-    widths: tuple[int, ...], bias: bool, generator: torch.Generator
-) -> None:
+def test_layers_of_one_launch_have_the_bits_of_their_own(widths, bias, generator):
     """Weights lie anywhere, with rows at a distance; so does the row that they take."""
     layers = []
     for n in widths:
@@ -62,7 +58,7 @@ def test_layers_of_one_launch_have_the_bits_of_their_own(
         assert torch.equal(part, linear(x, *each, impl="triton"))
 
 
-def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
+def test_what_one_launch_does_not_take(generator):
     even, odd = (layer(generator, n, 8, torch.float32, True) for n in (4, 6))
     x = torch.ones(1, 8, device=DEVICE)
     assert linears_of_a_row(x, even, odd) is None
@@ -91,7 +87,7 @@ def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
         (torch.ones(1, 3), torch.ones(4, 3, requires_grad=True), "no gradients"),
     ],
 )
-def test_what_is_asked_for_and_cannot_be(x: Tensor, weight: Tensor, named: str) -> None:
+def test_what_is_asked_for_and_cannot_be(x, weight, named):
     with pytest.raises(ValueError, match=named):
         linear(x.to(DEVICE), weight.to(DEVICE), impl="triton")
 
@@ -108,7 +104,7 @@ class Wrapping(Tensor):
         raise AssertionError("a kernel asked for values")
 
 
-def test_what_torch_shall_multiply_or_refuse(generator: torch.Generator) -> None:
+def test_what_torch_shall_multiply_or_refuse(generator):
     weight, bias_N = layer(generator, 4, 3, torch.float32, True)
     x, one = torch.ones(1, 3, device=DEVICE), torch.ones(1, device=DEVICE)
     assert linears_of_a_row(x, (weight, bias_N)) is not None
@@ -122,7 +118,7 @@ def test_what_torch_shall_multiply_or_refuse(generator: torch.Generator) -> None
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_it_for_one_row(generator: torch.Generator) -> None:
+def test_a_gpu_takes_it_for_one_row(generator):
     weight, bias_N = layer(generator, 40, 96, torch.bfloat16, True)
     rows = random(generator, 2, 96, dtype=torch.bfloat16).cuda()
     assert torch.equal(
@@ -137,9 +133,7 @@ def test_a_gpu_takes_it_for_one_row(generator: torch.Generator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [2048, 4096])
-def test_a_gpu_reads_parameters_early_in_a_graph_and_what_was_written_before_it(
-    k: int, generator: torch.Generator
-) -> None:
+def test_a_gpu_reads_parameters_early_in_a_graph_and_what_was_written_before_it(k, generator):
     """A kernel before it makes the row; the weight is written between two replays."""
     x = random(generator, 1, k, dtype=torch.bfloat16).cuda()
     scale = torch.ones(k, dtype=torch.bfloat16, device="cuda")
@@ -161,7 +155,7 @@ def test_a_gpu_reads_parameters_early_in_a_graph_and_what_was_written_before_it(
 
 
 @pytest.mark.gpu
-def test_a_gpu_waits_for_weights_that_are_made_in_a_graph(generator: torch.Generator) -> None:
+def test_a_gpu_waits_for_weights_that_are_made_in_a_graph(generator):
     """By the kernel in front, which lets the next one begin before it ends."""
     rows = random(generator, 4096, 2048, dtype=torch.bfloat16).cuda()
     x = random(generator, 1, 2048, dtype=torch.bfloat16).cuda()

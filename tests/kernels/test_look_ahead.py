@@ -33,7 +33,7 @@ def make_gates(estimator: NextGate, dtype: torch.dtype) -> list[list[GateRanking
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("least", [0.0, 0.3])
-def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> None:
+def test_it_says_what_the_predictor_says(dtype, least):
     estimator = NextGate(SHAPE)
     gates = make_gates(estimator, dtype)
 
@@ -87,7 +87,7 @@ def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> No
     assert native.take_counts() == (0, 0, 0)
 
 
-def test_gates_that_only_torch_knows_are_refused() -> None:
+def test_gates_that_only_torch_knows_are_refused():
     gates = make_gates(NextGate(SHAPE), torch.float16)
     with pytest.raises(ValueError, match="float16"):
         NativeLookAhead(

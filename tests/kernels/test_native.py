@@ -1,7 +1,5 @@
 """The native library itself: loading, threads, processes, memory limits, and life without it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading
@@ -32,7 +30,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
-def test_describe(library: NativeLibrary) -> None:
+def test_describe(library):
     found = describe()
     assert found.problem is None
     assert found.isa in found.isas
@@ -41,14 +39,14 @@ def test_describe(library: NativeLibrary) -> None:
     assert found.path.exists()
 
 
-def test_isas_and_threads_are_checked(library: NativeLibrary) -> None:
+def test_isas_and_threads_are_checked(library):
     with pytest.raises(ValueError, match="isa must be one of"):
         library.select_isa("mmx")
     with pytest.raises(ValueError, match="at least 1"):
         library.set_num_threads(0)
 
 
-def test_calls_run_on_torch_threads_while_it_has_as_many(library: NativeLibrary) -> None:
+def test_calls_run_on_torch_threads_while_it_has_as_many(library):
     before = torch.get_num_threads()
     try:
         for torch_threads, shares in ((1, False), (2, True), (3, False)):
@@ -60,9 +58,7 @@ def test_calls_run_on_torch_threads_while_it_has_as_many(library: NativeLibrary)
 
 
 @pytest.mark.parametrize("torch_threads", [1, 3], ids=["own threads", "torch's threads"])
-def test_both_kinds_of_threads_give_the_same_bits(
-    library: NativeLibrary, torch_threads: int, generator: torch.Generator
-) -> None:
+def test_both_kinds_of_threads_give_the_same_bits(library, torch_threads, generator):
     x = torch.randn(7, 300, generator=generator)
     weight = torch.randn(500, 300, generator=generator)
     library.set_num_threads(1)
@@ -77,7 +73,7 @@ def test_both_kinds_of_threads_give_the_same_bits(
         torch.set_num_threads(before)
 
 
-def test_many_python_threads_call_at_once(library: NativeLibrary) -> None:
+def test_many_python_threads_call_at_once(library):
     library.set_num_threads(2)
     weights = [torch.full((200, 64), float(i)) for i in range(4)]
     wrong: list[int] = []
@@ -96,14 +92,14 @@ def test_many_python_threads_call_at_once(library: NativeLibrary) -> None:
     assert not wrong
 
 
-def test_workers_start_again_after_resizing(library: NativeLibrary) -> None:
+def test_workers_start_again_after_resizing(library):
     x, weight = torch.ones(1, 64), torch.ones(500, 64)
     for num_threads in (1, 4, 2, 3, 1, 2):
         library.set_num_threads(num_threads)
         assert torch.equal(linear(x, weight, impl="native"), torch.full((1, 500), 64.0))
 
 
-def test_sleeping_workers_wake(library: NativeLibrary) -> None:
+def test_sleeping_workers_wake(library):
     library.set_num_threads(2)
     library.set_spin_s(0.0)
     x, weight = torch.ones(1, 64), torch.ones(500, 64)
@@ -114,7 +110,7 @@ def test_sleeping_workers_wake(library: NativeLibrary) -> None:
         library.set_spin_s(library_module.SPIN_S)
 
 
-def test_a_forked_child_computes(library: NativeLibrary) -> None:
+def test_a_forked_child_computes(library):
     """In a process of its own, because a fork of pytest would carry all its state along."""
     code = """
 import os, torch
@@ -137,7 +133,7 @@ for torch_threads in (1, 2):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
-def test_nothing_is_read_beyond_a_tensor(library: NativeLibrary) -> None:
+def test_nothing_is_read_beyond_a_tensor(library):
     """Weights, rows and biases end where unreadable memory begins."""
     code = """
 import itertools, torch
@@ -168,7 +164,7 @@ def _no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_library")
-def test_without_the_library() -> None:
+def test_without_the_library():
     assert native_library() is None
     found = describe()
     assert (found.problem, found.isa, found.isas) == ("there is none; do this", None, ())
@@ -186,7 +182,7 @@ def test_without_the_library() -> None:
         require_native()
 
 
-def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library(tmp_path):
     path = tmp_path / "moe_kernels.so"
     with pytest.raises(OSError, match="moe_kernels"):
         NativeLibrary(path)
@@ -195,6 +191,6 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
         NativeLibrary(path)
 
 
-def test_bandwidth_probe_reads_everything(isa: str, library: NativeLibrary) -> None:
+def test_bandwidth_probe_reads_everything(isa, library):
     assert library.read(torch.ones(3 << 18)) > 0
     assert library.read(torch.zeros(3 << 18)) == 0

@@ -1,7 +1,5 @@
 """The gradient of a matrix by the native kernel, against fp64 products of the same values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.linear.op import ROWS_PER_CALL, outer_into
-from moe_runtime.kernels.native import NativeLibrary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # lines, A, B: one, odd, whole vectors and panels, and more than one call takes
@@ -36,9 +33,7 @@ def bound(left: Tensor, right: Tensor, before: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_products_of_every_size(
-    isa: str, dtype: torch.dtype, adds: bool, generator: torch.Generator
-) -> None:
+def test_sums_of_products_of_every_size(isa, dtype, adds, generator):
     for lines, a, b in SHAPES:
         left, right, before = (
             placed(torch.randn(shape, generator=generator).to(dtype), first)
@@ -51,9 +46,7 @@ def test_sums_of_products_of_every_size(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_beside_the_result_is_written(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_nothing_beside_the_result_is_written(isa, dtype, generator):
     left, right = (torch.randn(9, n, generator=generator).to(dtype) for n in (11, 21))
     memory = torch.full((13, 30), 7.0, dtype=dtype)
     outer_into(left, right, memory[1:12, 4:25], adds=False)
@@ -62,9 +55,7 @@ def test_nothing_beside_the_result_is_written(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neither_threads_nor_other_columns_change_a_bit(
-    isa: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_neither_threads_nor_other_columns_change_a_bit(isa, dtype, library, generator):
     left, right = (torch.randn(67, n, generator=generator).to(dtype) for n in (90, 150))
     whole = torch.empty(90, 150, dtype=dtype)
     outer_into(left, right, whole, adds=False)
@@ -78,7 +69,7 @@ def test_neither_threads_nor_other_columns_change_a_bit(
         assert torch.equal(again, whole)
 
 
-def test_infinity_and_nan_stay_where_they_belong(isa: str) -> None:
+def test_infinity_and_nan_stay_where_they_belong(isa):
     left, right = torch.zeros(3, 2), torch.ones(3, 4)
     left[1, 0], left[2, 1] = math.inf, math.nan
     out = torch.empty(2, 4)

@@ -39,10 +39,7 @@ def delta_inputs(
     ("batch", "heads", "groups", "values"),
     [(1, 1, 1, 7), (3, 4, 2, 64), (2, 3, 3, 45), (0, 2, 1, 8)],
 )
-def test_delta_rule_against_fp64(
-    batch: int, heads: int, groups: int, values: int, by_channel: bool, dtype: torch.dtype,
-    unit_eps: float | None, impl: Any,
-):  # fmt: skip
+def test_delta_rule_against_fp64(batch, heads, groups, values, by_channel, dtype, unit_eps, impl):
     keys, scale = 13, 0.3
     decays = keys if by_channel else 1
     inputs = delta_inputs(batch, heads, groups, keys, values, decays, dtype)
@@ -76,9 +73,7 @@ def test_delta_rule_against_fp64(
     ("batch", "channels", "width", "taps"),
     [(1, 5, 4, 4), (2, 2500, 4, 4), (3, 7, 3, 4), (2, 6, 5, 2), (1, 3, 1, 1), (0, 4, 4, 4)],
 )
-def test_conv_against_fp64(
-    batch: int, channels: int, width: int, taps: int, dtype: torch.dtype, with_bias: bool, impl: Any
-):
+def test_conv_against_fp64(batch, channels, width, taps, dtype, with_bias, impl):
     torch.manual_seed(0)
     state, x = torch.randn(batch, channels, width).to(dtype), torch.randn(batch, channels).to(dtype)
     weight = torch.randn(channels, taps).to(dtype)
@@ -151,7 +146,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_a_graph_that_needs_the_old_state_is_refused(impl: Any):
+def test_a_graph_that_needs_the_old_state_is_refused(impl):
     """As torch does when one of its own operations has changed it."""
     state, *parts = delta_inputs(1, 2, 2, 4, 4, 1, torch.float32)
     conv = torch.rand(1, 3, 4)
@@ -177,7 +172,7 @@ def test_fake_tensors_take_the_reference():
 
 
 @pytest.mark.parametrize(("keys", "values"), [(0, 4), (4, 0), (8193, 1), (1, 8193)])
-def test_widths_that_the_kernel_does_not_know(keys: int, values: int):
+def test_widths_that_the_kernel_does_not_know(keys, values):
     state, query, key, *rest = delta_inputs(1, 1, 1, max(keys, 1), values, 1, torch.float32)
     state, query, key = state[:, :, :keys].contiguous(), query[..., :keys], key[..., :keys]
     if native_library() is not None:
@@ -188,7 +183,7 @@ def test_widths_that_the_kernel_does_not_know(keys: int, values: int):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_gradients_are_refused(impl: Any):
+def test_gradients_are_refused(impl):
     state, *parts = delta_inputs(1, 2, 2, 4, 4, 1, torch.float32)
     parts[0].requires_grad_()
     with pytest.raises(ValueError, match="no gradients"):

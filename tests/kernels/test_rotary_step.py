@@ -1,7 +1,5 @@
 """`rotary_step`: the Triton kernel against the specification, and that against transformers."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

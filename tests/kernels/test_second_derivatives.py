@@ -1,11 +1,8 @@
 """Second derivatives, of named inputs too: right, or refused in one line. torch's own refusal is
 passed over where inputs are named, and what is missing counts as zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -139,7 +136,7 @@ def leaves(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_for_every_pair_of_inputs(name: str) -> None:
+def test_refused_for_every_pair_of_inputs(name):
     """Also where the gradient that comes in is a constant; first derivatives stay as they are."""
     function, tensors, message = REFUSED[name]
     plain = torch.autograd.grad(function(*(inputs := leaves(tensors))).square().sum(), inputs)
@@ -155,12 +152,12 @@ def test_refused_for_every_pair_of_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_where_autograd_sees_through(name: str) -> None:
+def test_right_where_autograd_sees_through(name):
     function, tensors = RIGHT[name]
     assert gradgradcheck(function, leaves(tensors))
 
 
-def test_a_checkpoint_unpacks_once() -> None:
+def test_a_checkpoint_unpacks_once():
     """torch allows no more; the mark reads what was saved as well."""
     x, weight = leaves([some(5, 3), some(3)])
     out = checkpoint(rms_norm, x, weight, 1e-6, use_reentrant=False)
@@ -179,7 +176,7 @@ class Looking(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("activation", ["silu", torch.tanh])
-def test_operators_refuse_as_functions_do(activation: Any) -> None:
+def test_operators_refuse_as_functions_do(activation):
     """Where somebody looks at operators the gradient is one of them, and so it is of a function."""
     x, weights, gate_up, down = leaves([some(5, 4), some(5, 2), some(3, 3, 4), some(3, 4, 3)])
     experts = StackedExperts(gate_up=gate_up, down=down, has_gate=False)

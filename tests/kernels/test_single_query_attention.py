@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
 from moe_runtime.kernels.decode_step.single_query_attention import (
     single_query_attention,
     single_query_attention_reference,
@@ -68,6 +69,49 @@ def test_sinks_against_fp64(dtype, sinks_dtype):
     assert torch.equal(got[:, 5], none[:, 5])
     # the kernel's exponential ends at exp(-87)
     assert got[:, 4].abs().max() < 131 * 2e-38 * value.float().abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("groups", "heads", "length", "dim", "width"),
+    [(2, 2, 1, 32, 64), (1, 3, 131, 96, 32), (2, 10, 66, 64, 64), (1, 19, 5, 32, 96)],
+)
+def test_rounded_keys_and_values_against_fp64(dtype, groups, heads, length, dim, width):
+    sizes = {"groups": groups, "heads": heads, "length": length, "dim": dim, "width": width}
+    query, key, value, mask = operands(dtype, **sizes)
+    rows = [
+        torch.full((2, groups, 150, w // 32 * 34), 255, dtype=torch.uint8) for w in (dim, width)
+    ]
+    for room, tensor in zip(rows, (key, value), strict=True):
+        room[:, :, :length] = round_rows(tensor)
+    key_rows, value_rows = (room[:, :, :length] for room in rows)
+    got = single_query_attention(query, key_rows, value_rows, mask, 0.3, impl="native")
+    wide = [widen_rows(room, torch.float64) for room in (key_rows, value_rows)]
+    exact = single_query_attention_reference(query.double(), *wide, mask, 0.3)
+    assert got.dtype == dtype
+    assert (got.double() - exact).abs().max() <= bound(dtype, value)
+    # a head has its bits whatever the others are
+    few = [
+        t[:, : heads // groups] if t is query else t[:, :1] for t in (query, key_rows, value_rows)
+    ]
+    for rows_of_x in range(1, heads // groups + 1):
+        some = single_query_attention(few[0][:, :rows_of_x], *few[1:], mask, 0.3, impl="native")
+        assert torch.equal(some, got[:, :rows_of_x])
+
+
+def test_rounding_keeps_every_value_within_half_a_scale():
+    x = (
+        torch.randn(3, 7, 96, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-3, 4, 7)[:, None]
+    )
+    x[0, 0, :GROUP] = 0
+    found = widen_rows(round_rows(x), torch.float64)
+    most = x.double().unflatten(-1, (-1, GROUP)).abs().amax(-1, keepdim=True)
+    scale = most / 127 * (1 + 2.0**-11)
+    assert (
+        (found - x.double()).unflatten(-1, (-1, GROUP)).abs() <= 0.5001 * scale + 2.0**-25
+    ).all()
 
 
 @needs_native

@@ -1,7 +1,5 @@
 """Every shipped tile, in every kernel that uses it, against plain torch in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +11,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, TILES_32_BIT, ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT, TILES_32_BIT, Tile
 from moe_runtime.kernels.operands import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +52,7 @@ def close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("kind", "tile", "dtype"), SHIPPED)
-def test_every_shipped_tile(kind: ProductKind, tile: Tile, dtype: torch.dtype) -> None:
+def test_every_shipped_tile(kind, tile, dtype):
     case = Rows()
     num_rows = case.offsets[-1]
     x = case.draw(num_rows, case.dim_k, dtype=dtype)
@@ -106,7 +104,7 @@ PERSISTENT = Tile(128, 64, 32, 4, 3, is_persistent=True)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dims", [(64, 72), (48, 136)], ids=["even", "uneven"])
-def test_persistent_programs(dims: tuple[int, int], *, is_transposed: bool) -> None:
+def test_persistent_programs(dims, *, is_transposed):
     """By descriptors, or by pointers where nothing else reads the operands, to the same values."""
     dim_k, dim_n = dims
     case = Rows((0, 300, 300, 313, 330), dim_k, dim_n)
@@ -137,7 +135,7 @@ def test_persistent_programs(dims: tuple[int, int], *, is_transposed: bool) -> N
     assert hidden[~is_given].eq(0).all()
 
 
-def test_persistent_programs_without_a_row() -> None:
+def test_persistent_programs_without_a_row():
     groups = Groups(torch.zeros(4, dtype=torch.int64, device=DEVICE), 9)
     x = torch.full((9, 64), torch.nan, device=DEVICE).bfloat16()
     weight = torch.ones(3, 128, 64, device=DEVICE).bfloat16()
@@ -145,7 +143,7 @@ def test_persistent_programs_without_a_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_added_to_those_there_are(dtype: torch.dtype) -> None:
+def test_gradients_added_to_those_there_are(dtype):
     """beta = 1: what lies in the gradient stays, for experts without rows to the last bit."""
     case = Rows()
     left = case.draw(case.offsets[-1], case.dim_n, dtype=dtype)

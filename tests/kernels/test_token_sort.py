@@ -1,7 +1,5 @@
 """`token_sort` against Python's own stable sort."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,16 +37,14 @@ def check(ids: Tensor, num_experts: int, impl: TokenSortImpl) -> None:
     ("num_tokens", "num_choices", "num_experts"),
     [(0, 2, 4), (1, 1, 1), (1, 8, 128), (63, 3, 7), (64, 8, 8), (1000, 1, 5), (300, 2, 600)],
 )
-def test_equals_a_stable_sort(
-    impl: TokenSortImpl, num_tokens: int, num_choices: int, num_experts: int
-) -> None:
+def test_equals_a_stable_sort(impl, num_tokens, num_choices, num_experts):
     """Also with ids that no expert has, on either side of the range."""
     check(torch.randint(-2, num_experts + 3, (num_tokens, num_choices)), num_experts, impl)
 
 
 @pytest.mark.parametrize("impl", NAMED)
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_one_expert_takes_everything(impl: TokenSortImpl, dtype: torch.dtype) -> None:
+def test_one_expert_takes_everything(impl, dtype):
     check(torch.full((700, 1), 3, dtype=dtype), 5, impl)
     check(torch.full((7, 2), 5, dtype=dtype), 5, impl)
     check(torch.arange(6, dtype=dtype).view(2, 3).t(), 6, impl)
@@ -56,11 +52,11 @@ def test_one_expert_takes_everything(impl: TokenSortImpl, dtype: torch.dtype) ->
 
 @settings(max_examples=25)
 @given(ids=st.lists(st.integers(-1, 9), max_size=80), num_experts=st.integers(1, 9), data=st.data())
-def test_any_ids(ids: list[int], num_experts: int, data: st.DataObject) -> None:
+def test_any_ids(ids, num_experts, data):
     check(torch.tensor(ids, dtype=torch.int64), num_experts, data.draw(st.sampled_from(NAMED)))
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         token_sort(torch.zeros(2, 2, dtype=torch.int64), 0)
     with pytest.raises(ValueError, match=r"int64, int32 or int16, got torch\.float32"):

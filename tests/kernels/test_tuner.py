@@ -1,11 +1,8 @@
 """The tuner with a made-up clock, and the tables it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +57,7 @@ def clock(seconds: dict[Tile, float], ran: list[Tile]) -> Callable[[Callable[[],
     return measure
 
 
-def test_the_fastest_tile_wins_and_what_does_not_fit_is_passed_over() -> None:
+def test_the_fastest_tile_wins_and_what_does_not_fit_is_passed_over():
     fast, slow, large = (replace(RULE, block_m=m) for m in (32, 16, 128))
     ran: list[Tile] = []
     (found,) = tune(
@@ -77,7 +74,7 @@ def test_the_fastest_tile_wins_and_what_does_not_fit_is_passed_over() -> None:
     assert ran == [slow, fast, RULE, slow, fast, *again, *again]
 
 
-def test_the_rule_wins_ties_and_other_errors_are_not_hidden() -> None:
+def test_the_rule_wins_ties_and_other_errors_are_not_hidden():
     ran: list[Tile] = []
     other = replace(RULE, block_m=32)
     (found,) = tune([problem(ran=ran)], lambda _: [other], clock({}, ran))
@@ -88,7 +85,7 @@ def test_the_rule_wins_ties_and_other_errors_are_not_hidden() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "down_act_backward", "dw"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 2048])
-def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
+def test_candidates_fit_the_device_and_the_rows(kind, rows):
     device = GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False)
     found = candidate_tiles(problem(KEY._replace(kind=kind, rows=rows)), device)  # type: ignore[arg-type]
     assert 2 < len(found) < 100
@@ -100,7 +97,7 @@ def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
             assert tile.block_m <= max(16, 2 * rows)
 
 
-def test_every_product_of_a_layer_runs_in_a_tile_of_the_tuner() -> None:
+def test_every_product_of_a_layer_runs_in_a_tile_of_the_tuner():
     """In the interpreter: the calls are those that a GPU would time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = layer_problems(LayerBatch(6, 32, 16, 3, 2), torch.float32, device)
@@ -113,9 +110,7 @@ def test_every_product_of_a_layer_runs_in_a_tile_of_the_tuner() -> None:
         one.run(Tile(16, 32, 16, 4, 2))
 
 
-def test_a_table_is_used_from_the_next_call_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_table_is_used_from_the_next_call_on(monkeypatch, tmp_path):
     """What a launcher asks for is what the tuner keeps, for the GPU it was measured on alone."""
     monkeypatch.setattr(tiles, "cache_folder", lambda: tmp_path / "own")
     monkeypatch.setattr(tiles, "SHIPPED", tmp_path / "shipped")
@@ -142,7 +137,7 @@ def test_a_table_is_used_from_the_next_call_on(
     measured_tiles.cache_clear()
 
 
-def test_tables_are_added_to_and_damaged_ones_refused(tmp_path: Path) -> None:
+def test_tables_are_added_to_and_damaged_ones_refused(tmp_path):
     path = tmp_path / "deeper" / "gpu.json"
     assert read_table(path) == {}
     other = KEY._replace(kind="dw", rows=4096)
@@ -162,7 +157,7 @@ def test_tables_are_added_to_and_damaged_ones_refused(tmp_path: Path) -> None:
             read_table(path)
 
 
-def test_tables_with_the_former_name_of_a_kind_are_still_read(tmp_path: Path) -> None:
+def test_tables_with_the_former_name_of_a_kind_are_still_read(tmp_path):
     """`dact` is what `down_act_backward` was called when users measured their first tables."""
     path, key = tmp_path / "gpu.json", KEY._replace(kind="down_act_backward")
     write_table(path, "gpu", {key: RULE})
@@ -174,7 +169,7 @@ def test_tables_with_the_former_name_of_a_kind_are_still_read(tmp_path: Path) ->
     assert path.read_text() == text
 
 
-def test_shapes_are_read_from_the_command_line() -> None:
+def test_shapes_are_read_from_the_command_line():
     assert parse_shape("1,2, 3,4,4") == LayerBatch(1, 2, 3, 4, 4)
     for text in ("1,2,3,4", "1,2,3,4,x", "0,2,3,4,1", ""):
         with pytest.raises(ValueError, match="five numbers from 1 on"):

@@ -57,7 +57,7 @@ def kept_routing() -> Trace:
     return kept
 
 
-def test_decode_steps_are_kept_and_prompts_are_not() -> None:
+def test_decode_steps_are_kept_and_prompts_are_not():
     assert read_recent(MODEL, CHECKPOINT) is None
     record(5, num_sequences=2)
     kept = kept_routing()
@@ -67,7 +67,7 @@ def test_decode_steps_are_kept_and_prompts_are_not() -> None:
     assert kept.token_position.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept() -> None:
+def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept():
     recording = RecentRouting(MODEL, CHECKPOINT)
     recording.begin_request(num_sequences=3)
     assert recording.wants_step()
@@ -87,7 +87,7 @@ def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept() -> None:
     assert kept.num_steps == 1
 
 
-def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch):
     monkeypatch.setattr(recent, "KEPT_STEPS", 6)
     monkeypatch.setattr(recent, "FILE_STEPS", 6)
     record(4)
@@ -103,7 +103,7 @@ def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.M
     assert [step.num_tokens for step in recording._steps] == [3, 3]
 
 
-def test_listening_takes_a_hundredth_of_the_time_behind_the_first_burst() -> None:
+def test_listening_takes_a_hundredth_of_the_time_behind_the_first_burst():
     now_s = 0.0
     recording = RecentRouting(MODEL, CHECKPOINT, clock=lambda: now_s)
     bursts_s = 2 * recent.BURST * MODEL.num_layers * recent.LAYER_S
@@ -114,7 +114,7 @@ def test_listening_takes_a_hundredth_of_the_time_behind_the_first_burst() -> Non
     assert sum(recording.wants_step() for _ in range(200)) == recent.BURST
 
 
-def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch):
     record(6, num_sequences=3)  # five steps, of more tokens than are kept from now on
     monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
     monkeypatch.setattr(recent, "FILE_TOKENS", 8)
@@ -129,7 +129,7 @@ def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch: pytest.Monkey
     assert kept_routing().num_tokens == 9
 
 
-def test_a_run_writes_now_and_then_and_adds_nothing_twice() -> None:
+def test_a_run_writes_now_and_then_and_adds_nothing_twice():
     now_s = 0.0
     record(3)
     recording = RecentRouting(MODEL, CHECKPOINT, clock=lambda: now_s)
@@ -142,7 +142,7 @@ def test_a_run_writes_now_and_then_and_adds_nothing_twice() -> None:
     assert kept_routing().expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 1]
 
 
-def test_a_damaged_or_unwritable_cache_fails_nothing(cache: Path) -> None:
+def test_a_damaged_or_unwritable_cache_fails_nothing(cache):
     record(3)
     path = recent_path(MODEL, CHECKPOINT)
     path.write_bytes(path.read_bytes()[:100])
@@ -177,7 +177,7 @@ def hot_and_cold(num_tokens: int = 210) -> Routes:
     )
 
 
-def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
+def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so():
     trace = trace_of(hot_and_cold())
     choice = choose_policy(trace.signature, trace, num_slots=15)
     assert choice.policy != "lru"
@@ -198,7 +198,7 @@ def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
     assert choose_policy(trace.signature, trace, num_slots=15) == choice
 
 
-def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_takes_time_must_save_as_much(monkeypatch):
     monkeypatch.setattr(
         choice_module, "CANDIDATES", ("lru",)
     )  # only online policies stand against it
@@ -210,7 +210,7 @@ def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPa
     assert choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1000).policy == "lru"
 
 
-def test_without_reason_to_change_it_is_lru() -> None:
+def test_without_reason_to_change_it_is_lru():
     trace = trace_of(make_routes(SHAPE, num_sequences=2, length=30))
     assert choose_policy(MODEL, None, 9).policy == "lru"
     assert "0 steps" in choose_policy(MODEL, None, 9).reason
@@ -220,6 +220,6 @@ def test_without_reason_to_change_it_is_lru() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 23])
-def test_any_budget_gets_an_answer(num_slots: int) -> None:
+def test_any_budget_gets_an_answer(num_slots):
     trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
     assert choose_policy(trace.signature, trace, num_slots).reason

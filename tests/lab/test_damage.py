@@ -71,7 +71,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], Callable[..
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_anywhere_is_one_error_or_harmless(tmp_path: Path, name: str) -> None:
+def test_damage_anywhere_is_one_error_or_harmless(tmp_path, name):
     write, read, check = FILES[name]
     path = tmp_path / name
     write(path)

@@ -21,7 +21,7 @@ def brute_force(routes: Routes, share_LE: np.ndarray, width: int) -> float:
     return sum(per_layer) / len(per_layer)
 
 
-def test_recall_is_what_counting_by_hand_gives() -> None:
+def test_recall_is_what_counting_by_hand_gives():
     routes = make_routes(SHAPE)
     train, test = split_sequences(routes, test_share=0.5)
     popularity = make_estimator("popularity", SHAPE)
@@ -35,7 +35,7 @@ def test_recall_is_what_counting_by_hand_gives() -> None:
     assert control.name == "control"
 
 
-def test_control_finds_everything() -> None:
+def test_control_finds_everything():
     routes = make_routes(SHAPE)
     control = evaluate([], routes, distances=(1, 2))[0]
     for recall in control.recalls:
@@ -45,7 +45,7 @@ def test_control_finds_everything() -> None:
     assert control.calibration_error == 0.0
 
 
-def test_popularity_is_calibrated_on_its_own_training_set() -> None:
+def test_popularity_is_calibrated_on_its_own_training_set():
     routes = make_routes(SHAPE, num_sequences=30)
     popularity = make_estimator("popularity", SHAPE)
     popularity.fit(routes)
@@ -55,7 +55,7 @@ def test_popularity_is_calibrated_on_its_own_training_set() -> None:
         assert chance == pytest.approx(share, abs=0.01)
 
 
-def test_unrecorded_layers_have_no_recall() -> None:
+def test_unrecorded_layers_have_no_recall():
     routes = make_routes(SHAPE)
     routes.expert_ids[:, 2] = SHAPE.num_experts
     routes.gate_weights[:, 2] = 0
@@ -65,7 +65,7 @@ def test_unrecorded_layers_have_no_recall() -> None:
 
 
 @pytest.mark.parametrize("with_token_ids", [True, False])
-def test_repeated_sequences_are_left_out(with_token_ids: bool) -> None:
+def test_repeated_sequences_are_left_out(with_token_ids):
     routes = make_routes(SHAPE, num_sequences=4, vocabulary=1000)
     if not with_token_ids:
         routes.token_ids[:] = -1
@@ -75,7 +75,7 @@ def test_repeated_sequences_are_left_out(with_token_ids: bool) -> None:
     np.testing.assert_array_equal(kept.token_ids, routes.token_ids)
 
 
-def test_split_keeps_sequences_whole_and_apart() -> None:
+def test_split_keeps_sequences_whole_and_apart():
     routes = make_routes(SHAPE, num_sequences=10, vocabulary=1000)
     train, test = split_sequences(routes, test_share=0.3, seed=5)
     assert (train.num_sequences, test.num_sequences) == (7, 3)

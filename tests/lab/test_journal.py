@@ -31,7 +31,7 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "t.npz.part"
 
 
-def test_the_journal_holds_all_finished_blocks(whole: Trace, journal: Path) -> None:
+def test_the_journal_holds_all_finished_blocks(whole, journal):
     trace = read_trace(journal)
     assert trace.num_steps == 28
     assert trace.signature == SIGNATURE
@@ -39,7 +39,7 @@ def test_the_journal_holds_all_finished_blocks(whole: Trace, journal: Path) -> N
     assert read_any_trace(journal).num_steps == 28
 
 
-def test_waiting_steps_are_written_after_a_while(tmp_path: Path) -> None:
+def test_waiting_steps_are_written_after_a_while(tmp_path):
     recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_s=0.0, expert_bytes=196_608)
     record_steps(recorder, 10)
     left = read_trace(tmp_path / "t.npz.part")
@@ -48,7 +48,7 @@ def test_waiting_steps_are_written_after_a_while(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.npz").expert_bytes == 196_608
 
 
-def test_a_recording_that_ends_well_leaves_no_journal(tmp_path: Path, whole: Trace) -> None:
+def test_a_recording_that_ends_well_leaves_no_journal(tmp_path, whole):
     with TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7) as recorder:
         record_steps(recorder, 100)
         assert draft_of(tmp_path / "t.npz").exists()
@@ -56,7 +56,7 @@ def test_a_recording_that_ends_well_leaves_no_journal(tmp_path: Path, whole: Tra
     assert_begins_as(read_trace(tmp_path / "t.npz"), whole)
 
 
-def test_a_recording_without_steps_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_recording_without_steps_leaves_what_was_there(tmp_path):
     TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
     assert os.listdir(tmp_path) == []
     with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
@@ -65,7 +65,7 @@ def test_a_recording_without_steps_leaves_what_was_there(tmp_path: Path) -> None
     assert read_trace(tmp_path / "t.npz").num_steps == 2
 
 
-def test_the_file_appears_only_when_complete(tmp_path: Path) -> None:
+def test_the_file_appears_only_when_complete(tmp_path):
     path = tmp_path / "trace.npz"
     path.write_bytes(b"older")
     recorder = TraceRecorder(path, SIGNATURE)
@@ -77,7 +77,7 @@ def test_the_file_appears_only_when_complete(tmp_path: Path) -> None:
     assert read_trace(path).num_steps == 1
 
 
-def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_journal(tmp_path, monkeypatch):
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -90,9 +90,7 @@ def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
-def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(tmp_path, monkeypatch, moment):
     recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
     real = OutputFile.write_at
 
@@ -118,13 +116,13 @@ def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
     recorder.close()
 
 
-def test_nothing_that_was_left_is_not_offered(tmp_path: Path) -> None:
+def test_nothing_that_was_left_is_not_offered(tmp_path):
     (tmp_path / "t.npz.part").touch()
     with pytest.raises(CheckpointError, match=r"t\.npz: cannot be read: No such file"):
         read_trace(tmp_path / "t.npz")
 
 
-def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trace) -> None:
+def test_what_was_left_is_named_and_never_overwritten(journal, whole):
     target = journal.with_name("t.npz")
     with pytest.raises(CheckpointError, match=r"an interrupted recording left .*t\.npz\.part"):
         read_trace(target)
@@ -138,7 +136,7 @@ def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trac
     assert_begins_as(kept, whole)
 
 
-def test_a_trace_that_is_being_recorded_is_refused_to_others(tmp_path: Path) -> None:
+def test_a_trace_that_is_being_recorded_is_refused_to_others(tmp_path):
     first = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
     record_steps(first, 30)
     with pytest.raises(CheckpointError, match="another process is writing"):
@@ -147,7 +145,7 @@ def test_a_trace_that_is_being_recorded_is_refused_to_others(tmp_path: Path) -> 
     assert read_trace(tmp_path / "t.npz").num_steps == 30
 
 
-def test_blocks_of_two_models_are_refused(tmp_path: Path, journal: Path) -> None:
+def test_blocks_of_two_models_are_refused(tmp_path, journal):
     other = ModelSignature(model_type="y", num_layers=2, num_experts=8, top_k=2, vocab_size=100)
     record_steps(TraceRecorder(tmp_path / "u.npz", other, block_tokens=7), 10)
     journal.write_bytes(journal.read_bytes() + (tmp_path / "u.npz.part").read_bytes()[8:])
@@ -155,7 +153,7 @@ def test_blocks_of_two_models_are_refused(tmp_path: Path, journal: Path) -> None
         read_trace(journal)
 
 
-def test_a_killed_process_leaves_its_finished_blocks(tmp_path: Path, whole: Trace) -> None:
+def test_a_killed_process_leaves_its_finished_blocks(tmp_path, whole):
     program = (
         "import sys, time\n"
         "sys.path.insert(0, sys.argv[2])\n"

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def header_of(estimator: Estimator) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_written_is_read(tmp_path: Path, trained: dict[str, Estimator], name: str) -> None:
+def test_what_was_written_is_read(tmp_path, trained, name):
     write_predictor(tmp_path / "p.npz", trained[name], SIGNATURE)
     again = read_predictor(tmp_path / "p.npz", SIGNATURE)
     assert type(again) is type(trained[name])
@@ -72,9 +71,7 @@ def test_what_was_written_is_read(tmp_path: Path, trained: dict[str, Estimator],
         ),
     ],
 )
-def test_headers_that_cannot_be(
-    tmp_path: Path, trained: dict[str, Estimator], change: dict[str, Any], expected: str
-) -> None:
+def test_headers_that_cannot_be(tmp_path, trained, change, expected):
     estimator = trained["naive-bayes"]
     content = file_of({**header_of(estimator), **change}, dict(estimator.state()))
     (tmp_path / "p.npz").write_bytes(content)
@@ -82,16 +79,14 @@ def test_headers_that_cannot_be(
         read_predictor(tmp_path / "p.npz")
 
 
-def test_another_model_is_refused_with_both_named(
-    tmp_path: Path, trained: dict[str, Estimator]
-) -> None:
+def test_another_model_is_refused_with_both_named(tmp_path, trained):
     write_predictor(tmp_path / "p.npz", trained["popularity"], SIGNATURE)
     other = dataclasses.replace(SIGNATURE, model_type="y", vocab_size=5)
     with pytest.raises(CheckpointError, match=r"for x with .*model is y with"):
         read_predictor(tmp_path / "p.npz", other)
 
 
-def test_a_file_may_be_too_large(tmp_path: Path, trained: dict[str, Estimator]) -> None:
+def test_a_file_may_be_too_large(tmp_path, trained):
     write_predictor(tmp_path / "p.npz", trained["combined"], SIGNATURE)
     with pytest.raises(CheckpointError, match="expected at most"):
         read_predictor(tmp_path / "p.npz", max_bytes=100)
@@ -99,9 +94,7 @@ def test_a_file_may_be_too_large(tmp_path: Path, trained: dict[str, Estimator]) 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_arrays_that_do_not_fit_never_escape_as_other_errors(
-    tmp_path: Path, trained: dict[str, Estimator], data: st.DataObject
-) -> None:
+def test_arrays_that_do_not_fit_never_escape_as_other_errors(tmp_path, trained, data):
     estimator = trained[data.draw(st.sampled_from(NAMES))]
     header, arrays = header_of(estimator), dict(estimator.state())
     for _ in range(data.draw(st.integers(1, 3))):

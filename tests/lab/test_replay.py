@@ -199,7 +199,7 @@ class _NewestFirst(LRU[ExpertKey]):
 
 
 @pytest.mark.parametrize("in_shares", [False, True])
-def test_a_subclass_of_a_compiled_policy_is_asked_itself(in_shares: bool):
+def test_a_subclass_of_a_compiled_policy_is_asked_itself(in_shares):
     def make(_) -> EvictionPolicy[ExpertKey]:
         return LayerShares(_NewestFirst, [4] * SHAPE.num_layers) if in_shares else _NewestFirst()
 

@@ -14,7 +14,7 @@ SHAPE = Shape(num_layers=2, num_experts=6, top_k=2)
 ENDS = [0, 2, 6, 9, 13, 18]  # lengths 2, 4, 3, 4, 5
 
 
-def test_the_next_request_takes_the_place_of_one_that_ends() -> None:
+def test_the_next_request_takes_the_place_of_one_that_ends():
     drawn = make_routes(SHAPE, num_sequences=5, length=6)
     routes = Routes(
         shape=SHAPE,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fixture_types import Capsys
 from synthetic_routes import make_routes
 from traces import trace_of
 from warm_python import warm_python
@@ -66,7 +65,7 @@ def lesson_of(trace: Trace, **changed: Any) -> Lesson:
     return replace(lesson, **changed)
 
 
-def test_it_is_time_to_teach_when_as_much_is_new_as_was_taught() -> None:
+def test_it_is_time_to_teach_when_as_much_is_new_as_was_taught():
     trace = kept(6000)
     assert not is_due(kept(LEAST_KEPT_TOKENS - 1), None)
     assert not is_due(kept(4000, num_requests=2), None)
@@ -81,7 +80,7 @@ def test_it_is_time_to_teach_when_as_much_is_new_as_was_taught() -> None:
     )
 
 
-def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with() -> None:
+def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with():
     trace = kept(2500)
     path = recent_path(trace.signature, CHECKPOINT)
     make_folders(path.parent)
@@ -110,7 +109,7 @@ def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with() -> 
     assert not lock.exists()
 
 
-def test_a_process_is_started_only_where_it_would_teach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_started_only_where_it_would_teach(monkeypatch):
     started: list[tuple[list[str], dict[str, Any]]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda words, **how: started.append((words, how)))
     assert not start_teaching(kept(1000), CHECKPOINT)
@@ -127,7 +126,7 @@ def test_a_process_is_started_only_where_it_would_teach(monkeypatch: pytest.Monk
     assert not start_teaching(kept(2500, seed=1), CHECKPOINT)
 
 
-def test_auto_takes_the_taught_policy_if_what_it_saves_is_worth_its_time() -> None:
+def test_auto_takes_the_taught_policy_if_what_it_saves_is_worth_its_time():
     trace = trace_of(make_routes(SHAPE, num_sequences=4, length=200))
     signature, slots = trace.signature, 4
 
@@ -145,7 +144,7 @@ def test_auto_takes_the_taught_policy_if_what_it_saves_is_worth_its_time() -> No
     assert chosen(is_kept=False, misses=np.array([[100, 50], [60, 30], [99, 49]])) == "reuse"
 
 
-def test_what_a_lesson_says_between_its_capacities() -> None:
+def test_what_a_lesson_says_between_its_capacities():
     lesson = lesson_of(kept(100))
     for capacity, share in ((0.1, 0.6), (0.25, 0.6), (0.375, 0.7), (0.5, 0.8), (0.9, 0.8)):
         assert lesson.share_of_lru(capacity) == pytest.approx(share)
@@ -161,7 +160,7 @@ def test_what_a_lesson_says_between_its_capacities() -> None:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_damaged_lesson_is_none(changed: dict[str, Any]) -> None:
+def test_a_damaged_lesson_is_none(changed):
     trace = kept(100)
     signature = trace.signature
     write_lesson(lesson_of(trace), signature, CHECKPOINT)
@@ -175,9 +174,7 @@ def test_a_damaged_lesson_is_none(changed: dict[str, Any]) -> None:
             assert read_lesson(signature, CHECKPOINT) is None
 
 
-def test_a_lesson_of_another_model_is_named_by_a_command_once(
-    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lesson_of_another_model_is_named_by_a_command_once(capsys, monkeypatch):
     trace = kept(100)
     other = replace(trace.signature, vocab_size=trace.signature.vocab_size + 1)
     write_lesson(lesson_of(trace), trace.signature, CHECKPOINT)

@@ -44,7 +44,7 @@ def record_two_steps(path: Path, seed: int = 0) -> list[dict[str, Any]]:
     return events
 
 
-def test_every_event_is_read_back(tmp_path: Path) -> None:
+def test_every_event_is_read_back(tmp_path):
     events = record_two_steps(tmp_path / "trace.npz")
     trace = read_trace(tmp_path / "trace.npz")
 
@@ -64,7 +64,7 @@ def test_every_event_is_read_back(tmp_path: Path) -> None:
         )
 
 
-def test_accesses_are_distinct_experts_in_order_of_time(tmp_path: Path) -> None:
+def test_accesses_are_distinct_experts_in_order_of_time(tmp_path):
     events = record_two_steps(tmp_path / "trace.npz")
     accesses = list(read_trace(tmp_path / "trace.npz").accesses())
     assert [(step, layer) for step, layer, _ in accesses] == [
@@ -74,7 +74,7 @@ def test_accesses_are_distinct_experts_in_order_of_time(tmp_path: Path) -> None:
         assert experts.tolist() == sorted(set(event["ids"].ravel().tolist()))
 
 
-def test_layers_that_recorded_less_are_marked_absent(tmp_path: Path) -> None:
+def test_layers_that_recorded_less_are_marked_absent(tmp_path):
     with TraceRecorder(tmp_path / "trace.npz", SIGNATURE) as recorder:
         recorder.begin_request()
         recorder.begin_step(phase="decode", token_ids=[7], positions=[0])
@@ -87,7 +87,7 @@ def test_layers_that_recorded_less_are_marked_absent(tmp_path: Path) -> None:
     ]
 
 
-def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path: Path) -> None:
+def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path):
     with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
         recorder.begin_step(phase="decode", token_ids=[1] * 5, positions=range(5))
         recorder.routing(0, [[3, 4]] * 5, [[w, 0.5] for w in (np.nan, np.inf, -0.5, 1e6, 0.0)])
@@ -96,7 +96,7 @@ def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path: Path) -> N
     assert trace.gate_weights[:, 0].tolist() == [[0.0, 0.5]] * 5
 
 
-def test_warm_up_is_not_recorded(tmp_path: Path) -> None:
+def test_warm_up_is_not_recorded(tmp_path):
     recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
     recorder.pause()
     recorder.begin_request()
@@ -111,7 +111,7 @@ def test_warm_up_is_not_recorded(tmp_path: Path) -> None:
     assert trace.token_request.tolist() == [0]
 
 
-def test_sequences_of_a_batch_are_requests_of_their_own(tmp_path: Path) -> None:
+def test_sequences_of_a_batch_are_requests_of_their_own(tmp_path):
     with TraceRecorder(tmp_path / "trace.npz", SIGNATURE) as recorder:
         recorder.begin_request(num_sequences=2)
         recorder.begin_step(phase="decode", token_ids=[1, 2], positions=[4, 4], sequences=[0, 1])
@@ -121,9 +121,7 @@ def test_sequences_of_a_batch_are_requests_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "itemsize"), [(255, 1), (256, 2), (257, 2)])
-def test_the_last_expert_is_not_mistaken_for_absent(
-    tmp_path: Path, num_experts: int, itemsize: int
-) -> None:
+def test_the_last_expert_is_not_mistaken_for_absent(tmp_path, num_experts, itemsize):
     signature = ModelSignature(
         model_type="x", num_layers=1, num_experts=num_experts, top_k=1, vocab_size=2
     )
@@ -135,14 +133,14 @@ def test_the_last_expert_is_not_mistaken_for_absent(
     assert [experts.tolist() for _, _, experts in trace.accesses()] == [[num_experts - 1]]
 
 
-def test_no_steps_are_a_trace(tmp_path: Path) -> None:
+def test_no_steps_are_a_trace(tmp_path):
     record_two_steps(tmp_path / "trace.npz")
     write_trace(tmp_path / "none.npz", read_trace(tmp_path / "trace.npz").steps(0, 0))
     trace = read_trace(tmp_path / "none.npz")
     assert (trace.num_steps, trace.num_tokens, list(trace.accesses())) == (0, 0, [])
 
 
-def test_an_unwritable_place_is_refused_before_recording(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_refused_before_recording(tmp_path):
     with pytest.raises(CheckpointError, match="no folder"):
         TraceRecorder(tmp_path / "absent" / "trace.npz", SIGNATURE)
     with pytest.raises(CheckpointError, match="is a folder"):
@@ -161,16 +159,14 @@ def test_an_unwritable_place_is_refused_before_recording(tmp_path: Path) -> None
         (0, [[0, 1]], [[0.5]], r"\[1, 2\]"),
     ],
 )
-def test_routing_that_does_not_fit_the_model_is_refused(
-    tmp_path: Path, layer: int, ids: list, weights: list, message: str
-) -> None:
+def test_routing_that_does_not_fit_the_model_is_refused(tmp_path, layer, ids, weights, message):
     recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
     recorder.begin_step(phase="decode", token_ids=[1], positions=[0])
     with pytest.raises(ValueError, match=message):
         recorder.routing(layer, ids, weights)
 
 
-def test_events_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_events_out_of_order_are_refused(tmp_path):
     recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
     with pytest.raises(ValueError, match="before begin_step"):
         recorder.routing(0, [[0, 1]], [[0.5, 0.5]])
@@ -242,9 +238,7 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
         ("gate_weights", lambda a: one_changed(a, -0.5), "-0.5 at token 4, layer 2, choice 1"),
     ],
 )
-def test_wrong_content_gets_a_clear_error(
-    tmp_path: Path, name: str, change: Any, message: str
-) -> None:
+def test_wrong_content_gets_a_clear_error(tmp_path, name, change, message):
     arrays = good_arrays(tmp_path)
     changed = change(arrays.pop(name))
     if changed is not None:
@@ -257,7 +251,7 @@ def test_wrong_content_gets_a_clear_error(
     assert "\n" not in str(caught.value)
 
 
-def test_a_member_may_not_announce_more_than_it_holds(tmp_path: Path) -> None:
+def test_a_member_may_not_announce_more_than_it_holds(tmp_path):
     record_two_steps(tmp_path / "good.npz")
     huge = io.BytesIO()
     np.lib.format.write_array_header_1_0(
@@ -273,7 +267,7 @@ def test_a_member_may_not_announce_more_than_it_holds(tmp_path: Path) -> None:
         read_trace(tmp_path / "bad.npz")
 
 
-def test_files_that_are_no_trace_get_a_clear_error(tmp_path: Path) -> None:
+def test_files_that_are_no_trace_get_a_clear_error(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "empty.npz").write_bytes(b"")
     for name in ("text.npz", "empty.npz"):
@@ -285,13 +279,13 @@ def test_files_that_are_no_trace_get_a_clear_error(tmp_path: Path) -> None:
         read_trace(tmp_path)
 
 
-def test_an_oversize_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_an_oversize_file_is_refused_before_it_is_unpacked(tmp_path):
     record_two_steps(tmp_path / "trace.npz")
     with pytest.raises(CheckpointError, match="at most 100 B"):
         read_trace(tmp_path / "trace.npz", max_bytes=100)
 
 
-def test_micro_batches_of_an_optimizer_step(tmp_path: Path) -> None:
+def test_micro_batches_of_an_optimizer_step(tmp_path):
     """Forward passes of training say which step they belong to, in the journal as well."""
     recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE, trains=True, block_tokens=1)
     for update in (3, 3, 5):

@@ -31,12 +31,12 @@ def make_layer(case: GateCase) -> MoELayer:
     return layer.train(case.training)
 
 
-def test_every_gate_has_a_formula() -> None:
+def test_every_gate_has_a_formula():
     assert {case.gate for case in FORMULAS} == {*GATES}
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=lambda case: case.label)
-def test_outputs_and_gradients(case: GateCase) -> None:
+def test_outputs_and_gradients(case):
     """1e-10 relative: fp64 sums of at most a few hundred terms err by far less."""
     layer = make_layer(case)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,5 @@
 """A layer whose experts differ in width."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from moe_runtime.layer import HeterogeneousExperts, MoELayer, export_state
 
 
-def test_equals_the_experts_by_hand() -> None:
+def test_equals_the_experts_by_hand():
     widths = [8, 24, 40]
     layer = MoELayer(12, widths, num_experts=3, top_k=2).double()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
@@ -30,7 +28,7 @@ def test_equals_the_experts_by_hand() -> None:
         torch.testing.assert_close(out.reshape(-1, 12)[token], expected)
 
 
-def test_equal_widths_are_the_ordinary_layer() -> None:
+def test_equal_widths_are_the_ordinary_layer():
     ordinary = MoELayer(16, 20, num_experts=4, top_k=2, bias=True)
     layer = MoELayer(16, [20] * 4, num_experts=4, top_k=2, bias=True, recompute=True)
     assert [p.abs().max() for n, p in layer.experts.named_parameters() if "bias" in n] == [0] * 3
@@ -58,7 +56,7 @@ def test_equal_widths_are_the_ordinary_layer() -> None:
     torch.testing.assert_close(layer.gate.weight.grad, ordinary.gate.weight.grad)
 
 
-def test_trains_copies_and_runs_under_autocast() -> None:
+def test_trains_copies_and_runs_under_autocast():
     layer = MoELayer(16, [8, 16, 32, 64], num_experts=4, top_k=2, activation="relu2")
     x = torch.randn(30, 16)
     target = torch.randn(30, 16)
@@ -76,7 +74,7 @@ def test_trains_copies_and_runs_under_autocast() -> None:
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_what_such_a_layer_cannot_be() -> None:
+def test_what_such_a_layer_cannot_be():
     wrong = [
         ({}, [8, 8], "one for each of 3 experts; got 2 numbers"),
         ({"shared_experts": 1}, [8, 8, 9], "shared_experts need one intermediate_size"),

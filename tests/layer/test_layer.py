@@ -25,7 +25,7 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(D,), (7, D), (2, 5, D), (2, 3, 4, D), (0, D), (2, 0, D)])
-def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+def test_any_leading_dimensions(shape):
     layer = make_layer(shared_experts=1)
     x = torch.randn(shape)
     out = layer(x)
@@ -34,7 +34,7 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(out.reshape(-1, D), layer(x.reshape(-1, D)))
 
 
-def test_rows_come_back_as_they_are() -> None:
+def test_rows_come_back_as_they_are():
     """Wrappers warn of views, whose changes in place they do not see."""
     assert make_layer()(torch.randn(7, D))._base is None
 
@@ -42,13 +42,13 @@ def test_rows_come_back_as_they_are() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn], ids=str
 )
-def test_other_numbers_than_floating_point_are_refused(dtype: torch.dtype) -> None:
+def test_other_numbers_than_floating_point_are_refused(dtype):
     with pytest.raises(ValueError, match=f"numbers of 16 bits or more, got {dtype}"):
         make_layer()(torch.ones(3, D).to(dtype))
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_activations(activation: str) -> None:
+def test_activations(activation):
     """Against each formula written with torch's own functions."""
     layer = make_layer(activation=activation, shared_experts=1, dtype=torch.float64)
     functions = {
@@ -87,7 +87,7 @@ def test_activations(activation: str) -> None:
         torch.testing.assert_close(out, shared + routed, rtol=1e-10, atol=1e-10)
 
 
-def test_aux_holds_the_last_call_as_values() -> None:
+def test_aux_holds_the_last_call_as_values():
     layer = make_layer(capacity_factor=0.5, loss_weights={"load_balance": 0.1, "z": 0.01})
     assert layer.aux is None
     layer(torch.randn(30, D))
@@ -106,7 +106,7 @@ def test_aux_holds_the_last_call_as_values() -> None:
     assert first.load_variation.item() == pytest.approx((loads.std(correction=0) / 10).item())
 
 
-def test_dropped_tokens_pass_by_all_their_experts() -> None:
+def test_dropped_tokens_pass_by_all_their_experts():
     layer = make_layer(capacity_factor=0.5)
     x = torch.randn(30, D)
     out = layer(x)
@@ -116,7 +116,7 @@ def test_dropped_tokens_pass_by_all_their_experts() -> None:
     assert torch.equal(layer(x), out), "which tokens are dropped is deterministic"
 
 
-def test_attached_losses_give_the_same_gradients_once() -> None:
+def test_attached_losses_give_the_same_gradients_once():
     attached = make_layer(attach_losses=True, loss_weights={"load_balance": 1.0, "z": 1.0})
     plain = make_layer(loss_weights={"load_balance": 1.0, "z": 1.0})
     x = torch.randn(20, D)
@@ -135,7 +135,7 @@ def test_attached_losses_give_the_same_gradients_once() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_changes_no_gradient(use_reentrant: bool) -> None:
+def test_activation_checkpointing_changes_no_gradient(use_reentrant):
     """Reentrant checkpoints cut the way of `aux.loss`, so there the losses are attached."""
     plain = make_layer(attach_losses=True, shared_experts=1)
     x = torch.randn(20, D, requires_grad=True)
@@ -152,7 +152,7 @@ def test_activation_checkpointing_changes_no_gradient(use_reentrant: bool) -> No
     torch.testing.assert_close(free.gate.weight.grad, plain.gate.weight.grad)
 
 
-def test_recompute_changes_no_gradient() -> None:
+def test_recompute_changes_no_gradient():
     x = torch.randn(20, D)
     plain, recomputing = make_layer(), make_layer(recompute=True)
     for layer in (plain, recomputing):
@@ -161,7 +161,7 @@ def test_recompute_changes_no_gradient() -> None:
         torch.testing.assert_close(gradients(recomputing)[name], gradient)
 
 
-def test_autocast() -> None:
+def test_autocast():
     """Products in bf16, scores in fp32: the choice of experts is that of fp32."""
     layer = make_layer(shared_experts=1)
     x = torch.randn(40, D)
@@ -178,14 +178,14 @@ def test_autocast() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
-def test_bf16_layer_returns_bf16() -> None:
+def test_bf16_layer_returns_bf16():
     layer = make_layer(dtype=torch.bfloat16)
     out = layer(torch.randn(10, D, dtype=torch.bfloat16))
     assert out.dtype == torch.bfloat16
     assert layer.aux.loss.dtype == torch.float32
 
 
-def test_lora_adapts_the_experts() -> None:
+def test_lora_adapts_the_experts():
     """PEFT's adapters of stacked parameters: the merged weights compute the same."""
     peft = pytest.importorskip("peft")
     model = nn.Sequential(make_layer())
@@ -220,7 +220,7 @@ def test_lora_adapts_the_experts() -> None:
         pytest.param("base", "aot_eager", marks=pytest.mark.long),
     ],
 )
-def test_compiles_into_one_graph(gate: str, backend: str) -> None:
+def test_compiles_into_one_graph(gate, backend):
     layer = MoELayer(
         D,
         INTER,
@@ -250,7 +250,7 @@ def test_compiles_into_one_graph(gate: str, backend: str) -> None:
     assert layer.gate.weight.grad is not None
 
 
-def test_state_dict_round_trip_and_copies() -> None:
+def test_state_dict_round_trip_and_copies():
     layer = make_layer(gate="moepp", shared_experts=1, bias=True)
     other = make_layer(gate="moepp", shared_experts=1, bias=True)
     for parameter in layer.parameters():
@@ -263,7 +263,7 @@ def test_state_dict_round_trip_and_copies() -> None:
         MoELayer(D, INTER + 1, E, K).load_state_dict(make_layer().state_dict())
 
 
-def test_gate_object_and_other_experts() -> None:
+def test_gate_object_and_other_experts():
     class Doubler(nn.Module):
         def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
             return 2 * x_TD * weights_TK.sum(1, keepdim=True)
@@ -273,7 +273,7 @@ def test_gate_object_and_other_experts() -> None:
     torch.testing.assert_close(layer(x), 2 * x)
 
 
-def test_zero_experts_choose_their_gate() -> None:
+def test_zero_experts_choose_their_gate():
     layer = make_layer(zero_experts=ZeroExpertCounts(constant=3))
     assert isinstance(layer.zero, ZeroExperts)
     assert layer.gate.weight.shape == (E + 5, D)
@@ -300,18 +300,18 @@ def test_zero_experts_choose_their_gate() -> None:
         ({"impl": "cuda"}, "impl must be one of"),
     ],
 )
-def test_bad_arguments(changes: dict, message: str) -> None:
+def test_bad_arguments(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_layer(**changes)
 
 
 @pytest.mark.parametrize("width", [0, 2.5, "7", True, (7, 2.5, 7), (7, 7, 0)], ids=str)
-def test_widths_are_whole_numbers(width) -> None:
+def test_widths_are_whole_numbers(width):
     with pytest.raises(ValueError, match=r"intermediate_size must be an integer .* got"):
         MoELayer(D, width, 3, 1)
 
 
-def test_bad_calls_name_the_layer() -> None:
+def test_bad_calls_name_the_layer():
     layer = make_layer(name="layers.3.mlp")
     with pytest.raises(ValueError, match=r"layers\.3\.mlp: expected \[\.\.\., 16\], got \[4, 15\]"):
         layer(torch.randn(4, 15))
@@ -319,7 +319,7 @@ def test_bad_calls_name_the_layer() -> None:
         layer(torch.full((4, D), 1.0).index_fill(0, torch.tensor([2]), torch.nan))
 
 
-def test_torch_func_takes_the_reference() -> None:
+def test_torch_func_takes_the_reference():
     """Kernels have no such derivatives: `auto` computes by the specification, others say so."""
     layer, x = make_layer(dtype=torch.float64), torch.randn(5, D, dtype=torch.float64)
 
@@ -333,7 +333,7 @@ def test_torch_func_takes_the_reference() -> None:
         torch.func.grad(loss)(x.float())
 
 
-def test_tensors_without_values() -> None:
+def test_tensors_without_values():
     """Fake ones have shapes, forward and backward; others are refused in one line."""
     with FakeTensorMode():
         layer = make_layer()

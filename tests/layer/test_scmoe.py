@@ -44,7 +44,7 @@ def written_out(block: ScMoEBlock, x: Tensor, shortcut: str) -> Tensor:
 
 
 @pytest.mark.parametrize("shortcut", ["input", "middle", "output"])
-def test_equations_and_gradients(shortcut: str) -> None:
+def test_equations_and_gradients(shortcut):
     block = make_block(shortcut)
     x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
     inputs = [x, *block.parameters()]
@@ -62,13 +62,13 @@ def test_equations_and_gradients(shortcut: str) -> None:
         ("output", ["attention 1", "mlp", "routing", "attention 2", "shared"]),
     ],
 )
-def test_routing_is_known_before_what_hides_it(shortcut: str, events: list[str]) -> None:
+def test_routing_is_known_before_what_hides_it(shortcut, events):
     seen: list[str] = []
     make_block(shortcut, seen)(torch.randn(1, 3, D, dtype=torch.float64))
     assert seen == events
 
 
-def test_executor_changes_no_bit_and_leaves_gradients_alone() -> None:
+def test_executor_changes_no_bit_and_leaves_gradients_alone():
     x = torch.randn(2, 5, D, dtype=torch.float64)
     with ThreadPoolExecutor(1) as executor:
         threaded, plain = make_block("middle", executor=executor), make_block("middle")
@@ -79,7 +79,7 @@ def test_executor_changes_no_bit_and_leaves_gradients_alone() -> None:
         assert threaded.routed.gate.weight.grad is not None
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     linear = nn.Linear(D, D)
     with pytest.raises(ValueError, match="shortcut must be"):
         make_block("midle")

@@ -69,7 +69,7 @@ def foreign_tensors(layout: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_imported_weights_compute_the_same(layout: str) -> None:
+def test_imported_weights_compute_the_same(layout):
     torch.manual_seed(0)
     tensors = foreign_tensors(layout)
     layer = MoELayer(D, INTER, E, K, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_imported_weights_compute_the_same(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip_with_everything_the_layout_holds(layout: str) -> None:
+def test_round_trip_with_everything_the_layout_holds(layout):
     has_more = layout in ("hugging_face", "mixtral", "torchtitan")
     kwargs = (
         {"gate": "sigmoid_topk", "gate_options": {"bias_update_rate": 1e-3}} if has_more else {}
@@ -112,7 +112,7 @@ def test_round_trip_with_everything_the_layout_holds(layout: str) -> None:
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_qwen2_shared_expert_gate_and_experts_without_gate() -> None:
+def test_qwen2_shared_expert_gate_and_experts_without_gate():
     layer, other = (
         MoELayer(D, INTER, E, K, shared_experts=1, shared_expert_gate=True) for _ in range(2)
     )
@@ -126,7 +126,7 @@ def test_qwen2_shared_expert_gate_and_experts_without_gate() -> None:
         assert torch.equal(other.experts.up_proj, layer.experts.up_proj)
 
 
-def test_all_wrong_tensors_are_named_and_nothing_changes() -> None:
+def test_all_wrong_tensors_are_named_and_nothing_changes():
     layer = MoELayer(D, INTER, E, K)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     tensors = export_state(MoELayer(D, INTER, E, K), "hugging_face")
@@ -144,7 +144,7 @@ def test_all_wrong_tensors_are_named_and_nothing_changes() -> None:
     assert all(torch.equal(before[name], layer.state_dict()[name]) for name in before)
 
 
-def test_tensors_without_a_place_are_named() -> None:
+def test_tensors_without_a_place_are_named():
     layer = MoELayer(D, INTER, E, K, bias=True)
     with pytest.raises(ValueError, match=r"experts\.down_proj_bias"):
         export_state(layer, "megablocks")
@@ -158,7 +158,7 @@ def test_tensors_without_a_place_are_named() -> None:
         import_state(MoELayer(D, INTER, E, K), tensors, "torchtitan")
 
 
-def test_state_dict_names_are_stable() -> None:
+def test_state_dict_names_are_stable():
     layer = MoELayer(D, INTER, E, K, bias=True, shared_experts=1, shared_expert_gate=True)
     assert {name: tuple(t.shape) for name, t in layer.state_dict().items()} == {
         "gate.weight": (E, D),

@@ -44,7 +44,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("capacity", [None, 0.8])
 @pytest.mark.parametrize("label", CASES)
-def test_padding_changes_no_number(label: str, capacity: float | None) -> None:
+def test_padding_changes_no_number(label, capacity):
     case = CASES[label]
     # the real tokens alone are one sequence
     by_sequence = case.gate == "group_limited_topk"
@@ -87,7 +87,7 @@ def test_padding_changes_no_number(label: str, capacity: float | None) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5, 9, 2], [0, 9, 4], [9, 9, 9], [0, 0, 0]], ids=str)
-def test_balance_of_sequences_is_of_their_real_tokens(lengths: list[int]) -> None:
+def test_balance_of_sequences_is_of_their_real_tokens(lengths):
     layer = layer_with("sigmoid_topk", loss_weights={"sequence_balance": 1.0})
     mask, x = ragged(lengths, 9), torch.randn(3, 9, D)
     layer(x, padding_mask=mask.flatten())
@@ -100,7 +100,7 @@ def test_balance_of_sequences_is_of_their_real_tokens(lengths: list[int]) -> Non
     torch.testing.assert_close(found, torch.stack(single).mean() if single else torch.zeros(()))
 
 
-def test_padding_is_of_the_batch_and_says_true_for_tokens() -> None:
+def test_padding_is_of_the_batch_and_says_true_for_tokens():
     layer, x = layer_with("hash", name="layer 4"), torch.randn(2, 5, D)
     ids = torch.arange(10).view(2, 5)
     for mask in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 5).int()):
@@ -111,7 +111,7 @@ def test_padding_is_of_the_batch_and_says_true_for_tokens() -> None:
         layer(x, token_ids=ids[mask], padding_mask=mask)
 
 
-def test_padding_of_a_shortcut_block_reaches_its_experts() -> None:
+def test_padding_of_a_shortcut_block_reaches_its_experts():
     torch.manual_seed(0)
     routed = MoELayer(D, INTER, 6, 2)
     modules = [nn.Identity() for _ in range(4)]
@@ -122,7 +122,7 @@ def test_padding_of_a_shortcut_block_reaches_its_experts() -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_skipped_step_leaves_the_gate_as_it_was(gate: str) -> None:
+def test_a_skipped_step_leaves_the_gate_as_it_was(gate):
     """Also for the step that follows: what the skipped one counted is forgotten."""
     skips, goes_on = (layer_with(gate) for _ in range(2))
     ids, x = torch.arange(24), torch.randn(24, D)
@@ -139,7 +139,7 @@ def test_a_skipped_step_leaves_the_gate_as_it_was(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frozen", ["experts.down_proj", "gate"])
-def test_frozen_parts_get_no_gradient_and_others_theirs(gate: str, frozen: str) -> None:
+def test_frozen_parts_get_no_gradient_and_others_theirs(gate, frozen):
     part, whole = (layer_with(gate, shared_experts=1, dtype=torch.float64) for _ in range(2))
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
@@ -154,7 +154,7 @@ def test_frozen_parts_get_no_gradient_and_others_theirs(gate: str, frozen: str) 
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_every_parameter_gets_a_gradient(gate: str) -> None:
+def test_every_parameter_gets_a_gradient(gate):
     """Wrappers such as `DistributedDataParallel` wait for one of each."""
     layer = layer_with(gate, shared_experts=1)
     layer(torch.randn(24, D), token_ids=torch.arange(24)).square().sum().backward()
@@ -174,7 +174,7 @@ def assert_same_step(layer: MoELayer, other: MoELayer) -> None:
 
 @pytest.mark.parametrize("loads", [False, True], ids=["reset", "loaded"])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> None:
+def test_a_layer_from_the_meta_device_has_all_values(gate, loads):
     losses = {} if gate == "hash" else {"global_balance": 1.0}
     with torch.device("meta") if loads else contextlib.nullcontext():
         layer = layer_with(gate, device="meta", loss_weights=losses)
@@ -199,7 +199,7 @@ def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> 
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_assigned_weights_take_a_layer_off_the_meta_device(gate: str) -> None:
+def test_assigned_weights_take_a_layer_off_the_meta_device(gate):
     """What no checkpoint holds comes with them and begins at 0."""
     losses = {} if gate == "hash" else {"global_balance": 1.0}
     layer = layer_with(gate, device="meta", loss_weights=losses)

@@ -42,7 +42,7 @@ def losses_of(model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_same_loss_curve(renormalize: bool) -> None:
+def test_same_loss_curve(renormalize):
     """fp32, 1e-4: rounding alone differs, and 50 steps do not amplify it beyond that."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -72,7 +72,7 @@ def test_same_loss_curve(renormalize: bool) -> None:
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_per_expert_layout_is_that_of_saved_checkpoints(tmp_path) -> None:
+def test_per_expert_layout_is_that_of_saved_checkpoints(tmp_path):
     """What `save_pretrained` writes for one block imports, and exports under the same names."""
     from safetensors.torch import load_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -435,7 +435,7 @@ def resize(store: ExpertStore[Any], num_slots: int) -> int:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_any_number_of_slots_serves_any_lease_while_it_changes(adaptive: bool) -> None:
+def test_any_number_of_slots_serves_any_lease_while_it_changes(adaptive):
     chance = random.Random(1)
     shares = even_shares(6, NUM_LAYERS)
     policy = AdaptiveShares(LRU, shares, smallest=1) if adaptive else LayerShares(LRU, shares)
@@ -452,7 +452,7 @@ def test_any_number_of_slots_serves_any_lease_while_it_changes(adaptive: bool) -
             assert sum(policy.slots_by_layer) == num_slots
 
 
-def test_more_slots_keep_more_experts_and_fewer_keep_those_used_last() -> None:
+def test_more_slots_keep_more_experts_and_fewer_keep_those_used_last():
     tier = FakeTier()
     store = make_store(tier, 3)
     for layer in range(NUM_LAYERS):
@@ -469,7 +469,7 @@ def test_more_slots_keep_more_experts_and_fewer_keep_those_used_last() -> None:
     assert tier.fetched == []
 
 
-def test_experts_that_are_used_or_read_keep_their_slots() -> None:
+def test_experts_that_are_used_or_read_keep_their_slots():
     tier = FakeTier()
     store = make_store(tier, 6)
     with store.lease(keys(0, 0, 1)) as lease:
@@ -487,7 +487,7 @@ def test_experts_that_are_used_or_read_keep_their_slots() -> None:
     use(store, keys(2, 0, 1, 2))
 
 
-def test_closed_slots_give_their_pages_back() -> None:
+def test_closed_slots_give_their_pages_back():
     size = 2 * mmap.PAGESIZE
     tier = FakeTier()
     slab = Slab(4, size)
@@ -503,9 +503,7 @@ def test_closed_slots_give_their_pages_back() -> None:
     assert (slab.slot(held) == content(ExpertKey(0, 0))).all()
 
 
-def test_memory_that_cannot_be_had_leaves_the_store_as_large_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_cannot_be_had_leaves_the_store_as_large_as_it_is(monkeypatch):
     store = make_store(FakeTier(), 4)
     resize(store, 2)
 

@@ -1,7 +1,5 @@
 """What CUDA's runtime is asked for directly, and may refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ class RefusingRuntime:
         return error
 
 
-def test_a_copy_that_cuda_refuses_is_told_and_leaves_no_error_to_what_is_launched_next() -> None:
+def test_a_copy_that_cuda_refuses_is_told_and_leaves_no_error_to_what_is_launched_next():
     sources, targets = (torch.zeros(3, 5, dtype=torch.uint8) for _ in range(2))
     parts, runtime = [*zip(sources, targets, strict=True)], RefusingRuntime(2)
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync failed with error 2"):
@@ -60,7 +58,7 @@ class MappingRuntime(RefusingRuntime):
 
 
 @pytest.mark.parametrize("offset", [0, 4096, None])
-def test_kernels_read_host_memory_where_it_has_one_address_for_both(offset: int | None) -> None:
+def test_kernels_read_host_memory_where_it_has_one_address_for_both(offset):
     runtime = MappingRuntime(offset)
     assert is_mapped(runtime, torch.zeros(8, dtype=torch.uint8)) == (offset == 0)
     assert runtime.last_error == 0
@@ -102,12 +100,12 @@ def check_told(device: Any, place: str) -> None:
     assert (told.numbers > NOT_TOLD).all()
 
 
-def test_what_a_graph_tells_is_known_behind_its_event() -> None:
+def test_what_a_graph_tells_is_known_behind_its_event():
     check_told(EmulatedDevice(), "cpu")
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_the_host_from_within_a_graph() -> None:
+def test_a_gpu_tells_the_host_from_within_a_graph():
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     check_told(device, "cuda")
     with device.record() as recorder:

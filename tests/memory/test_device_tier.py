@@ -22,6 +22,7 @@ from injection import KINDS, struck
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory import reads
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
+from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.source import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
@@ -34,7 +35,7 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
     stores, and interrupts, in any order."""
     drawn = random.Random(seed)
     on_device, on_host, streams = (drawn.choice(pair) for pair in ((6, 9), (7, 18), (2, 5)))
-    tiers = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams)
+    tiers, uses = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams), RecentUses()
     naps = random.Random(seed)  # other threads draw from it
     tiers.device.hesitate = lambda: time.sleep(naps.choice((0.0, 0.0, 3e-4)))
     for _ in range(num_steps):
@@ -52,7 +53,8 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
             if action < 0.1:
                 tiers.store.read_ahead(wanted)
             elif action < 0.2:
-                tiers.store.bring(wanted[:2])
+                uses.count(layer, [key.expert for key in wanted[:2]])
+                tiers.store.bring(wanted[:2], uses)
             elif action < 0.4:
                 tiers.use_residents(layer)
             else:
@@ -76,18 +78,18 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
     return tiers
 
 
-def test_any_schedule_shows_work_the_right_bytes() -> None:
+def test_any_schedule_shows_work_the_right_bytes():
     for seed in range(25):
         run_schedule(seed, 12)
 
 
 @pytest.mark.long
-def test_ten_thousand_schedules_show_work_the_right_bytes() -> None:
+def test_ten_thousand_schedules_show_work_the_right_bytes():
     for seed in range(10_000):
         run_schedule(seed, 12)
 
 
-def test_a_copy_waits_for_the_work_that_was_queued_before_its_slot_was_given_up() -> None:
+def test_a_copy_waits_for_the_work_that_was_queued_before_its_slot_was_given_up():
     tiers = Tiers(on_device=3)  # one for each layer
     device, (first, second) = tiers.device, keys(0, 0, 1)
     with tiers.store.lease([first]) as lease:
@@ -104,7 +106,7 @@ def test_a_copy_waits_for_the_work_that_was_queued_before_its_slot_was_given_up(
     tiers.close()
 
 
-def test_of_copies_at_once_each_has_the_time_after_the_one_before() -> None:
+def test_of_copies_at_once_each_has_the_time_after_the_one_before():
     """On CUDA, whose events tell milliseconds between any two."""
     times_ms = {"a": (0.0, 4.0), "b": (1.0, 6.0), "c": (8.0, 9.0)}
 
@@ -123,7 +125,7 @@ def test_of_copies_at_once_each_has_the_time_after_the_one_before() -> None:
     assert copies[0].seconds_after(copies[1]) == 0.0  # it ended first, whoever says so first
 
 
-def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for() -> None:
+def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for():
     device = EmulatedDevice(bytes_per_s=1e6, latency_s=0.0)
     source, slots = torch.ones(1000, dtype=torch.uint8), device.allocate(2000).split(1000)
     device.pin(source, 1000)
@@ -138,7 +140,7 @@ def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for() -> N
     assert device.now_s == pytest.approx(2e-3)
 
 
-def test_a_slot_is_poison_until_its_copy_is_done() -> None:
+def test_a_slot_is_poison_until_its_copy_is_done():
     device = EmulatedDevice()
     source, slot = torch.zeros(16, dtype=torch.uint8), device.allocate(16)
     device.pin(source, 16)
@@ -165,7 +167,7 @@ class HeldWaits:
         self.let_go = self._may_go.set
 
 
-def test_work_is_queued_behind_copies_that_the_host_does_not_wait_for() -> None:
+def test_work_is_queued_behind_copies_that_the_host_does_not_wait_for():
     tiers, (resident, *arriving) = Tiers(), keys(0, 0, 1)
     tiers.use([resident], streaming=False)
     waits = HeldWaits(tiers)
@@ -184,7 +186,7 @@ def test_work_is_queued_behind_copies_that_the_host_does_not_wait_for() -> None:
     tiers.close()
 
 
-def test_experts_that_are_resident_make_no_stream_wait() -> None:
+def test_experts_that_are_resident_make_no_stream_wait():
     tiers = Tiers()
     tiers.use(keys(0, 0, 1), streaming=False)
     tiers.settle()
@@ -194,7 +196,7 @@ def test_experts_that_are_resident_make_no_stream_wait() -> None:
     tiers.close()
 
 
-def test_a_slot_is_not_taken_from_an_expert_whose_copy_is_only_queued() -> None:
+def test_a_slot_is_not_taken_from_an_expert_whose_copy_is_only_queued():
     tiers = Tiers(on_device=3)  # one slot for each layer
     tiers.use(keys(1, 0), streaming=False)
     tiers.use(keys(2, 0), streaming=False)
@@ -208,7 +210,7 @@ def test_a_slot_is_not_taken_from_an_expert_whose_copy_is_only_queued() -> None:
     tiers.close()
 
 
-def test_what_failed_behind_queued_work_is_told_to_the_next_lease_once() -> None:
+def test_what_failed_behind_queued_work_is_told_to_the_next_lease_once():
     tiers, (wanted, other) = Tiers(), keys(0, 0, 1)
     waits = HeldWaits(tiers)
     tiers.device.late_faults.append(MemoryError("no memory left"))
@@ -222,7 +224,7 @@ def test_what_failed_behind_queued_work_is_told_to_the_next_lease_once() -> None
     tiers.close()
 
 
-def test_work_on_resident_experts_holds_their_slots_on_any_stream() -> None:
+def test_work_on_resident_experts_holds_their_slots_on_any_stream():
     tiers, (first, second) = Tiers(on_device=3), keys(0, 0, 1)
     for key in (*keys(1, 0), *keys(2, 0), first):  # all slots
         tiers.use([key], streaming=False)
@@ -239,7 +241,7 @@ def test_work_on_resident_experts_holds_their_slots_on_any_stream() -> None:
 
 
 @pytest.mark.parametrize("place", ["faults", "late_faults"])
-def test_a_copy_that_fails_ends_its_read_and_writes_no_more(place: str) -> None:
+def test_a_copy_that_fails_ends_its_read_and_writes_no_more(place):
     tiers, (wanted, other) = Tiers(), keys(0, 3, 4)
     getattr(tiers.device, place).append(MemoryError("no memory left"))
     if place == "late_faults":
@@ -255,7 +257,7 @@ def test_a_copy_that_fails_ends_its_read_and_writes_no_more(place: str) -> None:
     tiers.close()
 
 
-def test_a_disk_that_fails_ends_the_read_of_the_device() -> None:
+def test_a_disk_that_fails_ends_the_read_of_the_device():
     tiers, (wanted,) = Tiers(), keys(1, 2)
     tiers.disk.broken = {wanted}
     with pytest.raises(CheckpointError, match="broken"):
@@ -292,9 +294,7 @@ class FakeRuntime:
 @pytest.mark.parametrize(
     ("slot_bytes", "num_slots"), [(4096, 9), (1024, 40), (6144, 11), (5000, 7)]
 )
-def test_host_memory_is_pinned_in_parts_that_no_slot_crosses(
-    slot_bytes: int, num_slots: int
-) -> None:
+def test_host_memory_is_pinned_in_parts_that_no_slot_crosses(slot_bytes, num_slots):
     runtime, slab = FakeRuntime(), Slab(num_slots, slot_bytes)
     pin_in_parts(runtime, slab.bytes, slot_bytes, part_bytes=16_384)
     assert sum(runtime.held.values()) == num_slots * slot_bytes
@@ -304,7 +304,7 @@ def test_host_memory_is_pinned_in_parts_that_no_slot_crosses(
         assert runtime.largest <= 16_384
 
 
-def test_host_memory_is_given_back_before_it_goes() -> None:
+def test_host_memory_is_given_back_before_it_goes():
     runtime, memory = FakeRuntime(), aligned_bytes(65_536)
     pin_in_parts(runtime, memory, 4096, part_bytes=16_384)
     view = memory[:10]
@@ -314,7 +314,7 @@ def test_host_memory_is_given_back_before_it_goes() -> None:
     assert not runtime.held
 
 
-def test_memory_that_may_not_be_locked_is_said_in_a_line_and_none_stays_locked() -> None:
+def test_memory_that_may_not_be_locked_is_said_in_a_line_and_none_stays_locked():
     runtime, memory = FakeRuntime(limit=40_000), aligned_bytes(65_536)
     with pytest.raises(CapacityError, match=r"cannot lock 64 KiB .*ulimit -l"):
         pin_in_parts(runtime, memory, 4096, part_bytes=16_384)
@@ -322,7 +322,7 @@ def test_memory_that_may_not_be_locked_is_said_in_a_line_and_none_stays_locked()
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() -> None:
+def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes():
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     source = aligned_bytes(1 << 24)
     source.fill_(7)
@@ -354,7 +354,7 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
     device.drain()
 
 
-def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
+def test_work_on_residents_looks_at_nobody_who_was_evicted():
     tiers, (first, second) = Tiers(on_device=3), keys(0, 0, 1)  # one slot for each layer
     for layer in (1, 2, 0):
         tiers.use(keys(layer, 0), streaming=False)
@@ -372,7 +372,7 @@ def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
     assert {first, second} < {key for key, _ in tiers.seen}
 
 
-def test_what_waits_for_a_slot_is_not_asked_of_the_host() -> None:
+def test_what_waits_for_a_slot_is_not_asked_of_the_host():
     tiers = Tiers(on_device=3, on_host=8)
     for key in keys(0, *range(6)):
         tiers.use([key], streaming=False)
@@ -396,7 +396,7 @@ def ready(*on_device: int) -> Tiers:
     return tiers
 
 
-def test_what_lies_below_is_copied_at_once_and_leased_by_nobody() -> None:
+def test_what_lies_below_is_copied_at_once_and_leased_by_nobody():
     tiers = ready(0, 1)
     copies, copy = list[int](), tiers.device.copy
     with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
@@ -411,7 +411,7 @@ def test_what_lies_below_is_copied_at_once_and_leased_by_nobody() -> None:
     tiers.close()
 
 
-def test_several_are_one_copy() -> None:
+def test_several_are_one_copy():
     tiers = ready(0, 1)
     copies, copy = list[int](), tiers.device.copy
     with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
@@ -421,7 +421,7 @@ def test_several_are_one_copy() -> None:
     tiers.close()
 
 
-def test_what_cannot_be_had_so_is_left_to_a_lease() -> None:
+def test_what_cannot_be_had_so_is_left_to_a_lease():
     tiers = ready(0, 1)
     assert tiers.use_step(keys(1, 0)) == keys(1, 0)  # it lies on the disk
     tiers.settle()
@@ -434,7 +434,7 @@ def test_what_cannot_be_had_so_is_left_to_a_lease() -> None:
     tiers.close()
 
 
-def test_copies_that_are_refused_together_are_made_one_by_one_or_by_threads() -> None:
+def test_copies_that_are_refused_together_are_made_one_by_one_or_by_threads():
     for num_faults, left in ((1, []), (2, keys(0, 3, 4)), (3, keys(0, 3, 4))):
         tiers = ready(0, 1)
         tiers.device.faults.extend(MemoryError("as asked") for _ in range(num_faults))
@@ -444,7 +444,7 @@ def test_copies_that_are_refused_together_are_made_one_by_one_or_by_threads() ->
         tiers.close()
 
 
-def test_a_copy_that_fails_is_told() -> None:
+def test_a_copy_that_fails_is_told():
     tiers = ready(0, 1)
     tiers.device.late_faults.append(OSError("unplugged"))
     with pytest.raises(MoERuntimeError, match="unplugged"):  # noqa: PT012
@@ -461,7 +461,7 @@ def lacks_a_slot(tiers: Tiers, number: int) -> bool:
         return sum(not lease.all_started for lease in tiers.host._leases) == number
 
 
-def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them() -> None:
+def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them():
     tiers = Tiers(on_device=9, on_host=1)
     held, *missing = keys(0, 0, 1, 2, 3)
     with tiers.host.lease([held]) as lease:
@@ -478,7 +478,7 @@ def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them()
     tiers.close()
 
 
-def test_a_copy_that_is_queued_despite_an_error_is_not_queued_again() -> None:
+def test_a_copy_that_is_queued_despite_an_error_is_not_queued_again():
     tiers = Tiers()
     (key,) = keys(0, 0)
     tiers.host.read_ahead([key])
@@ -544,7 +544,7 @@ def fail(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_at_once, leave_first_group, fail])
-def test_copies_of_a_lease_that_is_left_end(tiers: Tiers, leave: Callable[[Tiers], None]) -> None:
+def test_copies_of_a_lease_that_is_left_end(tiers, leave):
     leave(tiers)
     if leave is not fail:
         assert returns(tiers.store.fetcher.finish_used)
@@ -552,7 +552,7 @@ def test_copies_of_a_lease_that_is_left_end(tiers: Tiers, leave: Callable[[Tiers
     tiers.check()
 
 
-def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: Tiers) -> None:
+def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers):
     ends: Any = tiers.store.fetcher._ends
     submit = ends.submit
 
@@ -568,8 +568,9 @@ def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: 
     tiers.check()
 
 
-def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers: Tiers) -> None:
-    """Also where nobody has leased since: what the CPU computed is brought behind it."""
+def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers):
+    """Also where nobody has leased since: what the CPU computed is brought behind it, if it was
+    used more."""
     store = tiers.store
     for layer in range(NUM_LAYERS):  # which have two slots each
         tiers.use([ExpertKey(layer, expert) for expert in range(2)], streaming=False)
@@ -580,7 +581,13 @@ def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers: Tiers) -
     _, event = tiers.device.download(torch.tensor([used.expert]))
     event.synchronize()
     assert store.count_residents(residents, [used.expert], event, lambda: [used])
-    store.bring([brought])
+    uses = RecentUses()
+    store.bring([brought], uses)
+    tiers.settle()
+    assert not store.has(brought)  # it was used no more than those that stay
+    for _ in range(3):
+        uses.count(0, [brought.expert])
+    store.bring([brought], uses)
     tiers.settle()
     assert (store.has(used), store.has(other), store.has(brought)) == (True, False, True)
     tiers.check()

@@ -56,7 +56,7 @@ def start(
     return guesses.start(made, dict(made), admission)
 
 
-def test_a_guess_that_comes_true_is_a_hit_and_is_kept() -> None:
+def test_a_guess_that_comes_true_is_a_hit_and_is_kept():
     store, reader, guesses = open_store([2, 2])
     assert start(guesses, (K(1, 3), 0.9)) == 1
     assert reader.asked == [(K(1, 3), Priority.READAHEAD)]
@@ -68,7 +68,7 @@ def test_a_guess_that_comes_true_is_a_hit_and_is_kept() -> None:
     assert store.stats().useful_guesses == 1
 
 
-def test_a_guess_in_flight_is_a_late_hit_and_becomes_a_demand() -> None:
+def test_a_guess_in_flight_is_a_late_hit_and_becomes_a_demand():
     store, reader, guesses = open_store([2, 2])
     start(guesses, (K(1, 3), 0.9))
     use(store, reader, K(1, 3))
@@ -78,14 +78,14 @@ def test_a_guess_in_flight_is_a_late_hit_and_becomes_a_demand() -> None:
     assert len(reader.asked) == 1  # never read twice
 
 
-def test_what_is_resident_is_not_read_again() -> None:
+def test_what_is_resident_is_not_read_again():
     store, reader, guesses = open_store([2, 2])
     use(store, reader, K(1, 3))
     assert start(guesses, (K(1, 3), 0.9)) == 0
     assert guesses.absent([(K(1, 3), 0.9), (K(1, 4), 0.8)]) == [(K(1, 4), 0.8)]
 
 
-def test_leased_experts_are_never_evicted_for_a_guess() -> None:
+def test_leased_experts_are_never_evicted_for_a_guess():
     store, reader, guesses = open_store([1, 1])
     with store.lease([K(1, 0)]) as lease:
         reader.finish_all()
@@ -98,7 +98,7 @@ def test_leased_experts_are_never_evicted_for_a_guess() -> None:
     store.check()
 
 
-def test_experts_about_as_probable_are_not_evicted() -> None:
+def test_experts_about_as_probable_are_not_evicted():
     store, reader, guesses = open_store([0, 2])
     use(store, reader, K(1, 0), K(1, 1))
     made = ((K(1, 5), 0.6), (K(1, 0), 0.55), (K(1, 1), 0.9))
@@ -108,13 +108,13 @@ def test_experts_about_as_probable_are_not_evicted() -> None:
     assert guesses.absent([(K(1, 0), 1.0)])
 
 
-def test_other_layers_do_not_pay_for_a_guess() -> None:
+def test_other_layers_do_not_pay_for_a_guess():
     store, reader, guesses = open_store([2, 0])
     use(store, reader, K(0, 0), K(0, 1))
     assert start(guesses, (K(1, 3), 1.0)) == 0
 
 
-def test_a_wrong_guess_is_the_first_to_go() -> None:
+def test_a_wrong_guess_is_the_first_to_go():
     store, reader, guesses = open_store([2, 2])
     use(store, reader, K(0, 0), K(0, 1))
     use(store, reader, K(1, 0))
@@ -127,7 +127,7 @@ def test_a_wrong_guess_is_the_first_to_go() -> None:
     assert not guesses.absent([(K(1, 0), 1.0), (K(0, 0), 1.0), (K(0, 1), 1.0)])
 
 
-def test_a_guess_whose_layer_is_to_come_outlives_a_miss_elsewhere() -> None:
+def test_a_guess_whose_layer_is_to_come_outlives_a_miss_elsewhere():
     store, reader, guesses = open_store([1, 1])
     use(store, reader, K(0, 0))
     start(guesses, (K(1, 9), 0.9))
@@ -136,7 +136,7 @@ def test_a_guess_whose_layer_is_to_come_outlives_a_miss_elsewhere() -> None:
     assert not guesses.absent([(K(1, 9), 1.0)])
 
 
-def test_the_window_bounds_guesses_at_work() -> None:
+def test_the_window_bounds_guesses_at_work():
     store, reader, guesses = open_store([4, 4])
     made = [(K(1, expert), 0.9) for expert in range(6)]
     assert start(guesses, *made, window=3) == 3
@@ -145,7 +145,7 @@ def test_the_window_bounds_guesses_at_work() -> None:
     store.check()
 
 
-def test_credit_bounds_what_is_read() -> None:
+def test_credit_bounds_what_is_read():
     store, reader, guesses = open_store([4, 4])
     made = [(K(1, expert), 0.9) for expert in range(6)]
     assert start(guesses, *made, credit=2.5) == 2
@@ -153,7 +153,7 @@ def test_credit_bounds_what_is_read() -> None:
     store.check()
 
 
-def test_time_in_which_demands_are_under_way_is_measured() -> None:
+def test_time_in_which_demands_are_under_way_is_measured():
     store, reader, guesses = open_store([2, 2])
     start(guesses, (K(1, 3), 0.9))
     assert guesses.link().demand_s == 0
@@ -167,7 +167,7 @@ def test_time_in_which_demands_are_under_way_is_measured() -> None:
     assert guesses.link().num_missing == guesses.link().came_true == 1
 
 
-def test_stale_guesses_are_taken_back_unless_begun_or_wanted() -> None:
+def test_stale_guesses_are_taken_back_unless_begun_or_wanted():
     store, reader, guesses = open_store([2, 4])
     made = [(K(1, expert), 0.9) for expert in range(3)]
     start(guesses, *made)
@@ -180,7 +180,7 @@ def test_stale_guesses_are_taken_back_unless_begun_or_wanted() -> None:
     store.check()
 
 
-def test_the_queue_takes_back_only_what_was_not_begun() -> None:
+def test_the_queue_takes_back_only_what_was_not_begun():
     queue = ReadQueue(1)
     go, begun, done = threading.Event(), threading.Event(), threading.Event()
 
@@ -206,7 +206,7 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
-def test_books_balance_whatever_happens(seed: int) -> None:
+def test_books_balance_whatever_happens(seed):
     rng = np.random.default_rng(seed)
     store, reader, guesses = open_store([3, 2, 3])
     for _ in range(40):

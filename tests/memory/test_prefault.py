@@ -49,7 +49,7 @@ def use(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     monkeypatch.setattr(prefault, "populate", recorder)
 
 
-def test_every_slot_is_touched_once_from_the_first_on(monkeypatch: pytest.MonkeyPatch):
+def test_every_slot_is_touched_once_from_the_first_on(monkeypatch):
     recorder = Recorder(3)
     use(monkeypatch, recorder)
     slab = Slab(5, PART_BYTES // 2)
@@ -61,7 +61,7 @@ def test_every_slot_is_touched_once_from_the_first_on(monkeypatch: pytest.Monkey
     assert starts == [0, PART_BYTES, 2 * PART_BYTES]
 
 
-def test_it_ends_with_the_block_that_fails(monkeypatch: pytest.MonkeyPatch):
+def test_it_ends_with_the_block_that_fails(monkeypatch):
     began, go_on = threading.Event(), threading.Event()
     parts: list[int] = []
 
@@ -87,7 +87,7 @@ def test_it_ends_with_the_block_that_fails(monkeypatch: pytest.MonkeyPatch):
     assert threading.active_count() <= before + 1
 
 
-def test_a_system_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_system_that_cannot_is_asked_once(monkeypatch):
     recorder = Recorder(1, works=False)
     use(monkeypatch, recorder)
     with touched_meanwhile(Slab(4, PART_BYTES)):

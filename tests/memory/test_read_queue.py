@@ -43,7 +43,7 @@ class Ends:
 
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, OSError, KeyboardInterrupt, SystemExit])
-def test_whatever_a_block_raises_is_the_error_of_its_read(kind: type[BaseException]) -> None:
+def test_whatever_a_block_raises_is_the_error_of_its_read(kind):
     queue, ends = ReadQueue(1), Ends()
     cause = kind("as asked")
 
@@ -62,7 +62,7 @@ def test_whatever_a_block_raises_is_the_error_of_its_read(kind: type[BaseExcepti
     assert len(ends.ended) == 2
 
 
-def test_an_error_of_the_runtime_stays_what_it_is() -> None:
+def test_an_error_of_the_runtime_stays_what_it_is():
     queue, ends = ReadQueue(1), Ends()
     error = CheckpointError("the file is gone")
 
@@ -76,7 +76,7 @@ def test_an_error_of_the_runtime_stays_what_it_is() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num_failures", [1, 2])
-def test_an_end_that_cannot_be_announced_ends_no_thread(num_failures: int) -> None:
+def test_an_end_that_cannot_be_announced_ends_no_thread(num_failures):
     queue, ends, calls = ReadQueue(1), Ends(), list[Read]()
 
     def fail(read: Read) -> None:
@@ -93,14 +93,14 @@ def test_an_end_that_cannot_be_announced_ends_no_thread(num_failures: int) -> No
     queue.close()
 
 
-def test_a_read_of_nothing_ends_too() -> None:
+def test_a_read_of_nothing_ends_too():
     queue, ends = ReadQueue(1), Ends()
     queue.submit([], ends.read())
     assert ends.wait().error is None
     queue.close()
 
 
-def test_closing_ends_what_waits_with_an_error_and_refuses_the_rest() -> None:
+def test_closing_ends_what_waits_with_an_error_and_refuses_the_rest():
     queue, ends = ReadQueue(1), Ends()
     begun, go = threading.Event(), threading.Event()
 
@@ -134,7 +134,7 @@ def unread_bytes(pipe: int) -> int:
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
+def test_closing_native_threads_ends_what_waits_with_an_error():
     library = native_library()
     if library is None:
         pytest.skip("the native CPU library was not built (needs gcc)")
@@ -236,7 +236,7 @@ def pipes() -> Iterator[Pipes]:
     one_thread.close()
 
 
-def test_blocks_lie_where_they_belong_and_bytes_are_counted(pipes: Pipes) -> None:
+def test_blocks_lie_where_they_belong_and_bytes_are_counted(pipes):
     read = pipes.submit("a", blocks=3)
     pipes.answer("a")
     pipes.wait_for("a")
@@ -245,7 +245,7 @@ def test_blocks_lie_where_they_belong_and_bytes_are_counted(pipes: Pipes) -> Non
     assert read.ended_s > 0
 
 
-def test_demands_go_first_and_a_promoted_read_is_one(pipes: Pipes) -> None:
+def test_demands_go_first_and_a_promoted_read_is_one(pipes):
     pipes.submit("busy")
     ahead, late = pipes.submit("ahead", ahead=True), pipes.submit("late", ahead=True)
     pipes.submit("demand")
@@ -259,7 +259,7 @@ def test_demands_go_first_and_a_promoted_read_is_one(pipes: Pipes) -> None:
     assert (ahead.priority, late.priority) == (Priority.READAHEAD, Priority.DEMAND)
 
 
-def test_only_what_has_not_begun_is_taken_back(pipes: Pipes) -> None:
+def test_only_what_has_not_begun_is_taken_back(pipes):
     first = pipes.submit("first", blocks=2)
     second = pipes.submit("second", ahead=True)
     third = pipes.submit("third", ahead=True)
@@ -277,7 +277,7 @@ def test_only_what_has_not_begun_is_taken_back(pipes: Pipes) -> None:
     assert pipes.content("second") == [[0] * SIZE]
 
 
-def test_a_read_that_fails_says_which_block(pipes: Pipes) -> None:
+def test_a_read_that_fails_says_which_block(pipes):
     with pipes.queue:
         slot = torch.zeros(SIZE, dtype=torch.uint8)
         read = Read(Priority.DEMAND, lambda _: pipes.ended.append("bad"))
@@ -292,7 +292,7 @@ def error_of(read: Read) -> str:
     return str(read.error)
 
 
-def test_all_who_wait_are_woken_by_reads_and_by_others() -> None:
+def test_all_who_wait_are_woken_by_reads_and_by_others():
     pipes = Pipes(2)
     changes: list[str] = []
 
@@ -316,7 +316,7 @@ def test_all_who_wait_are_woken_by_reads_and_by_others() -> None:
     pipes.close()
 
 
-def test_a_closed_queue_refuses(pipes: Pipes) -> None:
+def test_a_closed_queue_refuses(pipes):
     pipes.submit("last")
     pipes.answer("last")
     pipes.queue.close()

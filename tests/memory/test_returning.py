@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from device_tiers import Tiers
 from emulated_device import EmulatedDevice
@@ -33,7 +32,7 @@ def use_one_after_another(tiers: Tiers, rounds: int) -> None:
             tiers.check()
 
 
-def test_nothing_is_read_again_where_both_together_have_room_for_all() -> None:
+def test_nothing_is_read_again_where_both_together_have_room_for_all():
     # of six experts of a layer three are on the device and three in the host's memory, and there is
     # one place to change through
     tiers = Tiers(on_device=3 * NUM_LAYERS, on_host=4 * NUM_LAYERS)
@@ -43,7 +42,7 @@ def test_nothing_is_read_again_where_both_together_have_room_for_all() -> None:
     assert tiers.host.stats().bytes_read == len(ALL) * SLOT_BYTES
 
 
-def test_what_is_on_the_device_leaves_the_host_first() -> None:
+def test_what_is_on_the_device_leaves_the_host_first():
     tiers = Tiers(on_device=2, on_host=3)
     for expert in (0, 1, 2, 3):
         tiers.use(keys(0, expert), streaming=False)
@@ -55,7 +54,7 @@ def test_what_is_on_the_device_leaves_the_host_first() -> None:
     tiers.close()
 
 
-def test_a_policy_that_decides_later_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_decides_later_gets_nothing(monkeypatch):
     tiers = Tiers(on_device=NUM_LAYERS, on_host=4)
     monkeypatch.setattr(type(tiers.host), "decides_later", property(lambda _: True))
     monkeypatch.setattr(tiers.device, "copy_back", None)
@@ -86,7 +85,7 @@ def returned(device: EmulatedDevice, disk: FakeTier) -> tuple[torch.Tensor, Read
     return slot, read, source
 
 
-def test_bytes_go_where_they_lie_in_the_host() -> None:
+def test_bytes_go_where_they_lie_in_the_host():
     disk = FakeTier()
     slot, read, _ = returned(EmulatedDevice(), disk)
     assert slot.tolist() == [7] * (SLOT_BYTES // 2) + [content(ExpertKey(0, 0))] * (SLOT_BYTES // 2)
@@ -94,7 +93,7 @@ def test_bytes_go_where_they_lie_in_the_host() -> None:
     assert read.priority is Priority.READAHEAD
 
 
-def test_what_the_device_does_not_copy_is_read() -> None:
+def test_what_the_device_does_not_copy_is_read():
     disk, device = FakeTier(), Refusing()
     slot, read, source = returned(device, disk)
     assert slot.tolist() == [content(ExpertKey(0, 0))] * SLOT_BYTES
@@ -103,7 +102,7 @@ def test_what_the_device_does_not_copy_is_read() -> None:
     assert source.leaving([slot]) == []
 
 
-def test_a_slot_is_overwritten_behind_what_leaves_it() -> None:
+def test_a_slot_is_overwritten_behind_what_leaves_it():
     tiers = Tiers(on_device=NUM_LAYERS, on_host=2 * NUM_LAYERS)
     for expert in (0, 1, 2):  # each takes the place of the one before, which is at home in no tier
         tiers.use(keys(0, expert), streaming=False)
@@ -139,7 +138,7 @@ def returning(tiers: Tiers) -> list[threading.Thread]:
     return tiers.host._fetcher._returns._threads
 
 
-def test_a_return_that_is_waited_for_leaves_no_demand() -> None:
+def test_a_return_that_is_waited_for_leaves_no_demand():
     tiers, gate = filled(2, 2, 4), threading.Event()
     threads = returning(tiers)
     tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(600)
@@ -156,7 +155,7 @@ def test_a_return_that_is_waited_for_leaves_no_demand() -> None:
     tiers.close()
 
 
-def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_return_is_no_time_of_the_disk(monkeypatch):
     tiers, gate, now = filled(2, 4, 6), threading.Event(), [100.0]
     threads = returning(tiers)
     tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(600)
@@ -175,7 +174,7 @@ def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> Non
     tiers.close()
 
 
-def test_a_host_that_has_an_expert_holds_no_memory_of_the_device() -> None:
+def test_a_host_that_has_an_expert_holds_no_memory_of_the_device():
     tiers = filled(2, 3, 5)
     reads = [entry.read for entry in tiers.host._entries.values()]
     assert any(isinstance(read, Return) for read in reads)
@@ -217,7 +216,7 @@ def groups_of(tiers: Tiers, wanted: Sequence[ExpertKey]) -> list[int]:
     return sizes
 
 
-def test_half_of_the_slots_are_one_copy_and_one_group() -> None:
+def test_half_of_the_slots_are_one_copy_and_one_group():
     tiers = in_memory(expert_slots=4, stream_slots=4)
     copies = Copies(tiers)
     tiers.store.reset_stats()
@@ -231,7 +230,7 @@ def test_half_of_the_slots_are_one_copy_and_one_group() -> None:
     tiers.close()
 
 
-def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens() -> None:
+def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens():
     tiers = in_memory(stream_slots=6)
     with tiers.store._monitor:
         for key in [*tiers.store._entries]:
@@ -250,7 +249,7 @@ def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens() -> None:
     tiers.close()
 
 
-def test_what_the_disk_has_to_read_is_asked_for_beside_the_copies() -> None:
+def test_what_the_disk_has_to_read_is_asked_for_beside_the_copies():
     tiers = Tiers(on_device=6, on_host=9, stream_slots=4)
     for key in keys(0, 0, 1, 2):
         tiers.use([key], streaming=False)

@@ -80,7 +80,7 @@ def tiers() -> Iterator[Tiers]:
     made.close()
 
 
-def test_a_demand_waits_for_no_read_ahead(tiers: Tiers) -> None:
+def test_a_demand_waits_for_no_read_ahead(tiers):
     ahead = [K(1, 0), K(1, 1)]
     tiers.device.read_ahead(ahead)
     until(lambda: all(key in tiers.disk.waiting for key in ahead))
@@ -92,7 +92,7 @@ def test_a_demand_waits_for_no_read_ahead(tiers: Tiers) -> None:
     assert all(key in tiers.disk.waiting for key in ahead)
 
 
-def test_what_is_read_ahead_above_is_read_ahead_below(tiers: Tiers) -> None:
+def test_what_is_read_ahead_above_is_read_ahead_below(tiers):
     tiers.device.read_ahead([K(1, 0)])
     until(lambda: bool(tiers.asked(K(1, 0))))
     tiers.begin(K(0, 5))
@@ -100,14 +100,14 @@ def test_what_is_read_ahead_above_is_read_ahead_below(tiers: Tiers) -> None:
     assert (tiers.asked(K(1, 0)), tiers.asked(K(0, 5))) == ([AHEAD], [DEMAND])
 
 
-def test_a_promotion_reaches_the_read_below(tiers: Tiers) -> None:
+def test_a_promotion_reaches_the_read_below(tiers):
     tiers.device.read_ahead([K(1, 0)])
     until(lambda: K(1, 0) in tiers.disk.waiting)
     tiers.begin(K(1, 0))
     until(lambda: tiers.disk.promoted == [K(1, 0)])
 
 
-def test_a_read_ahead_that_waits_for_a_thread_is_demanded_past_the_others() -> None:
+def test_a_read_ahead_that_waits_for_a_thread_is_demanded_past_the_others():
     tiers = Tiers([2, 4], [2, 1])  # three slots below: one read-ahead at a time
     tiers.device.read_ahead([K(1, 0), K(1, 1)])
     until(lambda: K(1, 0) in tiers.disk.waiting)
@@ -121,7 +121,7 @@ def test_a_read_ahead_that_waits_for_a_thread_is_demanded_past_the_others() -> N
     tiers.close()
 
 
-def test_a_prompt_leaves_both_caches_alone() -> None:
+def test_a_prompt_leaves_both_caches_alone():
     tiers = Tiers([2, 2], [6, 6])
     often = [K(layer, expert) for layer in (0, 1) for expert in range(6)]
     for key in often:
@@ -133,7 +133,7 @@ def test_a_prompt_leaves_both_caches_alone() -> None:
     tiers.close()
 
 
-def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
+def test_reads_that_wait_when_the_tiers_close_end_with_an_error():
     tiers = Tiers([4, 4], [3, 3])
     errors: list[str] = []
 
@@ -154,7 +154,7 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
 
 
 @pytest.mark.usefixtures("few_objects_to_collect")
-def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
+def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers):
     fetcher = tiers.device._fetcher
     tiers.disk.close()  # nothing is read any more
     tiers.device.read_ahead([K(0, 0)])
@@ -181,9 +181,7 @@ def few_objects_to_collect() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(tiers, monkeypatch):
     arrive, failures = tiers.device._arrive, [MemoryError("as asked")]
 
     def fail_once(key: ExpertKey, read: Read) -> None:

@@ -41,7 +41,7 @@ def by_definition(model: Any, shortcut: str, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shortcut", ["input", "middle", "output"])
-def test_shortcuts_are_the_papers_equations(shortcut: str) -> None:
+def test_shortcuts_are_the_papers_equations(shortcut):
     model = build(shortcut_shape(shortcut)).double()
     reference = by_definition(model, shortcut, IDS)
     # The rotation's table is float32; both sides use it.
@@ -52,7 +52,7 @@ def test_shortcuts_are_the_papers_equations(shortcut: str) -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_shortcuts_give_gates_what_they_ask_for() -> None:
+def test_shortcuts_give_gates_what_they_ask_for():
     """Token ids for hash routing, and the previous routed layer's scores for MoE++."""
     model = build(shortcut_shape("middle", gate="moepp"))
     asked: list[RoutingContext] = []
@@ -79,7 +79,7 @@ def test_shortcuts_give_gates_what_they_ask_for() -> None:
         ({"moe": {"shared_expert_gate": True}}, "no shared_expert_gate"),
     ],
 )
-def test_shortcuts_that_do_not_fit_are_explained(changes: dict, message: str) -> None:
+def test_shortcuts_that_do_not_fit_are_explained(changes, message):
     moe = {"shortcut": "middle", "shared_experts": 1, **changes.get("moe", {})}
     sizes: dict[str, Any] = {"num_layers": 2, "intermediate_size": 8, **changes}
     with pytest.raises(ValueError, match=message):
@@ -87,7 +87,7 @@ def test_shortcuts_that_do_not_fit_are_explained(changes: dict, message: str) ->
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.long), True])
-def test_compiled_blocks_compute_the_same(recompute: bool) -> None:
+def test_compiled_blocks_compute_the_same(recompute):
     config = shape(moe=experts(shared_experts=1), num_layers=2)
     plain, compiled = build(config).train(), build(config).train()
     compiled.recompute = recompute

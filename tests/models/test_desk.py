@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "moe"
 
 
-def test_the_recipe_has_experts_of_real_size_and_is_what_the_card_measured() -> None:
+def test_the_recipe_has_experts_of_real_size_and_is_what_the_card_measured():
     config = read_tree(TrainConfig, FOLDER / "train.toml")
     moe = config.model.moe
     assert moe is not None
@@ -68,7 +68,7 @@ def test_the_recipe_has_experts_of_real_size_and_is_what_the_card_measured() -> 
     }
 
 
-def test_the_card_is_of_a_model_that_learnt_and_uses_its_experts() -> None:
+def test_the_card_is_of_a_model_that_learnt_and_uses_its_experts():
     evaluation = json.loads((FOLDER / "evaluation.json").read_text())
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == desk.render_card(evaluation)
     losses = evaluation["held_out_mixture"]
@@ -77,9 +77,7 @@ def test_the_card_is_of_a_model_that_learnt_and_uses_its_experts() -> None:
         assert 0.8 < layer["entropy"] < 1.0
 
 
-def test_a_run_is_measured_and_gets_its_card(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_measured_and_gets_its_card(run, tmp_path, monkeypatch):
     monkeypatch.setattr(pocket, "gather", documents)
     monkeypatch.setattr(pocket, "SAMPLE_TOKENS", 3)
     desk.main(["--run", str(run), "--output", str(tmp_path), "--note", "Two steps."])

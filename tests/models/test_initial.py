@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ IDS = torch.arange(2 * 31).reshape(2, 31) % VOCAB
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_an_exported_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_an_exported_model_comes_back_bit_for_bit(name, tmp_path):
     _, changes = EXPORTED[name]
     model = build(shape(**changes))
     export_hugging_face(model, tmp_path)
@@ -30,7 +29,7 @@ def test_an_exported_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_models_of_transformers_compute_the_same_here(family: str, tmp_path: Path) -> None:
+def test_models_of_transformers_compute_the_same_here(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     changes = next(changes for kind, changes in EXPORTED.values() if kind == family)
@@ -58,13 +57,13 @@ def test_models_of_transformers_compute_the_same_here(family: str, tmp_path: Pat
         ({"tie_embeddings": False}, "tie_word_embeddings"),
     ],
 )
-def test_another_architecture_is_named(changes: Any, message: str, tmp_path: Path) -> None:
+def test_another_architecture_is_named(changes, message, tmp_path):
     export_hugging_face(build(shape(moe=experts())), tmp_path)
     with pytest.raises(CheckpointError, match=message):
         import_hugging_face(build(shape(**{"moe": experts(), **changes})), tmp_path)
 
 
-def test_tensors_that_do_not_fit_are_named_and_nothing_changes(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named_and_nothing_changes(tmp_path):
     model = build(shape(moe=experts(), num_layers=1))
     export_hugging_face(model, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -86,7 +85,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_changes(tmp_path: Path) -
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
-def test_a_selection_bias_needs_a_gate_that_has_one(tmp_path: Path) -> None:
+def test_a_selection_bias_needs_a_gate_that_has_one(tmp_path):
     with_bias = shape(moe=experts(gate="sigmoid_topk", gate_options={"bias_update_rate": 1e-3}))
     export_hugging_face(build(with_bias), tmp_path)
     without = dataclasses.replace(with_bias, moe=experts(gate="sigmoid_topk"))
@@ -95,7 +94,7 @@ def test_a_selection_bias_needs_a_gate_that_has_one(tmp_path: Path) -> None:
         import_hugging_face(other, tmp_path)
 
 
-def test_folders_without_a_checkpoint_are_explained(tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_are_explained(tmp_path):
     model = build(shape(moe=experts()))
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         import_hugging_face(model, tmp_path)

@@ -16,7 +16,7 @@ def is_widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_under_autocast(is_widened: bool, bias: bool) -> None:
+def test_values_and_gradients_under_autocast(is_widened, bias):
     """As exact as `nn.Linear` in bf16 or better, whose operands and results have 8 bits."""
     torch.manual_seed(0)
     layer = layers.Linear(33, 17, bias=bias)
@@ -48,7 +48,7 @@ def test_values_and_gradients_under_autocast(is_widened: bool, bias: bool) -> No
 
 @pytest.mark.usefixtures("is_widened")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_torchs_own_bits_without_autocast(dtype: torch.dtype) -> None:
+def test_torchs_own_bits_without_autocast(dtype):
     layer, x = layers.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     if dtype == torch.float64:  # which autocast leaves alone

@@ -1,7 +1,6 @@
 """The language model's parts against independent references, its export against transformers."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from moe_runtime.models.lm.layers import linear_cross_entropies, rms_norm
 from moe_runtime.models.lm.model import LanguageModel
 
 
-def test_rms_norm_and_its_gradients() -> None:
+def test_rms_norm_and_its_gradients():
     x = torch.randn(3, 5, 4, 7, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     reference = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
@@ -29,7 +28,7 @@ def test_rms_norm_and_its_gradients() -> None:
     )
 
 
-def test_rms_norm_sums_in_float32() -> None:
+def test_rms_norm_sums_in_float32():
     x = (torch.randn(9, 256) * 30).bfloat16()
     weight = torch.ones(256, dtype=torch.bfloat16)
     exact = F.rms_norm(x.double(), (256,), None, 1e-6)
@@ -47,7 +46,7 @@ def rotated_by_definition(x: Tensor, theta: float) -> Tensor:
     return torch.cat([numbers.real, numbers.imag], dim=-1)
 
 
-def test_rotation_and_its_gradient() -> None:
+def test_rotation_and_its_gradient():
     table = RotaryTable(10, 40, 500.0)
     x = torch.randn(2, 23, 3, 10)
     # Angles are float32: at position 22 they are known to about 1e-6.
@@ -56,7 +55,7 @@ def test_rotation_and_its_gradient() -> None:
     assert torch.autograd.gradcheck(table, (wide,))
 
 
-def test_attention_looks_back_only() -> None:
+def test_attention_looks_back_only():
     config = shape(intermediate_size=8)
     attention, table = Attention(config), RotaryTable(10, 40, 500.0)
     x = torch.randn(2, 11, 48)
@@ -78,7 +77,7 @@ class _Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunk_bytes", [32 << 20, 8 * VOCAB * 4])
-def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_and_its_gradients(chunk_bytes, monkeypatch):
     from moe_runtime.models.lm import layers as module
 
     # The small chunks: four tokens each in float64, an odd rest at the end.
@@ -101,7 +100,7 @@ def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.M
     assert products.count == chunks  # none for gradients
 
 
-def test_cross_entropy_refuses_shapes_that_do_not_fit() -> None:
+def test_cross_entropy_refuses_shapes_that_do_not_fit():
     hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
     with pytest.raises(ValueError, match=r"targets \[T\]"):
         linear_cross_entropies(hidden, weight, torch.zeros(6, dtype=torch.int64))
@@ -110,7 +109,7 @@ def test_cross_entropy_refuses_shapes_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_an_exported_model_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_an_exported_model_computes_the_same(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     import moe_runtime
@@ -151,12 +150,12 @@ def test_an_exported_model_computes_the_same(name: str, tmp_path: Path) -> None:
         ({"shortcut": "middle", "shared_experts": 1}, r"\(shortcut\)"),
     ],
 )
-def test_what_no_architecture_expresses_is_refused(changes: Any, message: str) -> None:
+def test_what_no_architecture_expresses_is_refused(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         hugging_face_family(shape(moe=experts(**changes), num_layers=2, intermediate_size=8))
 
 
-def test_recomputation_changes_nothing() -> None:
+def test_recomputation_changes_nothing():
     ids = torch.randint(VOCAB, (2, 21))
     gradients: list[list[Tensor]] = []
     for recompute in (False, True):
@@ -168,7 +167,7 @@ def test_recomputation_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_losses_are_what_the_layers_say() -> None:
+def test_losses_are_what_the_layers_say():
     model = build(shape(moe=experts(loss_weights={"load_balance": 0.5, "z": 0.25})))
     ids = torch.randint(VOCAB, (2, 20))
     losses = model.losses(ids[:, :-1], ids[:, 1:])
@@ -182,7 +181,7 @@ def test_losses_are_what_the_layers_say() -> None:
     assert float(losses.max_load) == pytest.approx(sum(loads) / 3, rel=1e-6)
 
 
-def test_bad_calls_are_explained() -> None:
+def test_bad_calls_are_explained():
     with pytest.raises(ValueError, match="vocab_size must be known"):
         LanguageModel(shape(vocab_size=None, intermediate_size=8))
     with pytest.raises(ValueError, match="at most 40 tokens a sequence, got 41"):

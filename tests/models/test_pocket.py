@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def held_out_run(model: Any, held_out_ids: torch.Tensor) -> tuple[float, torch.T
     return nats / num_predicted, usage
 
 
-def test_checkpoint_is_small_and_holds_each_expert_apart() -> None:
+def test_checkpoint_is_small_and_holds_each_expert_apart():
     folder = pocket_path()
     names = ["config.json", "generation_config.json", "model.safetensors"]
     names += ["tokenizer.json", "tokenizer_config.json", "evaluation.json", "README.md"]
@@ -82,7 +81,7 @@ def test_checkpoint_is_small_and_holds_each_expert_apart() -> None:
                     assert 2 * part.get_shape()[0] * part.get_shape()[1] > PAGE_BYTES
 
 
-def test_tokenizer_round_trips_any_text(tokenizer: Any) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer):
     for text in ("The for statement\n    x = 1\n", "naïve ∑ 日本 \x00\t\r\n", "  a  b "):
         ids = tokenizer(text)["input_ids"]
         assert max(ids) < 4096
@@ -92,9 +91,7 @@ def test_tokenizer_round_trips_any_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.long  # of a file that no code changes
-def test_held_out_loss_is_clearly_below_any_unigram_model(
-    held_out_run: tuple[float, torch.Tensor], held_out_ids: torch.Tensor
-) -> None:
+def test_held_out_loss_is_clearly_below_any_unigram_model(held_out_run, held_out_ids):
     # The entropy of the text's own token frequencies: no unigram model can do better on it.
     counts = torch.tensor(list(Counter(held_out_ids.tolist()).values()), dtype=torch.float64)
     shares = counts / counts.sum()
@@ -104,7 +101,7 @@ def test_held_out_loss_is_clearly_below_any_unigram_model(
 
 
 @pytest.mark.long  # as the one before
-def test_no_expert_is_collapsed_on_held_out_text(held_out_run: tuple[float, torch.Tensor]) -> None:
+def test_no_expert_is_collapsed_on_held_out_text(held_out_run):
     _, usage = held_out_run
     shares = usage / usage.sum(dim=1, keepdim=True)
     # The least used expert was measured at 0.42 of even use; half of that leaves room for the
@@ -112,7 +109,7 @@ def test_no_expert_is_collapsed_on_held_out_text(held_out_run: tuple[float, torc
     assert float(shares.min()) > 0.2 / usage.shape[1]
 
 
-def test_greedy_text_is_deterministic_and_printable(model: Any, tokenizer: Any) -> None:
+def test_greedy_text_is_deterministic_and_printable(model, tokenizer):
     inputs = tokenizer("The for statement", return_tensors="pt")
     texts = [
         tokenizer.decode(
@@ -127,7 +124,7 @@ def test_greedy_text_is_deterministic_and_printable(model: Any, tokenizer: Any) 
     assert "�" not in texts[0]
 
 
-def test_missing_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_checkpoint_is_named(tmp_path, monkeypatch):
     import moe_runtime.models.pocket as package
 
     monkeypatch.setattr(package, "__file__", str(tmp_path / "__init__.py"))
@@ -135,7 +132,7 @@ def test_missing_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pocket_path()
 
 
-def test_card_is_written_from_the_measured_numbers() -> None:
+def test_card_is_written_from_the_measured_numbers():
     folder = pocket_path()
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert (folder / "README.md").read_text(encoding="utf-8") == card_of(folder)

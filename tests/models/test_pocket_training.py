@@ -58,7 +58,7 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_gather_separates_docstrings_from_code(library: Path) -> None:
+def test_gather_separates_docstrings_from_code(library):
     documents = [found for found in gather(library) if found.kind != "topic"]
     texts = {(found.kind, found.name): found.text for found in documents}
     assert texts == {
@@ -70,19 +70,19 @@ def test_gather_separates_docstrings_from_code(library: Path) -> None:
     }
 
 
-def test_gather_reads_the_language_reference(library: Path) -> None:
+def test_gather_reads_the_language_reference(library):
     topics = [found for found in gather(library) if found.kind == "topic"]
     assert sum(len(found.text) for found in topics) > 100_000
     assert any(found.held_out for found in topics)
     assert [found.name for found in gather(library)] == [found.name for found in gather(library)]
 
 
-def test_gather_without_python_files_says_so(tmp_path: Path) -> None:
+def test_gather_without_python_files_says_so(tmp_path):
     with pytest.raises(ValueError, match="found none"):
         gather(tmp_path)
 
 
-def test_held_out_paragraphs_leave_the_training_text() -> None:
+def test_held_out_paragraphs_leave_the_training_text():
     shared = "a paragraph that is long enough to count as a repeated one " * 3
     training = document(training_name(), f"first\n\n{shared}\n\nlast")
     held_out = document(held_out_name(), shared)
@@ -108,9 +108,7 @@ def trained(folder: Path, name: str) -> Path:
     return folder / "runs"
 
 
-def test_the_pocket_model_is_what_its_configuration_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pocket_model_is_what_its_configuration_trains(tmp_path, capsys):
     runs = trained(tmp_path, "train.toml")
     shipped = json.loads((pocket_path() / "config.json").read_text())
     exported = json.loads((runs / "moe" / "model" / "config.json").read_text())
@@ -134,7 +132,7 @@ def test_the_pocket_model_is_what_its_configuration_trains(
 
 
 @pytest.mark.long  # the pocket model below is trained by the same code
-def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path: Path) -> None:
+def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path):
     from transformers import AutoModelForCausalLM
 
     runs = trained(tmp_path, "train-dense.toml")
@@ -148,7 +146,7 @@ def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path: Path) -> No
     assert (tmp_path / "copied" / "model.safetensors").is_file()
 
 
-def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only() -> None:
+def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only():
     evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
     baseline = kept_baseline(evaluation)
     known = evaluation["held_out"]["source"]
@@ -159,7 +157,7 @@ def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only() 
         baseline.scores("source", other)
 
 
-def test_the_card_says_when_the_models_saw_different_amounts_of_text() -> None:
+def test_the_card_says_when_the_models_saw_different_amounts_of_text():
     evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
     spent = evaluation["training"]
     spent["moe"]["tokens"] = 3 * spent["dense"]["tokens"]
@@ -172,7 +170,7 @@ def test_the_card_says_when_the_models_saw_different_amounts_of_text() -> None:
     assert "compares no architectures" not in card
 
 
-def test_scores_at_equal_tokens_outlive_longer_training() -> None:
+def test_scores_at_equal_tokens_outlive_longer_training():
     evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
     kept = evaluation["at_equal_tokens"]
     assert at_equal_tokens(evaluation) == kept, "a run that goes on hands them on"

@@ -27,7 +27,7 @@ def part_of(index: int, size: int, folds: int) -> SequencePart:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_part_attends_to_as_many_pairs(size: int) -> None:
+def test_every_part_attends_to_as_many_pairs(size):
     """Counted in the masks that attention uses."""
     context = 2 * size * 3
     pairs, seen = [], []
@@ -42,7 +42,7 @@ def test_every_part_attends_to_as_many_pairs(size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "folds"), [(2, 1), (2, 2), (6, 2), (6, 3), (8, 4)])
-def test_own_tokens_are_those_of_the_runs(size: int, folds: int) -> None:
+def test_own_tokens_are_those_of_the_runs(size, folds):
     """Tensor parallelism divides each part of attention's division further."""
     context = 48
     whole = torch.arange(context).expand(2, -1)
@@ -58,6 +58,6 @@ def test_own_tokens_are_those_of_the_runs(size: int, folds: int) -> None:
         assert found == expected
 
 
-def test_sequences_that_cannot_be_folded() -> None:
+def test_sequences_that_cannot_be_folded():
     with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 equal parts"):
         part_of(0, 2, 2).own(torch.zeros(1, 6))

@@ -34,7 +34,7 @@ def make_model(config: LanguageModelConfig = CONFIG, **options: Any) -> Language
 
 
 @pytest.mark.parametrize("count", range(1, 6))
-def test_every_block_is_in_one_stage(count: int) -> None:
+def test_every_block_is_in_one_stage(count):
     blocks = [Stage(index, count).blocks(5) for index in range(count)]
     assert [number for own in blocks for number in own] == list(range(5))
     sizes = [len(own) for own in blocks]
@@ -44,7 +44,7 @@ def test_every_block_is_in_one_stage(count: int) -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_stages_in_turn_are_the_model(count: int, is_tied: bool) -> None:
+def test_stages_in_turn_are_the_model(count, is_tied):
     """Loss and gradients, those of the gates' losses included; what travels is as announced."""
     config = replace(CONFIG, tie_embeddings=is_tied)
     windows = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -81,7 +81,7 @@ def test_stages_in_turn_are_the_model(count: int, is_tied: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
 
 
-def test_what_stages_cannot_do_is_refused() -> None:
+def test_what_stages_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"parallel.pp \(6\) must be at most the model.num_layers"):
         check_stages(CONFIG, 6)
     with pytest.raises(ValueError, match="5 blocks cannot be divided into 6 stages"):

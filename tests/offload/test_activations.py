@@ -32,7 +32,7 @@ SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 
 
 @pytest.mark.parametrize("kind", ["keep", "recompute", "swap", "auto"])
-def test_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_the_same_bits(tmp_path, monkeypatch, kind):
     # so that tensors of these few tokens are worth a transfer, and larger than the buffers
     monkeypatch.setattr(activation_swap, "SLOT_BYTES", 4096)
     monkeypatch.setattr(ActivationSwap.__init__, "__kwdefaults__", {
@@ -51,7 +51,7 @@ def test_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
     assert not list(tmp_path.glob("activations.scratch"))
 
 
-def test_the_plan_of_the_first_step_is_followed(tmp_path: Path) -> None:
+def test_the_plan_of_the_first_step_is_followed(tmp_path):
     """A layer that is dear to compute again is kept; the budget has room for one of three."""
     policy = ActivationPolicy("auto", [False] * 3, None, budget_bytes=1000)
     assert policy.choices == ["recompute"] * 3
@@ -68,7 +68,7 @@ def swap_of(folder: Path, buffer_bytes: int = 3 * SLOT_BYTES) -> ActivationSwap:
     return ActivationSwap(folder, buffer_bytes=buffer_bytes)
 
 
-def test_tensors_come_back_in_any_order_and_leave_no_slot_behind(tmp_path: Path) -> None:
+def test_tensors_come_back_in_any_order_and_leave_no_slot_behind(tmp_path):
     swap = swap_of(tmp_path)
     generator = torch.Generator().manual_seed(0)
     tensors = [
@@ -91,7 +91,7 @@ def test_tensors_come_back_in_any_order_and_leave_no_slot_behind(tmp_path: Path)
     assert not swap._file._holds
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     swap = swap_of(tmp_path)
 
     def fails(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -106,7 +106,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     swap.close()
 
 
-def test_unusable_kinds() -> None:
+def test_unusable_kinds():
     with pytest.raises(ValueError, match="did you mean 'recompute'"):
         ActivationPolicy("recompue", [False])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="storage_dir"):

@@ -62,14 +62,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(tmp_path_factory.mktemp("whole"), 0.4)
 
 
-def test_resumes_under_another_budget(tmp_path: Path, expected: list[float]) -> None:
+def test_resumes_under_another_budget(tmp_path, expected):
     folder = fresh(tmp_path / "parts")
     for until, share in ((2, 0.0), (4, 1.0), (6, 0.5), (STEPS, 0.0)):
         losses = run(folder, share, until=until)
     assert losses == expected
 
 
-def test_killed_at_any_instant(tmp_path: Path, expected: list[float]) -> None:
+def test_killed_at_any_instant(tmp_path, expected):
     folder = fresh(tmp_path / "killed")
     fork = multiprocessing.get_context("fork")
     dice = random.Random(1)
@@ -103,9 +103,7 @@ class Unsynced(RecordFile):
             super().write(offset, memoryview(old))
 
 
-def test_power_cut_loses_nothing_that_a_checkpoint_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[float]
-) -> None:
+def test_power_cut_loses_nothing_that_a_checkpoint_names(tmp_path, monkeypatch, expected):
     folder, files = fresh(tmp_path / "cut"), []
 
     def open_file(path: Path, size: int, slots: int) -> Unsynced:
@@ -135,7 +133,7 @@ def test_power_cut_loses_nothing_that_a_checkpoint_names(
     assert run(folder, 0.3) == expected
 
 
-def test_damaged_record_is_named(tmp_path: Path) -> None:
+def test_damaged_record_is_named(tmp_path):
     run(tmp_path, 0.3, until=3)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     slot = state["optimizer"]["experts"]["experts"]["layers.1.experts.4"][0]
@@ -153,7 +151,7 @@ def test_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts", "gradients"])
-def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path: Path, kind: str) -> None:
+def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path, kind):
     """Within a run, too: what is read is compared with what was written."""
     settings = moe_runtime.AdamW(clip_norm=1.0)  # gradients wait on the disk for the norm
     training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=0.0)
@@ -172,7 +170,7 @@ def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path: Path, kind: str
         training.step() if kind == "gradients" else training.backward([second])
 
 
-def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model(tmp_path):
     run(tmp_path, 0.3, until=1)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"]
     with pytest.raises(CheckpointError, match="another model"):
@@ -182,7 +180,7 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
         offloaded(stack(), SETTINGS, tmp_path, experts_in_memory=0.3, resume=state)
 
 
-def test_checkpoint_without_folder() -> None:
+def test_checkpoint_without_folder():
     training = offloaded(stack(), SETTINGS, None, experts_in_memory=1)
     with pytest.raises(CheckpointError, match="storage_dir"):
         training.state_dict()
@@ -197,15 +195,7 @@ def test_checkpoint_without_folder() -> None:
         ("preadv", errno.EIO, CheckpointError, r"cannot read .*experts-\d+\.records: "),
     ],
 )
-def test_disk_fails_while_training(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    code: int,
-    kind: type[Exception],
-    message: str,
-    expected: list[float],
-) -> None:
+def test_disk_fails_while_training(tmp_path, monkeypatch, call, code, kind, message, expected):
     """The error is one line and names the file; the last checkpoint goes on."""
     folder, share = fresh(tmp_path / "failing"), 0.3 if call == "pwritev" else 0.0
     run(folder, share, until=3)
@@ -226,8 +216,8 @@ def test_disk_fails_while_training(
 
 @pytest.mark.parametrize("moment", ["flush", "checkpoint file"])
 def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, expected: list[float]
-) -> None:
+    tmp_path, monkeypatch, moment, expected
+):
     folder = fresh(tmp_path / "full")
     run(folder, 0.3, until=3)
     training, model, losses = begin(folder, 0.3)
@@ -254,14 +244,7 @@ def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
         ("posix_fallocate", errno.ENOSPC, CapacityError, "no room on the disk for .* of "),
     ],
 )
-def test_folder_that_cannot_be_used(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    code: int,
-    kind: type[Exception],
-    message: str,
-) -> None:
+def test_folder_that_cannot_be_used(tmp_path, monkeypatch, call, code, kind, message):
     plain = getattr(os, call)
 
     def fails(target: object, *rest: object, **options: object) -> object:
@@ -275,7 +258,7 @@ def test_folder_that_cannot_be_used(
     assert "\n" not in str(failure.value)
 
 
-def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path: Path) -> None:
+def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path):
     """Experts in memory that got no update cost nothing; those on the disk are there already."""
     settings = moe_runtime.AdamW(untouched="sparse_skip")
     for share in (0.0, 1.0):
@@ -297,9 +280,7 @@ def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path: Path) -> None
         training.close()
 
 
-def test_short_writes_are_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[float]
-) -> None:
+def test_short_writes_are_finished(tmp_path, monkeypatch, expected):
     plain = os.pwritev
 
     def half(descriptor: int, buffers: list[memoryview], offset: int) -> int:

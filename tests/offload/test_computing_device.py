@@ -77,9 +77,7 @@ def assert_alike(training: OffloadedTraining, expected: Stack, *, tolerance: flo
     [(1, 0.0, False, None), (2, 0.5, True, 2), (2, 1.0, False, 1), (1, 1.0, True, None)],
     ids=["disk", "disk+memory+copies+updates", "memory+updates", "memory+copies"],
 )
-def test_same_bits_as_in_memory(
-    tmp_path: Path, name: str, parts: int, share: float, kept: bool, stride: int | None
-) -> None:
+def test_same_bits_as_in_memory(tmp_path, name, parts, share, kept, stride):
     """Wherever records live, whoever keeps a copy, and whoever updates."""
     with computing_on(name) as place:
         training, model = on_device(
@@ -100,7 +98,7 @@ def test_same_bits_as_in_memory(
 
 
 @pytest.mark.parametrize("frozen", ["layers.1.experts.", "layers.0.experts.gate_up_proj"])
-def test_frozen_experts_keep_their_bits_on_a_device(tmp_path: Path, frozen: str) -> None:
+def test_frozen_experts_keep_their_bits_on_a_device(tmp_path, frozen):
     with computing_on(NAME) as place:
         training, model = on_device(place, tmp_path, share=0.5, frozen=frozen, update_stride=2)
         losses = train_offloaded(training, model.loss, windows(place, 2, 2))
@@ -125,7 +123,7 @@ def test_frozen_experts_keep_their_bits_on_a_device(tmp_path: Path, frozen: str)
         (False, 2, 2 + 2, 4),
     ],
 )
-def test_bytes_over_the_link(name: str, kept: bool, parts: int, there: int, back: int) -> None:
+def test_bytes_over_the_link(name, kept, parts, there, back):
     """In bytes a parameter and step; on the emulated device counted copy by copy, by torch."""
     steps = 2
     with computing_on(name) as place:
@@ -155,7 +153,7 @@ def _in_bf16(loss: Callable[[torch.Tensor], torch.Tensor], kind: str, x: torch.T
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_copies_run_beside_products(tmp_path: Path, clip_norm: float) -> None:
+def test_copies_run_beside_products(tmp_path, clip_norm):
     """In virtual time, on a link as fast as the products: what crosses hides behind them.
 
     Of a layer's experts only the first one's weights and the last one's gradients are waited for;
@@ -187,7 +185,7 @@ def test_copies_run_beside_products(tmp_path: Path, clip_norm: float) -> None:
         training.close()
 
 
-def test_a_copy_that_fails_leaves_the_step_to_be_taken_again(tmp_path: Path) -> None:
+def test_a_copy_that_fails_leaves_the_step_to_be_taken_again(tmp_path):
     """Forward or backward, at once or while it runs: nothing of the step is left."""
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
@@ -206,7 +204,7 @@ def test_a_copy_that_fails_leaves_the_step_to_be_taken_again(tmp_path: Path) -> 
         training.close()
 
 
-def test_a_bad_step_on_a_device_changes_nothing(tmp_path: Path) -> None:
+def test_a_bad_step_on_a_device_changes_nothing(tmp_path):
     with computing_on(NAME) as place:
         training, model = on_device(
             place, tmp_path, share=0.5, device_memory=DEVICE_ROOM, update_stride=2
@@ -221,7 +219,7 @@ def test_a_bad_step_on_a_device_changes_nothing(tmp_path: Path) -> None:
         training.close()
 
 
-def test_the_budget_of_the_host_is_for_experts_alone() -> None:
+def test_the_budget_of_the_host_is_for_experts_alone():
     """Dense parameters and activations are the device's; what they take there is refused there."""
     with computing_on(NAME) as place:
         training, _ = on_device(place, None, share=1.0, update_stride=None)
@@ -236,9 +234,7 @@ def test_the_budget_of_the_host_is_for_experts_alone() -> None:
         training.close()
 
 
-def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(monkeypatch):
     """What is free there when training begins is less by them."""
     with computing_on(NAME) as place:
         with pytest.raises(CapacityError) as found:
@@ -257,7 +253,7 @@ def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(
                 on_device(place, None, share=1.0, device_memory=smallest)
 
 
-def test_what_does_not_go_with_a_device_is_refused() -> None:
+def test_what_does_not_go_with_a_device_is_refused():
     with computing_on(NAME) as place:
         with pytest.raises(ValueError, match="copy_memory is for models on the CPU"):
             on_device(place, None, share=1.0, copy_memory=2**20)

@@ -1,7 +1,6 @@
 """ZeRO-Offload's update that is one step late, against its definition in memory."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def scripted(inputs: list[torch.Tensor], clip_norm: float = 0.0) -> Stack:
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_same_bits_as_the_definition(tmp_path: Path, share: float) -> None:
+def test_same_bits_as_the_definition(tmp_path, share):
     inputs = batches(6)
     training = offloaded(model := stack(), SETTINGS, tmp_path, experts_in_memory=share)
     train_offloaded(training, model.loss, [[x] for x in inputs])
@@ -57,7 +56,7 @@ def test_same_bits_as_the_definition(tmp_path: Path, share: float) -> None:
     training.close()
 
 
-def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path: Path) -> None:
+def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path):
     settings = moe_runtime.AdamW(weight_decay=0.1, delayed_update_after=AFTER, clip_norm=0.05)
     inputs = batches(6)
     training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=0.3)
@@ -71,7 +70,7 @@ def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path: Path) -> None:
     training.close()
 
 
-def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path: Path) -> None:
+def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path):
     """It is part of an expert's state: taken back with it, saved with it, under any budget."""
     inputs = batches(6)
     training = offloaded(model := stack(), SETTINGS, tmp_path, experts_in_memory=0.3)
@@ -95,7 +94,7 @@ def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path: Pa
     training.close()
 
 
-def test_sparse_skip_uses_each_gradient_once(tmp_path: Path) -> None:
+def test_sparse_skip_uses_each_gradient_once(tmp_path):
     """Tiers agree to the bit, though experts in memory are updated at other moments."""
     settings = moe_runtime.AdamW(
         weight_decay=0.1, delayed_update_after=1, untouched="sparse_skip", galore_rank=1

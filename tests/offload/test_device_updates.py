@@ -1,7 +1,5 @@
 """Updates on a device, with the CPU in its place: the same bits for every stride."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from accelerator import PLACES, place_of
@@ -32,9 +30,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("stride", "share", "clip_norm"), [(1, 0.0, 0.0), (2, 0.4, 1e6), (3, 1.0, 0.0)]
 )
-def test_the_stride_changes_no_bit(
-    tmp_path: Path, stride: int, share: float, clip_norm: float
-) -> None:
+def test_the_stride_changes_no_bit(tmp_path, stride, share, clip_norm):
     """In the backward pass, and after it where a norm is known first; every record comes back."""
     settings = moe_runtime.AdamW(weight_decay=0.1, clip_norm=clip_norm)
     inputs = [[x] for x in batches(3, 60)]
@@ -43,7 +39,7 @@ def test_the_stride_changes_no_bit(
     )
 
 
-def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:
+def test_bytes_to_the_device_and_back(tmp_path):
     """State and gradient there, state back, for one expert in two."""
     training = offloaded(
         model := stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=2
@@ -57,7 +53,7 @@ def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:
     training.close()
 
 
-def test_measured_speeds_make_a_plan() -> None:
+def test_measured_speeds_make_a_plan():
     speeds = measure_speeds(CPU)
     assert min(speeds.cpu_params_per_s, speeds.to_device_bytes_per_s) > 0
     planned = planned_updates(CPU).stride
@@ -65,7 +61,7 @@ def test_measured_speeds_make_a_plan() -> None:
     assert best_stride(speeds) is None or best_stride(speeds, largest=1) in (None, 1)
 
 
-def test_unusable_stride(tmp_path: Path) -> None:
+def test_unusable_stride(tmp_path):
     with pytest.raises(ValueError, match="update_stride"):
         offloaded(stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=0)
 
@@ -76,7 +72,7 @@ def test_unusable_stride(tmp_path: Path) -> None:
     [StateFormat(), StateFormat(moments="bf16"), StateFormat(moments="fp8"), StateFormat(rank=3)],
     ids=str,
 )
-def test_steps_of_a_record_that_is_on_a_device(state: StateFormat, name: str) -> None:
+def test_steps_of_a_record_that_is_on_a_device(state, name):
     """All that an update needs is on the device too: step numbers, chances, bases."""
     place = place_of(name)
     layout = RecordLayout(

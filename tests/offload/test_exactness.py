@@ -1,7 +1,5 @@
 """Offloaded training gives the bits of training in memory, wherever experts live."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from moe_families import Family
@@ -32,11 +30,11 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     return [inputs[i * micro_batches : (i + 1) * micro_batches] for i in range(num)]
 
 
-def test_tiers_in_memory_need_no_folder() -> None:
+def test_tiers_in_memory_need_no_folder():
     assert_trains_as_in_memory(None, DECAYING, windows(4, 2), experts_in_memory=1)
 
 
-def test_plain_backward_and_step(tmp_path: Path) -> None:
+def test_plain_backward_and_step(tmp_path):
     """Gradients of micro-batches that are not grouped wait in the experts' tiers and add up."""
     inputs = windows(5, 2)
     expected, model = stack(), stack()
@@ -51,7 +49,7 @@ def test_plain_backward_and_step(tmp_path: Path) -> None:
     training.close()
 
 
-def test_recomputed_activations(tmp_path: Path) -> None:
+def test_recomputed_activations(tmp_path):
     """With torch's activation checkpoints, the backward pass fetches experts twice."""
     from torch.utils.checkpoint import checkpoint
 
@@ -72,7 +70,7 @@ def test_recomputed_activations(tmp_path: Path) -> None:
     training.close()
 
 
-def test_autocast(tmp_path: Path) -> None:
+def test_autocast(tmp_path):
     """Under autocast experts compute in bf16 and are updated in fp32, as resident ones are."""
     inputs = windows(4, 2)
     expected, model = stack(), stack()
@@ -92,7 +90,7 @@ def _autocast(loss: object, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lift", [0.0, 100.0])
-def test_experts_without_weights_are_never_asked_for(tmp_path: Path, lift: float) -> None:
+def test_experts_without_weights_are_never_asked_for(tmp_path, lift):
     """MoE++: the tiers see one access for each expert with weights that a pass visits, no other."""
     inputs = windows(4, 1)
     expected, model = stack(gate="moepp"), stack(gate="moepp")
@@ -120,7 +118,7 @@ def test_experts_without_weights_are_never_asked_for(tmp_path: Path, lift: float
     training.close()
 
 
-def test_evaluation_sees_missed_steps(tmp_path: Path) -> None:
+def test_evaluation_sees_missed_steps(tmp_path):
     inputs = windows(6, 1)
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, DECAYING)
@@ -135,7 +133,7 @@ def test_evaluation_sees_missed_steps(tmp_path: Path) -> None:
     training.close()
 
 
-def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path: Path) -> None:
+def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path):
     """The definition: one AdamW over every expert's own parameters, whose gradient may be None."""
     settings = moe_runtime.AdamW(weight_decay=0.1, untouched="sparse_skip")
     inputs = windows(12, 1)
@@ -175,7 +173,7 @@ def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("clip", ["two_phase", "delayed"])
-def test_clipping_does_not_depend_on_tiers(tmp_path: Path, clip: str) -> None:
+def test_clipping_does_not_depend_on_tiers(tmp_path, clip):
     settings = moe_runtime.AdamW(clip_norm=0.05, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     inputs = windows(6, 2)
     results = []
@@ -197,7 +195,7 @@ def test_clipping_does_not_depend_on_tiers(tmp_path: Path, clip: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_delayed_clipping_takes_the_norm_of_the_step_before(tmp_path: Path) -> None:
+def test_delayed_clipping_takes_the_norm_of_the_step_before(tmp_path):
     settings = moe_runtime.AdamW(clip_norm=0.05, clip="delayed")
     inputs = windows(4, 1)
     expected, model = stack(), stack()
@@ -229,7 +227,7 @@ def test_delayed_clipping_takes_the_norm_of_the_step_before(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_models_of_transformers(tmp_path: Path, family: Family) -> None:
+def test_models_of_transformers(tmp_path, family):
     """Micro-batches side by side through a model that we did not write."""
     moe_runtime.register_with_transformers()
     expected, model = tiny_model(family), tiny_model(family)
@@ -258,7 +256,7 @@ def test_models_of_transformers(tmp_path: Path, family: Family) -> None:
 
 
 @pytest.mark.parametrize("again", ["x", "weights"])
-def test_second_derivatives_are_refused(again: str) -> None:
+def test_second_derivatives_are_refused(again):
     """Of named inputs too, where torch's own refusal is passed over."""
     model = stack()
     training = offloaded(model, DECAYING, None, experts_in_memory=1)

@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +63,7 @@ def open_files() -> set[str]:
 
 @pytest.mark.parametrize("name", ["cpu", NAME])
 @pytest.mark.parametrize("step", STEPS)
-def test_everything_that_was_opened_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, name: str
-) -> None:
+def test_everything_that_was_opened_is_closed(tmp_path, monkeypatch, step, name):
     owner, attribute, broken = STEPS[step]
     settings = moe_runtime.AdamW()
     with computing_on(NAME) as place:
@@ -86,9 +83,7 @@ def test_everything_that_was_opened_is_closed(
         assert not list(tmp_path.glob("activations.scratch"))
 
 
-def test_a_disk_that_is_full_leaves_no_file_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_leaves_no_file_open(tmp_path, monkeypatch):
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 

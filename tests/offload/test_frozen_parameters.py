@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -81,9 +80,7 @@ def assert_kept(training: Any, first: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("what", FROZEN)
-def test_the_rest_is_trained_as_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, what: str
-) -> None:
+def test_the_rest_is_trained_as_in_memory(tmp_path, monkeypatch, door, what):
     # so that tensors of these few tokens are worth a transfer
     monkeypatch.setattr(activation_swap, "SLOT_BYTES", 4096)
     monkeypatch.setattr(ActivationSwap.__init__, "__kwdefaults__", {
@@ -104,7 +101,7 @@ def test_the_rest_is_trained_as_in_memory(
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("what", ["one_layer", "first_stacks"])
-def test_no_option_moves_what_is_frozen(tmp_path: Path, option: str, what: str) -> None:
+def test_no_option_moves_what_is_frozen(tmp_path, option, what):
     model = frozen_stack(what)
     first = frozen_values(model)
     training = offloaded(model, OPTIONS[option], tmp_path, experts_in_memory=0.4)
@@ -115,7 +112,7 @@ def test_no_option_moves_what_is_frozen(tmp_path: Path, option: str, what: str) 
     training.close()
 
 
-def test_frozen_parameters_have_no_part_in_the_norm() -> None:
+def test_frozen_parameters_have_no_part_in_the_norm():
     expected, model = frozen_stack("first_stacks"), frozen_stack("first_stacks")
     training = offloaded(model, OPTIONS["clipped"], None, experts_in_memory=1)
     for one in (expected, model):
@@ -126,7 +123,7 @@ def test_frozen_parameters_have_no_part_in_the_norm() -> None:
 
 
 @pytest.mark.parametrize("what", FROZEN)
-def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path: Path, what: str) -> None:
+def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path, what):
     model = frozen_stack(what)
     trained = sum(
         p.numel() for n, p in model.named_parameters() if ".experts." in n and p.requires_grad
@@ -149,7 +146,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path: Path, what:
 
 @pytest.mark.parametrize("what", FROZEN)
 @pytest.mark.parametrize("experts_in_memory", [0, 1])
-def test_a_skipped_step_moves_nothing(tmp_path: Path, what: str, experts_in_memory: int) -> None:
+def test_a_skipped_step_moves_nothing(tmp_path, what, experts_in_memory):
     """In between two sound ones; what came before it and comes after is as without it."""
     expected, model = frozen_stack(what), frozen_stack(what)
     training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=experts_in_memory)
@@ -165,7 +162,7 @@ def test_a_skipped_step_moves_nothing(tmp_path: Path, what: str, experts_in_memo
     training.close()
 
 
-def test_what_adapters_froze_is_not_trained() -> None:
+def test_what_adapters_froze_is_not_trained():
     """LoRA on the queries of a model of transformers; the base has its bits afterwards."""
     models = []
     for _ in range(2):
@@ -195,7 +192,7 @@ def test_what_adapters_froze_is_not_trained() -> None:
     training.close()
 
 
-def test_adapters_on_experts_are_refused_before_anything_is_moved() -> None:
+def test_adapters_on_experts_are_refused_before_anything_is_moved():
     lora = peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
     model = peft.get_peft_model(tiny_model(MIXTRAL), lora)
     with pytest.raises(UnsupportedModelError, match=r"target_parameters.*finetune --lora"):
@@ -203,7 +200,7 @@ def test_adapters_on_experts_are_refused_before_anything_is_moved() -> None:
     model(PROMPT)
 
 
-def test_a_model_of_transformers_may_be_a_part_of_another() -> None:
+def test_a_model_of_transformers_may_be_a_part_of_another():
     class Rewarding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,14 +231,14 @@ def test_a_model_of_transformers_may_be_a_part_of_another() -> None:
 
 
 @pytest.mark.parametrize("offload", [moe_runtime.offload_training, offload_zeroth_order])
-def test_a_model_without_anything_to_train_is_refused(offload: Callable[..., object]) -> None:
+def test_a_model_without_anything_to_train_is_refused(offload):
     model = stack().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         offload(model, host_memory="64MiB")
     assert "layers.0.experts.down_proj" in model.state_dict()
 
 
-def test_a_checkpoint_goes_on_with_the_same_parameters_frozen(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_the_same_parameters_frozen(tmp_path):
     model = frozen_stack("first_stacks")
     first = frozen_values(model)
     training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)

@@ -125,7 +125,7 @@ def states(tmp_path: Path) -> Trained:
     return Trained(tmp_path)
 
 
-def test_an_interrupted_step_is_taken_back_and_the_next_one_is_right(states: Trained) -> None:
+def test_an_interrupted_step_is_taken_back_and_the_next_one_is_right(states):
     numbers = iter(range(1, 10_000))
 
     def after() -> None:
@@ -142,7 +142,7 @@ def test_an_interrupted_step_is_taken_back_and_the_next_one_is_right(states: Tra
     states.close()
 
 
-def test_an_interrupted_checkpoint_is_followed_by_a_right_one(states: Trained) -> None:
+def test_an_interrupted_checkpoint_is_followed_by_a_right_one(states):
     numbers = iter(range(1, 10_000))
 
     def change() -> None:
@@ -163,7 +163,7 @@ def test_an_interrupted_checkpoint_is_followed_by_a_right_one(states: Trained) -
     states.close()
 
 
-def test_an_interrupted_exchange_of_tiers_loses_no_expert(tmp_path: Path) -> None:
+def test_an_interrupted_exchange_of_tiers_loses_no_expert(tmp_path):
     pairs = [(RING[0], RESIDENT), (RESIDENT, RING[0])]
 
     def exchange(states: Trained) -> Callable[[], None]:
@@ -188,9 +188,7 @@ def test_an_interrupted_exchange_of_tiers_loses_no_expert(tmp_path: Path) -> Non
     assert struck
 
 
-def test_a_full_disk_changes_nothing_of_an_expert_that_has_no_room(
-    states: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_changes_nothing_of_an_expert_that_has_no_room(states, monkeypatch):
     """The same checkpoint, and the same step, are right once there is room."""
     states.fill(states.acquire(RESIDENT, Sections.STATE, writes=True), 5.0)
     states.set_content_step(RESIDENT, 5)

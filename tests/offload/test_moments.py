@@ -1,7 +1,6 @@
 """Compressed states: the formats against brute force, training against its scripted definition."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def second_moments(num: int) -> torch.Tensor:
     return values
 
 
-def test_bf16_rounds_to_a_neighbour_and_without_bias() -> None:
+def test_bf16_rounds_to_a_neighbour_and_without_bias():
     codec = moment_codec("bf16")
     values = torch.tensor([1.0 + 2.0**-9, -3.0 - 2.0**-10, 0.0, 1.5])
     found = torch.stack([round_trip(codec, values, step) for step in range(2000)]).double()
@@ -59,7 +58,7 @@ def test_bf16_rounds_to_a_neighbour_and_without_bias() -> None:
     assert bool(((found.mean(0) - values.double()).abs() <= bounds).all())
 
 
-def test_bf16_second_moment_decays() -> None:
+def test_bf16_second_moment_decays():
     """Rounded to the nearest, a moment that shrinks by a thousandth would stand still."""
     codec, values = moment_codec("bf16"), torch.full((4096,), 0.7)
     for step in range(700):
@@ -90,7 +89,7 @@ def expand_by_hand(group: torch.Tensor) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", ["second moments", "first moments", "equal", "zeros", "tiny"])
-def test_fp8_expands_the_range_as_defined(kind: str) -> None:
+def test_fp8_expands_the_range_as_defined(kind):
     values = {
         "second moments": second_moments(300),
         "first moments": torch.randn(300, generator=torch.Generator().manual_seed(1)) * 1e-3,
@@ -105,7 +104,7 @@ def test_fp8_expands_the_range_as_defined(kind: str) -> None:
         assert low - slack <= ours <= high + slack
 
 
-def test_expansion_makes_steps_more_exact() -> None:
+def test_expansion_makes_steps_more_exact():
     """COAT's measure: the mean square error of `m / sqrt(v)`, beside E4M3 scaled by its largest."""
     generator = torch.Generator().manual_seed(2)
     variance = torch.exp(1.5 * torch.randn(2**14, generator=generator) - 10)
@@ -126,7 +125,7 @@ def test_expansion_makes_steps_more_exact() -> None:
     assert error(*expanded) < 0.6 * error(scaled(mean), scaled(variance))
 
 
-def test_chunks_and_odd_sizes_do_not_matter() -> None:
+def test_chunks_and_odd_sizes_do_not_matter():
     values = second_moments(2 * CHUNK_ELEMENTS + 77)
     for name in ("bf16", "fp8"):
         codec = moment_codec(name)  # type: ignore[arg-type]
@@ -140,7 +139,7 @@ def test_chunks_and_odd_sizes_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
-def test_leading_vectors_span_the_subspace_of_svd(shape: tuple[int, int]) -> None:
+def test_leading_vectors_span_the_subspace_of_svd(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     basis = leading_vectors(matrix, 4)
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -222,9 +221,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: f"{s.moments}-{s.galore_rank}")
-def test_training_follows_the_definition_wherever_experts_live(
-    tmp_path: Path, settings: moe_runtime.AdamW
-) -> None:
+def test_training_follows_the_definition_wherever_experts_live(tmp_path, settings):
     """With experts that miss steps, and on a way through the disk: the same bits in every tier."""
     # a subspace is only defined where the gradient has as many directions
     tokens = 200 if settings.galore_rank > 1 else 7
@@ -254,7 +251,7 @@ def test_training_follows_the_definition_wherever_experts_live(
         (VARIANTS[2], lambda n: 4 * (2 * HIDDEN + HIDDEN)),
     ],
 )
-def test_bytes_are_those_of_the_format(settings, moment_bytes) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_are_those_of_the_format(settings, moment_bytes):
     tensors = [
         ExpertTensor("gate_up_proj", (2 * HIDDEN, WIDTH), True),
         ExpertTensor("down_proj", (WIDTH, HIDDEN), True),
@@ -275,7 +272,7 @@ def test_bytes_are_those_of_the_format(settings, moment_bytes) -> None:  # type:
     assert bytes_of_step(layout, settings) == (parameters + state, state)
 
 
-def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_format_is_refused(tmp_path):
     training = offloaded(stack(), VARIANTS[0], tmp_path, experts_in_memory=0.3)
     state = training.state_dict()
     training.write({"own": state}, lambda found: found["own"], lambda found: state.update(found))
@@ -296,6 +293,6 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         ({"untouched": "dense"}, "dense_exact"),
     ],
 )
-def test_unusable_options(options: dict[str, object], message: str) -> None:
+def test_unusable_options(options, message):
     with pytest.raises(ValueError, match=message):
         moe_runtime.AdamW(**options)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from moe_runtime.research.zeroth_order import ZerothOrder
 from moe_runtime.training.offload.offloading import offload_training
 
 
-def test_options_of_training_of_a_wrong_type() -> None:
+def test_options_of_training_of_a_wrong_type():
     """An optimizer of torch is none of the settings that are wanted."""
     model = torch.nn.Linear(2, 2)
     sizes = {"host_memory", "device_memory", "copy_memory", "activation_memory"}
@@ -32,7 +32,7 @@ def test_options_of_training_of_a_wrong_type() -> None:
 
 @pytest.mark.parametrize("kind", [moe_runtime.AdamW, ZerothOrder])
 @pytest.mark.parametrize("value", [None, "1", True, (0.9, "0.99")])
-def test_a_setting_of_a_wrong_type_is_named(kind: type, value: object) -> None:
+def test_a_setting_of_a_wrong_type_is_named(kind, value):
     choices = {"clip", "untouched", "moments", "loss_scale"}
     for field in dataclasses.fields(kind):
         if field.name in choices or (field.name, value) == ("delayed_update_after", None):
@@ -43,7 +43,7 @@ def test_a_setting_of_a_wrong_type_is_named(kind: type, value: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [moe_runtime.AdamW, ZerothOrder])
-def test_rates_and_norms_are_finite(kind: type) -> None:
+def test_rates_and_norms_are_finite(kind):
     names = {"lr", "weight_decay", "clip_norm"} & {one.name for one in dataclasses.fields(kind)}
     for name in names:
         for value in (math.inf, math.nan, -1.0):

@@ -73,7 +73,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_a_save_without_experts_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_save_without_experts_is_refused(tmp_path, name):
     training = OFFLOADS[name](tiny_model(MIXTRAL), host_memory="64MiB")
     for number, (way, save_it) in enumerate(WAYS.items()):
         path = tmp_path / str(number)
@@ -89,7 +89,7 @@ def test_a_save_without_experts_is_refused(tmp_path: Path, name: str) -> None:
     training.close()
 
 
-def test_a_save_with_the_experts_is_whole(tmp_path: Path) -> None:
+def test_a_save_with_the_experts_is_whole(tmp_path):
     expected = tiny_model(MIXTRAL)
     model: Any = tiny_model(MIXTRAL)
     training = moe_runtime.offload_training(model, host_memory="64MiB")
@@ -104,7 +104,7 @@ def test_a_save_with_the_experts_is_whole(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in saved.state_dict().items())
 
 
-def test_a_checkpoint_by_write_goes_back_into_the_model(tmp_path: Path) -> None:
+def test_a_checkpoint_by_write_goes_back_into_the_model(tmp_path):
     """Its part of the model's state lacks experts, which come by the optimizer's."""
     settings = moe_runtime.AdamW()
     training = offloaded(stack(), settings, tmp_path, experts_in_memory=0.4)
@@ -126,7 +126,7 @@ def test_a_checkpoint_by_write_goes_back_into_the_model(tmp_path: Path) -> None:
     again.close()
 
 
-def test_with_adapters_the_base_is_refused_and_the_adapters_are_whole(tmp_path: Path) -> None:
+def test_with_adapters_the_base_is_refused_and_the_adapters_are_whole(tmp_path):
     expected, model = with_adapters(tiny_model(MIXTRAL)), with_adapters(tiny_model(MIXTRAL))
     training = moe_runtime.offload_training(model, host_memory="64MiB")
     expected.save_pretrained(tmp_path / "expected")
@@ -145,9 +145,7 @@ def test_with_adapters_the_base_is_refused_and_the_adapters_are_whole(tmp_path: 
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
-def test_a_trainer_that_would_step_without_the_experts_is_refused(
-    tmp_path: Path, clip_norm: float
-) -> None:
+def test_a_trainer_that_would_step_without_the_experts_is_refused(tmp_path, clip_norm):
     model = tiny_model(MIXTRAL)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     training = moe_runtime.offload_training(model, host_memory="64MiB")
@@ -160,7 +158,7 @@ def test_a_trainer_that_would_step_without_the_experts_is_refused(
     training.close()
 
 
-def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path: Path) -> None:
+def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path):
     trl = pytest.importorskip("trl", reason="make test-clients installs it")
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
@@ -198,7 +196,7 @@ def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path: Pat
     training.close()
 
 
-def test_a_trainer_of_adapters_around_frozen_experts_trains_as_in_memory(tmp_path: Path) -> None:
+def test_a_trainer_of_adapters_around_frozen_experts_trains_as_in_memory(tmp_path):
     models = [with_adapters(tiny_model(MIXTRAL)) for _ in range(2)]
     training = moe_runtime.offload_training(models[1], host_memory="64MiB")
     for model in models:
@@ -210,7 +208,7 @@ def test_a_trainer_of_adapters_around_frozen_experts_trains_as_in_memory(tmp_pat
     training.close()
 
 
-def test_gradients_beside_the_experts_alone_are_refused() -> None:
+def test_gradients_beside_the_experts_alone_are_refused():
     """Clipping, stepping and forgetting by torch would see a part of the gradients."""
     model = stack()
     training = moe_runtime.offload_training(
@@ -233,7 +231,7 @@ def test_gradients_beside_the_experts_alone_are_refused() -> None:
 
 
 @pytest.mark.parametrize("offload", OFFLOADS.values())
-def test_what_comes_after_offloading_is_refused(offload: Callable[..., Any]) -> None:
+def test_what_comes_after_offloading_is_refused(offload):
     """Adapters would not be trained, and experts would although they are frozen."""
     model: Any = tiny_model(MIXTRAL)
     training = offload(model, host_memory="64MiB")
@@ -251,7 +249,7 @@ def test_what_comes_after_offloading_is_refused(offload: Callable[..., Any]) -> 
     training.close()
 
 
-def test_a_backward_pass_of_training_by_forward_passes_is_refused() -> None:
+def test_a_backward_pass_of_training_by_forward_passes_is_refused():
     model: Any = tiny_model(MIXTRAL)
     training = offload_zeroth_order(model, host_memory="64MiB")
     with pytest.raises(moe_runtime.UnsupportedUseError, match="forward passes alone"):

@@ -43,7 +43,7 @@ def slots(tmp_path: Path) -> RecordStore:
     return slots
 
 
-def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordStore) -> None:
+def test_a_read_that_ends_while_closing_begins_no_other(slots):
     """What is expected next has no slot until the first read ends: then the threads are ending."""
     slots.expect((key, Sections.STATE) for key in OTHERS)
     assert slots.disk is not None
@@ -58,9 +58,7 @@ def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordStore) -> N
     slots.check()
 
 
-def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
-    slots: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(slots, monkeypatch):
     slots.expect((key, Sections.STATE) for key in OTHERS)
 
     def refuse(*_: object) -> None:
@@ -75,9 +73,7 @@ def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
     slots.close()
 
 
-def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(
-    slots: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(slots, monkeypatch):
     """Another was expected next, so it stays expected, and a read that ends begins to read it."""
     slots.expect((key, Sections.STATE) for key in [FIRST, OTHERS[2]])
     wait = slots._changed.wait

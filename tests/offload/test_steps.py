@@ -44,9 +44,7 @@ def every_expert(num: int) -> list[list[torch.Tensor]]:
         (moe_runtime.AdamW(clip_norm=1.0, delayed_update_after=0), 1 + 4, 4),
     ],
 )
-def test_bytes_of_a_step(
-    tmp_path: Path, settings: moe_runtime.AdamW, read: int, written: int
-) -> None:
+def test_bytes_of_a_step(tmp_path, settings, read, written):
     """Each expert crosses once per direction and window, however many micro-batches there are."""
     model = stack()
     training = offloaded(model, settings, tmp_path, experts_in_memory=0)
@@ -66,7 +64,7 @@ def test_bytes_of_a_step(
     training.close()
 
 
-def test_experts_in_memory_move_nothing(tmp_path: Path) -> None:
+def test_experts_in_memory_move_nothing(tmp_path):
     model = stack()
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=1)
     train_offloaded(training, model.loss, every_expert(2))
@@ -77,9 +75,7 @@ def test_experts_in_memory_move_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [None, "layers"])
-def test_a_step_needs_a_backward_pass_and_an_open_training(
-    tmp_path: Path, frozen: str | None
-) -> None:
+def test_a_step_needs_a_backward_pass_and_an_open_training(tmp_path, frozen):
     model = stack()
     freeze(model, frozen)
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.5)
@@ -106,9 +102,7 @@ def test_a_step_needs_a_backward_pass_and_an_open_training(
         ),
     ],
 )
-def test_step_with_a_bad_gradient_is_taken_back(
-    tmp_path: Path, share: float, clip_norm: float
-) -> None:
+def test_step_with_a_bad_gradient_is_taken_back(tmp_path, share, clip_norm):
     """The first layer's gradients are found bad when the experts after it were updated already."""
     settings = moe_runtime.AdamW(clip_norm=clip_norm)
     good = every_expert(3)
@@ -148,7 +142,7 @@ def test_step_with_a_bad_gradient_is_taken_back(
     reference.close()
 
 
-def test_interrupted_backward_leaves_the_state_of_the_last_step(tmp_path: Path) -> None:
+def test_interrupted_backward_leaves_the_state_of_the_last_step(tmp_path):
     inputs = every_expert(3)
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, PLAIN)
@@ -176,7 +170,7 @@ def test_interrupted_backward_leaves_the_state_of_the_last_step(tmp_path: Path) 
     training.close()
 
 
-def test_micro_batches_must_take_the_same_way(tmp_path: Path) -> None:
+def test_micro_batches_must_take_the_same_way(tmp_path):
     model = stack()
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0)
     x = batches(1)[0]
@@ -186,12 +180,12 @@ def test_micro_batches_must_take_the_same_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [1024.0, "dynamic"])
-def test_loss_scale_of_a_power_of_two_changes_no_bit(tmp_path: Path, scale: float) -> None:
+def test_loss_scale_of_a_power_of_two_changes_no_bit(tmp_path, scale):
     settings = moe_runtime.AdamW(loss_scale=scale)
     assert_trains_as_in_memory(tmp_path, settings, every_expert(2), experts_in_memory=0.5)
 
 
-def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path: Path) -> None:
+def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path):
     model = stack()
     settings = moe_runtime.AdamW(loss_scale="dynamic")
     training = offloaded(model, settings, tmp_path, experts_in_memory=0.5)
@@ -201,7 +195,7 @@ def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path: Path) -> None:
     training.close()
 
 
-def test_tiers_follow_the_load(tmp_path: Path) -> None:
+def test_tiers_follow_the_load(tmp_path):
     """Experts that get no token give up the memory to others."""
     model, expected = stack(), stack()
     for trained in (model, expected):
@@ -226,7 +220,7 @@ def test_tiers_follow_the_load(tmp_path: Path) -> None:
     training.close()
 
 
-def test_budget_too_small_names_the_smallest(tmp_path: Path) -> None:
+def test_budget_too_small_names_the_smallest(tmp_path):
     def offload(host_memory: int, folder: Path | None) -> OffloadedTraining:
         return moe_runtime.offload_training(
             stack(), host_memory=host_memory, activation_memory=1000, storage_dir=folder
@@ -245,6 +239,6 @@ def test_budget_too_small_names_the_smallest(tmp_path: Path) -> None:
         offload(smallest, None)
 
 
-def test_folder_must_exist(tmp_path: Path) -> None:
+def test_folder_must_exist(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         offloaded(stack(), PLAIN, tmp_path / "absent", experts_in_memory=0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,9 +59,7 @@ def in_memory() -> dict[int, tuple[list[float], Stack]]:
 
 @pytest.mark.parametrize("memory", range(3), ids=["disk", "disk+memory", "memory"])
 @pytest.mark.parametrize("device", range(3), ids=["", "+some-on-device", "+all-on-device"])
-def test_same_bits_as_in_memory(
-    tmp_path: Path, in_memory: dict[int, tuple[list[float], Stack]], device: int, memory: int
-) -> None:
+def test_same_bits_as_in_memory(tmp_path, in_memory, device, memory):
     """Every tier layout; threads and micro-batches so that each pair of choices comes up."""
     io_threads, micro_batches = THREADS[(device + memory) % 3], 1 + (device + memory) % 2
     training = offloaded(
@@ -97,7 +94,7 @@ def test_same_bits_as_in_memory(
         (0.0, 3, 2 + 2, 4),
     ],
 )
-def test_bytes_across_the_link(device: float, micro_batches: int, there: int, back: int) -> None:
+def test_bytes_across_the_link(device, micro_batches, there, back):
     """Closed forms, in bytes a parameter and step, of products in bf16 and every expert in use."""
     expected, model = small(), small()
     inputs = windows(3, micro_batches, tokens=100)
@@ -120,7 +117,7 @@ def _in_bf16(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> t
         return loss(x)
 
 
-def test_nothing_crosses_where_products_are_in_the_type_of_the_records() -> None:
+def test_nothing_crosses_where_products_are_in_the_type_of_the_records():
     training = offloaded(model := small(), SETTINGS, None, experts_in_memory=1)
     train_offloaded(training, model.loss, windows(2, 1))
     link = training.stats().link
@@ -128,7 +125,7 @@ def test_nothing_crosses_where_products_are_in_the_type_of_the_records() -> None
     training.close()
 
 
-def test_copies_are_forgotten_with_the_step_that_made_them(tmp_path: Path) -> None:
+def test_copies_are_forgotten_with_the_step_that_made_them(tmp_path):
     """A step that is taken back, with a look at the model in between; then another one."""
     inputs = windows(3, 1)
     expected, model = small(), small()
@@ -150,7 +147,7 @@ def test_copies_are_forgotten_with_the_step_that_made_them(tmp_path: Path) -> No
     training.close()
 
 
-def test_copies_follow_the_use() -> None:
+def test_copies_follow_the_use():
     """Room for one copy: the expert that is used has it, after a window of steps."""
     keys = [ExpertKey(0, expert) for expert in range(4)]
     tensor = torch.ones(8)

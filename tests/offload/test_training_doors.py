@@ -1,6 +1,6 @@
 """Experts off memory x what a user's own training does: one choice a token, padding, wrappers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def assert_trained_alike(expected: Stack, model: Stack, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_one_choice_a_token_trains_as_in_memory(gate: str, tmp_path: Path) -> None:
+def test_one_choice_a_token_trains_as_in_memory(gate, tmp_path):
     groups = {"num_expert_groups": 2} if gate in ("sam", "group_limited_topk") else {}
     expected, model = (
         stack(top_k=1, gate=gate, gate_options=groups, num_layers=2) for _ in range(2)
@@ -67,7 +67,7 @@ def test_one_choice_a_token_trains_as_in_memory(gate: str, tmp_path: Path) -> No
     assert not all(torch.equal(expected.get_parameter(n), p) for n, p in before.items())
 
 
-def test_padding_trains_as_in_memory(tmp_path: Path) -> None:
+def test_padding_trains_as_in_memory(tmp_path):
     torch.manual_seed(7)
     expected, model = Padded(num_layers=2), Padded(num_layers=2)
     model.load_state_dict(expected.state_dict())
@@ -75,7 +75,7 @@ def test_padding_trains_as_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_experts_without_values_are_refused(offload: Callable[..., Any]) -> None:
+def test_experts_without_values_are_refused(offload):
     with torch.device("meta"):
         model = stack()
     with pytest.raises(ValueError, match=r"layers\.0.* is on the meta device, .* `initial`"):
@@ -92,7 +92,7 @@ def _two_processes() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_two_processes")
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_what_averages_gradients_of_a_whole_model_is_refused(offload: Callable[..., Any]) -> None:
+def test_what_averages_gradients_of_a_whole_model_is_refused(offload):
     """Experts would be trained by each process's own tokens alone."""
     wrapped = (DistributedDataParallel(stack()), nn.Sequential(DistributedDataParallel(stack())))
     for model in wrapped:
@@ -106,7 +106,7 @@ def test_what_averages_gradients_of_a_whole_model_is_refused(offload: Callable[.
         offload(sharded, host_memory="64MiB")
 
 
-def test_forward_passes_move_the_adapters_alone() -> None:
+def test_forward_passes_move_the_adapters_alone():
     torch.manual_seed(1)
     base = tiny_model(MIXTRAL)
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -1,7 +1,5 @@
 """`dispatch` and `combine` over processes equal one process that computes everything densely."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from parallel_checks import (
@@ -22,7 +20,6 @@ from parallel_layer import (
     rank_routing,
     run_experts,
 )
-from rank_pool import RankPool
 
 from moe_runtime.parallel import ExpertSlots, combine, dispatch
 from moe_runtime.routing import Routing
@@ -59,7 +56,7 @@ def case_problem(case: dict, size: int) -> Problem:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_equals_dense(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_equals_dense(size, ranks):
     for case in CASES.values():
         problem = case_problem(case, size)
         slots = ExpertSlots.contiguous(problem.num_experts, size)
@@ -68,7 +65,7 @@ def test_equals_dense(size: int, ranks: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_single_process(case: dict) -> None:
+def test_single_process(case):
     problem = case_problem(case, 1)
     slots = ExpertSlots.contiguous(problem.num_experts, 1)
     x_TD, routing = rank_routing(problem, 0)
@@ -81,7 +78,7 @@ def test_single_process(case: dict) -> None:
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (4, 1)])
-def test_hierarchical_equals_flat(grid: tuple[int, int], ranks: Callable[[int], RankPool]) -> None:
+def test_hierarchical_equals_flat(grid, ranks):
     problem = make_problem([7, 0, 12, 3], num_experts=10, num_choices=3, seed=1, skew="zipf")
     slots = ExpertSlots.contiguous(10, 4)
     flat = ranks(4).run(dispatch_and_combine, problem, slots)
@@ -99,9 +96,7 @@ def test_hierarchical_equals_flat(grid: tuple[int, int], ranks: Callable[[int], 
     ("wire", "there", "back"),
     [("exact", 8 * 6, 8 * 6), ("bf16", 2 * 6, 2 * 6), ("fp8", 6 + 4, 2 * 6)],
 )
-def test_bytes_on_the_wire_are_those_of_the_closed_form(
-    wire: str, there: int, back: int, ranks: Callable[[int], RankPool]
-) -> None:
+def test_bytes_on_the_wire_are_those_of_the_closed_form(wire, there, back, ranks):
     """Own rows for other ranks there and other ranks' rows back, and gradients the other way."""
     problem = make_problem([9, 0, 5, 14], num_experts=6, num_choices=3, seed=6, skew="zipf")
     slots = ExpertSlots.contiguous(6, 4)
@@ -116,9 +111,7 @@ def test_bytes_on_the_wire_are_those_of_the_closed_form(
 
 
 @pytest.mark.parametrize("lift", [0.0, 50.0])
-def test_experts_without_weights_send_nothing(
-    lift: float, ranks: Callable[[int], RankPool]
-) -> None:
+def test_experts_without_weights_send_nothing(lift, ranks):
     """MoE++: a choice of a zero-computation expert stays on its rank; with `lift` all are such."""
     torch.manual_seed(2)
     weight, parts = torch.randn(8, 6).double(), torch.randn(2, 9, 6).double().abs()
@@ -137,7 +130,7 @@ def test_experts_without_weights_send_nothing(
         assert both == 2 * forward
 
 
-def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -> None:
+def test_bits_do_not_depend_on_the_placement(ranks):
     """Results are summed on the token's rank in the order of its choices."""
     problem = make_problem([1, 1], num_experts=6, num_choices=4, seed=5, dropped=0.0)
     placements = [[[0, 1, 2], [3, 4, 5]], [[5, 0, 3], [4, 2, 1]], [[0, 1, 2, 3, 4, 5], []]]
@@ -150,7 +143,7 @@ def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -
             assert torch.equal(answer.y_TD, first.y_TD)
 
 
-def test_rows_lie_in_slot_order() -> None:
+def test_rows_lie_in_slot_order():
     ids = torch.tensor([[2, 0], [0, 3], [2, 1]])
     x = torch.arange(3.0)[:, None].expand(3, 4)
     dispatched = dispatch(x, Routing(ids, torch.ones(3, 2), 3))
@@ -161,19 +154,19 @@ def test_rows_lie_in_slot_order() -> None:
 class TestBadInput:
     routing = Routing(torch.zeros((3, 1), dtype=torch.int64), torch.ones(3, 1), 2)
 
-    def test_other_number_of_tokens(self) -> None:
+    def test_other_number_of_tokens(self):
         with pytest.raises(ValueError, match=r"x must be \[3, D\]"):
             dispatch(torch.ones(2, 4), self.routing)
 
-    def test_slots_of_another_group(self) -> None:
+    def test_slots_of_another_group(self):
         with pytest.raises(ValueError, match="placed on 2 ranks, the group has 1"):
             dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(2, 2))
 
-    def test_slots_of_another_model(self) -> None:
+    def test_slots_of_another_model(self):
         with pytest.raises(ValueError, match="belongs to another model"):
             dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(5, 1))
 
-    def test_results_missing(self) -> None:
+    def test_results_missing(self):
         dispatched = dispatch(torch.ones(3, 4), self.routing)
         with pytest.raises(ValueError, match="expected 3 rows of results"):
             combine(dispatched.rows_RD[:-1], dispatched)

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from parallel_failures import (
@@ -26,7 +25,7 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_a_rank_that_dies_is_named_at_once(pool: RankPool) -> None:
+def test_a_rank_that_dies_is_named_at_once(pool):
     results = pool.try_run(dispatch_with, "die", 1)
     assert results[1] == (False, "rank 1 ended")
     for rank in (0, 2):
@@ -37,7 +36,7 @@ def test_a_rank_that_dies_is_named_at_once(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rank_killed_at_any_moment_is_named(seed: int, pool: RankPool, tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_moment_is_named(seed, pool, tmp_path):
     """In forward passes, backward passes and sums of gradients, with chunks and panels."""
     draw = random.Random(seed)
     victim = draw.randrange(3)
@@ -59,7 +58,7 @@ def test_a_rank_killed_at_any_moment_is_named(seed: int, pool: RankPool, tmp_pat
         assert seconds < PATIENCE_S / 2
 
 
-def test_a_death_is_seen_behind_a_rank_that_waits_for_it(pool: RankPool) -> None:
+def test_a_death_is_seen_behind_a_rank_that_waits_for_it(pool):
     results = pool.try_run(wait_beside_the_dead, 2, PATIENCE_S)
     for is_ok, (message, ranks, seconds) in results[:2]:
         assert is_ok
@@ -68,7 +67,7 @@ def test_a_death_is_seen_behind_a_rank_that_waits_for_it(pool: RankPool) -> None
         assert seconds < PATIENCE_S / 2
 
 
-def test_a_rank_that_stalls_is_named_in_time(pool: RankPool) -> None:
+def test_a_rank_that_stalls_is_named_in_time(pool):
     results = pool.try_run(dispatch_with, "stall", 2)
     for rank in (0, 1):
         is_ok, (message, ranks, _) = results[rank]
@@ -77,7 +76,7 @@ def test_a_rank_that_stalls_is_named_in_time(pool: RankPool) -> None:
         assert f"rank 2 of 3 did not arrive within {TIMEOUT_S:g} s" in message
 
 
-def test_who_waits_elsewhere_is_not_named() -> None:
+def test_who_waits_elsewhere_is_not_named():
     """At another step of the group, and in another group: only the rank that stalls is at fault."""
     pool = RankPool(4)
     try:
@@ -94,9 +93,7 @@ def test_who_waits_elsewhere_is_not_named() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
-def test_a_rank_stopped_at_any_moment_is_named_alone(
-    seed: int, pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_rank_stopped_at_any_moment_is_named_alone(seed, pool, tmp_path):
     """By SIGSTOP, in forward passes, backward passes and sums of gradients."""
     draw = random.Random(seed)
     victim = draw.randrange(3)
@@ -125,7 +122,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("what", "message"), DIFFERENCES.items(), ids=DIFFERENCES.keys())
-def test_ranks_that_differ_are_told_in_what(what: str, message: str, pool: RankPool) -> None:
+def test_ranks_that_differ_are_told_in_what(what, message, pool):
     results = pool.run(dispatch_with, what, 1)
     assert results[0][1] == results[2][1] == (1,)
     assert f"disagree about {message}" in results[0][0]

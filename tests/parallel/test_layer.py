@@ -1,8 +1,6 @@
 """`MoELayer(..., group=...)`: experts over processes, by the argument of the layer."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,6 @@ from parallel_checks import (
     trained_layer,
     wrapped_spread_layer,
 )
-from rank_pool import RankPool
 from thread_transport import ThreadGroup, ThreadTransport
 from torch import Tensor
 
@@ -28,7 +25,7 @@ from moe_runtime.parallel.communication.transport import Arrived, LocalTransport
 from moe_runtime.routing import Routing
 
 
-def test_a_layer_over_two_ranks_equals_one_process(ranks: Callable[[int], RankPool]) -> None:
+def test_a_layer_over_two_ranks_equals_one_process(ranks):
     random = torch.Generator().manual_seed(5)
     weight = torch.randn(4, 8, generator=random, dtype=torch.float64)
     parts = torch.randn(2, 5, 8, generator=random, dtype=torch.float64)
@@ -56,9 +53,7 @@ def test_a_layer_over_two_ranks_equals_one_process(ranks: Callable[[int], RankPo
         ("rl_r", {"top_p": 1e-9}, False),  # without chance: the likeliest expert
     ],
 )
-def test_a_layer_in_ddp_equals_one_process(
-    ranks: Callable[[int], RankPool], gate: str, options: dict[str, Any], is_compiled: bool
-) -> None:
+def test_a_layer_in_ddp_equals_one_process(ranks, gate, options, is_compiled):
     """Also where every backward pass of a step synchronises, and buffers with it."""
     parts = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(3))
     parts[2:] += 1.0  # each process's experts are loaded in another way
@@ -77,9 +72,7 @@ def test_a_layer_in_ddp_equals_one_process(
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_wrappers_refuse_experts_that_are_spread(
-    wrapper: str, ranks: Callable[[int], RankPool]
-) -> None:
+def test_wrappers_refuse_experts_that_are_spread(wrapper, ranks):
     for text in ranks(2).run(wrapped_spread_layer, wrapper, "world"):
         assert "they hold different experts of this layer: " in text
     found = ranks(2).run(wrapped_spread_layer, wrapper, "alone")
@@ -143,7 +136,7 @@ def narrate(transport: ThreadTransport, overlap: Overlap, panels: bool) -> list[
     return [forward, events]
 
 
-def test_what_is_computed_while_rows_travel() -> None:
+def test_what_is_computed_while_rows_travel():
     """Comet's order: rows that stay and shared experts first; a panel leaves before the next one is
     computed. The backward pass mirrors it."""
     all_at_once = Overlap(is_local_first=False)
@@ -165,7 +158,7 @@ def test_what_is_computed_while_rows_travel() -> None:
     assert panels[3:] == ["experts 2", "send 2", "experts 2", "send 2", "use 2", "use 2"]
 
 
-def test_groups_that_cannot_be() -> None:
+def test_groups_that_cannot_be():
     here = ExpertSpread(groups=LocalTransport())
     with pytest.raises(ValueError, match="either group or experts"):
         MoELayer(8, 6, 4, 2, group=here, experts=torch.nn.Identity())

@@ -1,26 +1,25 @@
 """Layouts: the laws of their groups, and training under each of them equals one process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import prod
 
 import pytest
 from parallel_language_model import compare_gradients
 from parallel_layouts import legal_layouts, with_every_pair
 from parallel_training import meshes, refused, train_layouts
-from rank_pool import RankPool
 
 from moe_runtime.parallel import Overlap, ParallelLayout
 
 
 @pytest.mark.parametrize(("world_size", "number"), [(1, 1), (2, 10), (4, 46), (8, 146)])
-def test_number_of_layouts(world_size: int, number: int) -> None:
+def test_number_of_layouts(world_size, number):
     """Three ordered factors on each side for every number of pipeline stages."""
     layouts = list(legal_layouts(world_size))
     assert len(layouts) == len(set(map(str, layouts))) == number
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 6, 8])
-def test_groups_partition_the_ranks(world_size: int) -> None:
+def test_groups_partition_the_ranks(world_size):
     for layout in legal_layouts(world_size):
         for side in ("dense", "expert"):
             degrees = layout.degrees(side)
@@ -39,7 +38,7 @@ def test_groups_partition_the_ranks(world_size: int) -> None:
         assert all(len(g) == layout.etp * layout.ep for g in layout.groups("expert", "etp", "ep"))
 
 
-def test_ranks_of_megatrons_example() -> None:
+def test_ranks_of_megatrons_example():
     """TP 2, CP 2, DP 2 beside ETP 1, EP 8: attention and experts fold over the same 8 ranks."""
     layout = ParallelLayout(world_size=8, tp=2, cp=2, ep=8)
     assert (layout.dp, layout.edp, layout.loss_parts) == (2, 1, 4)
@@ -50,21 +49,21 @@ def test_ranks_of_megatrons_example() -> None:
 
 
 class TestBadInput:
-    def test_dense_product(self) -> None:
+    def test_dense_product(self):
         message = r"tp \* cp \* pp = 3 \* 1 \* 1 = 3 does not divide the 8 ranks"
         with pytest.raises(ValueError, match=message):
             ParallelLayout(world_size=8, tp=3)
 
-    def test_expert_product(self) -> None:
+    def test_expert_product(self):
         message = r"etp \* ep \* pp \* edp = 2 \* 2 \* 1 \* 4 = 16, but there are 8 ranks"
         with pytest.raises(ValueError, match=message):
             ParallelLayout(world_size=8, etp=2, ep=2, edp=4)
 
-    def test_zero(self) -> None:
+    def test_zero(self):
         with pytest.raises(ValueError, match="ep must be at least 1, got 0"):
             ParallelLayout(world_size=8, ep=0)
 
-    def test_unknown_dimension(self) -> None:
+    def test_unknown_dimension(self):
         with pytest.raises(ValueError, match="expert side has the dimensions etp, ep, edp, pp"):
             ParallelLayout(world_size=8).groups("expert", "tp")
 
@@ -84,7 +83,7 @@ def one_of_each_programme(layouts: Iterable[ParallelLayout]) -> list[ParallelLay
     return list(found.values())
 
 
-def test_meshes_have_the_groups_of_the_layout(ranks: Callable[[int], RankPool]) -> None:
+def test_meshes_have_the_groups_of_the_layout(ranks):
     layout = ParallelLayout(world_size=4, tp=2, ep=4)
     found = ranks(4).run(meshes, layout)[3]
     assert found == [
@@ -93,17 +92,17 @@ def test_meshes_have_the_groups_of_the_layout(ranks: Callable[[int], RankPool]) 
     ]
 
 
-def test_layout_of_another_world(ranks: Callable[[int], RankPool]) -> None:
+def test_layout_of_another_world(ranks):
     messages = ranks(2).run(refused, ParallelLayout(world_size=4))
     assert messages == ["the layout is of 4 ranks, but 2 run"] * 2
 
 
-def test_two_ranks_train_like_one(ranks: Callable[[int], RankPool]) -> None:
+def test_two_ranks_train_like_one(ranks):
     layouts = list(legal_layouts(2))
     assert ranks(2).run(train_layouts, layouts, 10, Overlap(degree=2)) == [len(layouts)] * 2
 
 
-def test_every_layout_of_four_ranks_trains_like_one(ranks: Callable[[int], RankPool]) -> None:
+def test_every_layout_of_four_ranks_trains_like_one(ranks):
     """Three steps under each that runs a programme of its own: the third has what the optimizer
     made of two gradients."""
     layouts = one_of_each_programme(legal_layouts(4))
@@ -111,12 +110,12 @@ def test_every_layout_of_four_ranks_trains_like_one(ranks: Callable[[int], RankP
 
 
 @pytest.mark.long
-def test_ten_steps_under_every_layout_of_four_ranks(ranks: Callable[[int], RankPool]) -> None:
+def test_ten_steps_under_every_layout_of_four_ranks(ranks):
     layouts = one_of_each_programme(legal_layouts(4))
     assert ranks(4).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 4
 
 
-def test_layouts_of_eight_ranks_with_every_pair_of_sizes(ranks: Callable[[int], RankPool]) -> None:
+def test_layouts_of_eight_ranks_with_every_pair_of_sizes(ranks):
     """One step under each; ten under some that use every dimension."""
     layouts = one_of_each_programme(legal_layouts(8))
     assert len(layouts) == 65
@@ -131,23 +130,19 @@ def test_layouts_of_eight_ranks_with_every_pair_of_sizes(ranks: Callable[[int], 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(5))
-def test_ten_steps_under_every_layout_of_eight_ranks(
-    part: int, ranks: Callable[[int], RankPool]
-) -> None:
+def test_ten_steps_under_every_layout_of_eight_ranks(part, ranks):
     layouts = one_of_each_programme(legal_layouts(8))[part::5]
     assert ranks(8).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 8
 
 
-def test_the_language_model_under_every_layout_of_two_ranks(
-    ranks: Callable[[int], RankPool],
-) -> None:
+def test_the_language_model_under_every_layout_of_two_ranks(ranks):
     """Loss, norm and every gradient, in fp64."""
     layouts = list(legal_layouts(2))
     assert ranks(2).run(compare_gradients, layouts) == [10] * 2
 
 
 @pytest.mark.long  # two ranks try every kind of group, eight every pair of sizes
-def test_the_language_model_under_layouts_of_four_ranks(ranks: Callable[[int], RankPool]) -> None:
+def test_the_language_model_under_layouts_of_four_ranks(ranks):
     """Every way to divide the dense part, and every way to divide the experts, in pairs; the same
     of two stages, and four stages."""
     chosen: list[ParallelLayout] = []
@@ -165,8 +160,6 @@ def test_the_language_model_under_layouts_of_four_ranks(ranks: Callable[[int], R
 @pytest.mark.parametrize(
     ("size", "part"), [*((4, p) for p in range(3)), *((8, p) for p in range(13))]
 )
-def test_the_language_model_under_every_layout(
-    size: int, part: int, ranks: Callable[[int], RankPool]
-) -> None:
+def test_the_language_model_under_every_layout(size, part, ranks):
     layouts = list(legal_layouts(size))[part :: 3 if size == 4 else 13]
     assert ranks(size).run(compare_gradients, layouts) == [len(layouts)] * size

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes_give_the_bits_of_one(size: int, checkpoint: Path, ranks: Ranks) -> None:
+def test_processes_give_the_bits_of_one(size, checkpoint, ranks):
     smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
     options: dict[str, Any] = {"host_memory": smallest + 400_000}
     if size == 2:
@@ -53,7 +53,7 @@ def test_processes_give_the_bits_of_one(size: int, checkpoint: Path, ranks: Rank
     assert all(0 < part.bytes_read < alone["stats"].bytes_read for part in parts)
 
 
-def test_processes_give_the_gradients_of_one(checkpoint: Path, ranks: Ranks) -> None:
+def test_processes_give_the_gradients_of_one(checkpoint, ranks):
     """To the bit; what only one process would know of is refused."""
     smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
     options: dict[str, Any] = {"host_memory": smallest + 400_000}
@@ -66,9 +66,7 @@ def test_processes_give_the_gradients_of_one(checkpoint: Path, ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "planes"])
-def test_quantised_and_packed_experts_are_divided_too(
-    kind: str, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_quantised_and_packed_experts_are_divided_too(kind, tmp_path, ranks):
     """Each process reads its own, and computes what one process computes from the same codes."""
     if kind == "planes":
         tiny_text_model(300).bfloat16().save_pretrained(tmp_path / "plain")
@@ -91,7 +89,7 @@ def test_quantised_and_packed_experts_are_divided_too(
             assert all(map(torch.equal, found, expected))
 
 
-def test_a_placement_map_changes_no_bit(checkpoint: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):
     """Experts anywhere, some of them twice, a layer all on one process."""
     slots = np.array(
         [
@@ -129,7 +127,7 @@ def placed(slots: np.ndarray, num_ranks: int) -> PlacementMap:
     )
 
 
-def test_one_process_says_that_a_map_has_no_effect(checkpoint: Path, tmp_path: Path) -> None:
+def test_one_process_says_that_a_map_has_no_effect(checkpoint, tmp_path):
     slots = np.tile(np.arange(NUM_EXPERTS), (NUM_LAYERS, 1))
     placed(slots, 1).save(tmp_path / "map.json")
     with pytest.warns(MoERuntimeWarning, match=r"placement map has no effect: [^\n]+$"):
@@ -139,7 +137,7 @@ def test_one_process_says_that_a_map_has_no_effect(checkpoint: Path, tmp_path: P
     model.moe.close()
 
 
-def test_an_expert_with_copies_goes_where_the_fewest_rows_are() -> None:
+def test_an_expert_with_copies_goes_where_the_fewest_rows_are():
     transport = LocalTransport()
     transport.size = 2
     slots = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 3)
@@ -151,7 +149,7 @@ def test_an_expert_with_copies_goes_where_the_fewest_rows_are() -> None:
     assert share.own_rows(0, rows) == {6: rows[6], 3: rows[3]}
 
 
-def test_a_map_that_leaves_a_process_idle() -> None:
+def test_a_map_that_leaves_a_process_idle():
     transport = LocalTransport()
     transport.size = 2
     slots = np.array([[*range(8), *[-1] * 8]] * 3)
@@ -163,15 +161,13 @@ def visits(stats: Any) -> int:
     return stats.hits + stats.late_hits + stats.misses
 
 
-def test_a_process_that_loads_something_else_is_named(checkpoint: Path, ranks: Ranks) -> None:
+def test_a_process_that_loads_something_else_is_named(checkpoint, ranks):
     results = ranks(3).run(refusal, str(checkpoint), 1)
     assert [named for _, named in results] == [(1,), (0, 2), (1,)]
     assert results[0][0].startswith("ranks disagree about the dtype (its checksum): rank 1 has")
 
 
-def test_experts_of_another_type_are_another_model(
-    checkpoint: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_experts_of_another_type_are_another_model(checkpoint, tmp_path, ranks):
     """Else the experts of one process would be rounded, or quantised, and those of others not."""
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -181,7 +177,7 @@ def test_experts_of_another_type_are_another_model(
     assert all("the types of the model's experts" in message for message in messages)
 
 
-def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:
+def test_more_processes_than_experts(tmp_path, ranks):
     model = tiny_text_model(40)
     model.config.num_experts = model.config.num_experts_per_tok = 2
     type(model)(model.config).save_pretrained(tmp_path)
@@ -189,7 +185,7 @@ def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:
     assert messages == ["3 processes cannot share the 2 experts of a layer; start at most 2"] * 3
 
 
-def test_shares_are_runs_of_equal_length() -> None:
+def test_shares_are_runs_of_equal_length():
     transport = LocalTransport()
     transport.size = 3
     share = ExpertPartition(transport, [8])
@@ -203,7 +199,7 @@ def test_shares_are_runs_of_equal_length() -> None:
     assert owners == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def test_statistics_add_up(checkpoint: Path) -> None:
+def test_statistics_add_up(checkpoint):
     stats = outputs(str(checkpoint), {})["stats"]
     slower = dataclasses.replace(stats, stall_s=stats.stall_s + 1.0)
     both = add_up([stats, slower])

@@ -1,17 +1,12 @@
 """Gates and losses whose tokens are spread over processes."""
 
-from collections.abc import Callable
-
 import torch
 from parallel_checks import global_balance_gradients, gshard_gate, route_own_group
-from rank_pool import RankPool
 
 from moe_runtime.routing import make_gate
 
 
-def test_global_balance_of_all_ranks_is_load_balance_of_one_process(
-    ranks: Callable[[int], RankPool],
-) -> None:
+def test_global_balance_of_all_ranks_is_load_balance_of_one_process(ranks):
     torch.manual_seed(0)
     weight, parts = torch.randn(5, 6).double(), torch.randn(2, 9, 6).double()
     found = ranks(2).run(global_balance_gradients, weight, parts)
@@ -23,7 +18,7 @@ def test_global_balance_of_all_ranks_is_load_balance_of_one_process(
     torch.testing.assert_close(sum(gradient for _, gradient in found) / 2, gate.weight.grad)
 
 
-def test_groups_on_processes_are_groups_of_one_process(ranks: Callable[[int], RankPool]) -> None:
+def test_groups_on_processes_are_groups_of_one_process(ranks):
     """GShard: every group is routed on its own, so where it is routed says nothing."""
     torch.manual_seed(0)
     weight, groups = torch.randn(5, 6).double(), torch.randn(2, 11, 6).double()

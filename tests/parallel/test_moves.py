@@ -65,7 +65,7 @@ def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[An
 
 
 @pytest.mark.parametrize("skew", ["zipf", "one"])
-def test_any_degree_equals_degree_one(skew: str, ranks: Ranks) -> None:
+def test_any_degree_equals_degree_one(skew, ranks):
     problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
     slots = ExpertSlots.contiguous(5, 2)
     for degree in (1, 2, 4, 8):
@@ -76,7 +76,7 @@ def test_any_degree_equals_degree_one(skew: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("skew", ["zipf", "one"])
-def test_columns_in_panels_equal_all_at_once(skew: str, ranks: Ranks) -> None:
+def test_columns_in_panels_equal_all_at_once(skew, ranks):
     """Six columns in two, four (uneven) and six panels, with and without chunks."""
     problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
     slots = ExpertSlots.contiguous(5, 2)
@@ -86,7 +86,7 @@ def test_columns_in_panels_equal_all_at_once(skew: str, ranks: Ranks) -> None:
         assert_equal_to_dense(problem, slots, answers)
 
 
-def test_a_function_cannot_make_panels() -> None:
+def test_a_function_cannot_make_panels():
     routing = Routing(torch.zeros((3, 1), dtype=torch.int64), torch.ones(3, 1), 1)
     with pytest.raises(ValueError, match="2 panels need experts that compute columns apart"):
         expert_parallel(
@@ -94,7 +94,7 @@ def test_a_function_cannot_make_panels() -> None:
         )
 
 
-def test_any_placement_equals_one_process(ranks: Ranks) -> None:
+def test_any_placement_equals_one_process(ranks):
     for seed in range(6):
         problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=seed, skew="zipf")
         slots = random_placement(4, 6, seed)
@@ -102,14 +102,14 @@ def test_any_placement_equals_one_process(ranks: Ranks) -> None:
         assert_equal_to_dense(problem, slots, answers)
 
 
-def test_chunks_over_two_dimensions(ranks: Ranks) -> None:
+def test_chunks_over_two_dimensions(ranks):
     problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=3, seed=8, skew="zipf")
     slots = random_placement(4, 6, 3)
     answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=4), "exact", (2, 2))
     assert_equal_to_dense(problem, slots, answers)
 
 
-def test_copies_get_the_sum_of_their_gradients(ranks: Ranks) -> None:
+def test_copies_get_the_sum_of_their_gradients(ranks):
     problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=1, skew="zipf")
     slots = random_placement(4, 6, 1)
     expected = dense_answer(problem).parameter_grads
@@ -121,7 +121,7 @@ def test_copies_get_the_sum_of_their_gradients(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("fp8", 2**-4)])
-def test_lossy_wires_are_close(wire: str, error: float, ranks: Ranks) -> None:
+def test_lossy_wires_are_close(wire, error, ranks):
     """Rounding a row changes it by half a unit in the last place: 2^-9 for bf16, 2^-4 relative to
     the largest of a group for e4m3 (4 bits of mantissa, one of them implied)."""
     problem = make_problem([20, 20], num_experts=4, num_choices=2, seed=0, dim_model=130)
@@ -141,7 +141,7 @@ def named_experts(found: list) -> dict[str, torch.Tensor]:
 
 
 class TestSparseCopies:
-    def test_any_plan_equals_plain_expert_parallelism(self, ranks: Ranks) -> None:
+    def test_any_plan_equals_plain_expert_parallelism(self, ranks):
         owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
         for seed in range(6):
             random = torch.Generator().manual_seed(seed)
@@ -155,7 +155,7 @@ class TestSparseCopies:
             answers = ranks(4).run(with_copies, problem, owners, plan, seed % 2 == 0, overlap)
             assert_equal_to_dense(problem, owners, answers)
 
-    def test_any_calibration_equals_plain_expert_parallelism(self, ranks: Ranks) -> None:
+    def test_any_calibration_equals_plain_expert_parallelism(self, ranks):
         owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
         for seed, is_again in ((0, False), (1, True), (2, True)):
             random = torch.Generator().manual_seed(seed)
@@ -169,7 +169,7 @@ class TestSparseCopies:
             )
             assert_equal_to_dense(problem, owners, answers)
 
-    def test_training_with_copies_is_training_without(self, ranks: Ranks) -> None:
+    def test_training_with_copies_is_training_without(self, ranks):
         """Forecasts, calibration, copies made again in the backward pass, and new owners."""
         plain = ranks(4).run(train_sparsely, None)
         expected = {name: t for found, *_ in plain for name, t in named_experts(found).items()}
@@ -189,7 +189,7 @@ class TestSparseCopies:
                 for name, tensor in names.items():
                     assert_same(tensor, expected[name], f"{name}, {rules}")
 
-    def test_what_is_hidden_and_what_cannot_be(self) -> None:
+    def test_what_is_hidden_and_what_cannot_be(self):
         assert hidden_experts(2e-3, 1e9, 400_000) == 5
         with pytest.raises(ValueError, match="needs token_s and expert_s"):
             CopyRules(max_experts=1, slots_per_rank=1, token_s=1.0)
@@ -199,7 +199,7 @@ class TestSparseCopies:
         with pytest.raises(ValueError, match="1 ranks are no whole number of machines of 2"):
             SparseExperts(4, 8, 8, rules=rules)
 
-    def test_tokens_prefer_a_copy_on_their_machine(self) -> None:
+    def test_tokens_prefer_a_copy_on_their_machine(self):
         """Expert 0 on ranks 0, 2 and 3, two ranks a machine; expert 1 on rank 0 alone."""
         slots = ExpertSlots.from_ranks([[0, 1], [], [0], [0]], 2, ranks_per_node=2)
         ids = torch.tensor([[0], [0], [1]])
@@ -211,7 +211,7 @@ class TestSparseCopies:
         without = ExpertSlots.from_ranks([[0, 1], [], [0], [0]], 2)
         assert without.table(1, torch.device("cpu")).slots_of(ids).flatten().tolist() == [4, 6, 1]
 
-    def test_gather_and_scatter_are_adjoint(self, ranks: Ranks) -> None:
+    def test_gather_and_scatter_are_adjoint(self, ranks):
         wanted = [[(1, 0), (0, 2), (3, 1)], [], [(0, 0), (1, 0), (1, 0)], [(3, 2), (2, 1)]]
         results = ranks(4).run(adjoint_gap, wanted, 3)
         assert all(abs(gap) < 1e-12 for gap, _ in results)
@@ -219,7 +219,7 @@ class TestSparseCopies:
         assert [sent for _, sent in results] == [1, 3, 1, 1]
 
 
-def test_every_degree_of_parallelism_is_equal(ranks: Ranks) -> None:
+def test_every_degree_of_parallelism_is_equal(ranks):
     for num_experts, degrees in ((1, [0, 1, 2, 4]), (2, [0, 1, 2, 1]), (8, [0, 1])):
         problem = make_problem([5, 0, 9, 2], num_experts=num_experts, num_choices=1, seed=4)
         results = ranks(4).run(adaptive, problem, degrees)
@@ -235,7 +235,7 @@ def test_every_degree_of_parallelism_is_equal(ranks: Ranks) -> None:
                     assert_same(a, b, f"gradients of degree {degrees[index]}")
 
 
-def test_switching_at_every_step_trains_like_one_degree(ranks: Ranks) -> None:
+def test_switching_at_every_step_trains_like_one_degree(ranks):
     problem = make_problem([5, 0, 9, 2], num_experts=1, num_choices=1, seed=4)
     fixed = ranks(4).run(train_switching, problem, [4] * 20)
     switched = ranks(4).run(train_switching, problem, [0, 1, 2, 4, 1] * 4)
@@ -245,7 +245,7 @@ def test_switching_at_every_step_trains_like_one_degree(ranks: Ranks) -> None:
     assert sum(losses[-1] for losses, _ in fixed) < sum(losses[0] for losses, _ in fixed)
 
 
-def test_parallelism_switched_while_training_changes_no_loss(ranks: Ranks) -> None:
+def test_parallelism_switched_while_training_changes_no_loss(ranks):
     """Batches of 1 to 400 tokens: few tokens go to all slices, many have the weights gathered."""
     link = Link(alpha_s=1e-7, bytes_per_s=1e9)
     for num_experts, chosen in ((1, {0, 4}), (2, {0, 2})):
@@ -257,7 +257,7 @@ def test_parallelism_switched_while_training_changes_no_loss(ranks: Ranks) -> No
             assert_same(torch.stack(losses), torch.stack(expected), "losses")
 
 
-def test_a_measured_link_is_the_slowest_ranks(ranks: Ranks) -> None:
+def test_a_measured_link_is_the_slowest_ranks(ranks):
     """1 ms for 1 KiB and 2 ms for 1 MiB as the first rank's clock tells, twice that on the other:
     through two points there is one line."""
     (measured, link), (theirs, other_link) = ranks(2).run(timings)
@@ -269,7 +269,7 @@ def test_a_measured_link_is_the_slowest_ranks(ranks: Ranks) -> None:
     assert link.alpha_s == pytest.approx(2e-3 - (1 << 10) * per_byte)
 
 
-def test_cheapest_degree_follows_the_cost() -> None:
+def test_cheapest_degree_follows_the_cost():
     """Few tokens and large experts move tokens to all slices; many tokens move weights."""
     beta = 1e-9
     choose = {"num_experts": 1, "num_ranks": 8, "alpha_s": 1e-6, "beta_s_per_byte": beta}
@@ -290,14 +290,14 @@ def test_cheapest_degree_follows_the_cost() -> None:
 
 
 class TestMoves:
-    def test_moving_changes_no_loss(self, ranks: Ranks) -> None:
+    def test_moving_changes_no_loss(self, ranks):
         """Moves with replicas and with the optimizer's states, while training."""
         placements = [[[5, 0, 1], [2, 3, 4]], [[0, 1, 2, 3], [4, 5, 0]], [[3, 4, 5], [0, 1, 2, 5]]]
         still = ranks(2).run(train_and_move, placements, 0)
         going = ranks(2).run(train_and_move, placements, 2)
         assert_same(torch.stack(going[0][0]), torch.stack(still[0][0]), "losses")
 
-    def test_rebalancing_while_training_changes_no_loss(self, ranks: Ranks) -> None:
+    def test_rebalancing_while_training_changes_no_loss(self, ranks):
         """Six experts and two replicas by what was counted, every third step."""
         still = ranks(2).run(train_and_move, [], 0)
         (losses, looks), (_, others) = ranks(2).run(train_and_move, [], 0, 3)
@@ -307,21 +307,21 @@ class TestMoves:
         assert sum(look.num_transfers for look in looks) > 0
         assert all(look.balance_after >= look.balance_before for look in looks)
 
-    def test_bad_rules_of_rebalancing(self) -> None:
+    def test_bad_rules_of_rebalancing(self):
         experts = ParallelExperts(4, 8, 8)
         with pytest.raises(ValueError, match="decay in"):
             Rebalancer(experts, decay=1.0)
         with pytest.raises(ValueError, match="1 replicas are more than 1 devices have a use for"):
             Rebalancer(experts, num_replicas=1)
 
-    def test_what_stays_keeps_its_slot(self) -> None:
+    def test_what_stays_keeps_its_slot(self):
         old = ExpertSlots.from_ranks([[0, 1, 2], [3, 4, 5]], 6)
         new = keep_in_place([[2, 0, 5], [4, 1, 3]], old)
         assert new.experts_of(0) == [0, 5, 2]
         assert new.experts_of(1) == [3, 4, 1]
 
     @pytest.mark.parametrize("seed", range(8))
-    def test_a_move_is_exact_and_sends_the_least(self, seed: int) -> None:
+    def test_a_move_is_exact_and_sends_the_least(self, seed):
         """Whatever a rank gets and did not have is sent once, and nothing else."""
         old, new = random_placement(4, 6, seed), random_placement(4, 6, seed + 100)
         held = [set(new.experts_of(rank)) - {-1} for rank in range(4)]
@@ -341,11 +341,11 @@ class TestMoves:
                 place = old.experts_of(rank).index(expert)
                 assert place >= new.slots_per_rank or new.experts_of(rank)[place] == expert
 
-    def test_expert_left_out(self) -> None:
+    def test_expert_left_out(self):
         old = ExpertSlots.from_ranks([[0, 1], [2]], 3)
         with pytest.raises(ValueError, match="expert 1 lies nowhere"):
             keep_in_place([[0], [2]], old)
 
-    def test_map_of_another_model(self) -> None:
+    def test_map_of_another_model(self):
         with pytest.raises(ValueError, match="hold expert 7 of a layer of 3"):
             ExpertSlots.from_ranks([[0, 1], [2, 7]], 3)

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def assert_equal(parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
 
 
 @pytest.mark.parametrize("frozen", ["layers.1.experts.", "layers.0.experts.down_proj"])
-def test_what_is_frozen_is_so_in_every_process(tmp_path: Path, ranks: Ranks, frozen: str) -> None:
+def test_what_is_frozen_is_so_in_every_process(tmp_path, ranks, frozen):
     options = (STEPS, True, torch.float64, frozen)
     found = ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.5, *options)
     assert_equal([parameters for parameters, _, _ in found], in_one_process(CLIPPED, frozen))
@@ -79,9 +78,7 @@ def test_what_is_frozen_is_so_in_every_process(tmp_path: Path, ranks: Ranks, fro
 
 
 @pytest.mark.parametrize(("size", "share", "grouped"), [(2, 0.0, True), (4, 0.5, False)])
-def test_processes_train_what_one_trains(
-    size: int, share: float, grouped: bool, clipped: dict[str, Tensor], tmp_path: Path, ranks: Ranks
-) -> None:
+def test_processes_train_what_one_trains(size, share, grouped, clipped, tmp_path, ranks):
     """Six experts on four ranks: the last rank has none, and others get no token in some steps."""
     found = ranks(size).run(train_offloaded_over_ranks, tmp_path, CLIPPED, share, STEPS, grouped)
     assert_equal([parameters for parameters, _, _ in found], clipped)
@@ -98,7 +95,7 @@ def test_processes_train_what_one_trains(
     ],
     ids=["delayed clipping", "sparse_skip and a loss scale"],
 )
-def test_other_semantics(settings: moe_runtime.AdamW, tmp_path: Path, ranks: Ranks) -> None:
+def test_other_semantics(settings, tmp_path, ranks):
     """Against one process with the same settings, whose own tests say what they mean."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -109,11 +106,11 @@ def test_other_semantics(settings: moe_runtime.AdamW, tmp_path: Path, ranks: Ran
     assert found[0][2] == pytest.approx(norms, rel=1e-9)
 
 
-def test_same_bits_as_in_the_memory_of_these_processes(tmp_path: Path, ranks: Ranks) -> None:
+def test_same_bits_as_in_the_memory_of_these_processes(tmp_path, ranks):
     assert ranks(2).run(other_bits_than_in_memory, tmp_path, 0.3) == [[], []]
 
 
-def test_a_process_without_tokens_keeps_the_others_company(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_process_without_tokens_keeps_the_others_company(tmp_path, ranks):
     found = ranks(2).run(without_tokens, tmp_path)
     model = stack(dtype=torch.float64, bias=True)
     named = dict(model.named_parameters())
@@ -128,9 +125,7 @@ def test_a_process_without_tokens_keeps_the_others_company(tmp_path: Path, ranks
     assert_equal(found, by_expert(named))
 
 
-def test_goes_on_with_another_number_of_processes(
-    clipped: dict[str, Tensor], tmp_path: Path, ranks: Ranks
-) -> None:
+def test_goes_on_with_another_number_of_processes(clipped, tmp_path, ranks):
     """Four processes, two, one, and two again, each with another budget; old files are removed."""
     ranks(4).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.0, 2)
     assert {path.name for path in tmp_path.glob("rank-*")} == {f"rank-{r}-of-4" for r in range(4)}
@@ -144,14 +139,14 @@ def test_goes_on_with_another_number_of_processes(
     assert not list(tmp_path.glob("*.records"))
 
 
-def test_files_of_a_process_that_are_missing_are_named(tmp_path: Path, ranks: Ranks) -> None:
+def test_files_of_a_process_that_are_missing_are_named(tmp_path, ranks):
     ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.0, 1)
     shutil.rmtree(tmp_path / "rank-1-of-2")
     with pytest.raises(moe_runtime.errors.CheckpointError, match=r"rank-1-of-2.* is missing"):
         train_offloaded_over_ranks(tmp_path, CLIPPED, 0.4)
 
 
-def test_a_bad_gradient_of_one_process_is_a_step_of_none(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_bad_gradient_of_one_process_is_a_step_of_none(tmp_path, ranks):
     for names, skipped, is_undone in ranks(2).run(with_a_bad_gradient, tmp_path, 1):
         assert skipped == 1
         assert is_undone
@@ -159,9 +154,7 @@ def test_a_bad_gradient_of_one_process_is_a_step_of_none(tmp_path: Path, ranks: 
         assert "first.weight" in names
 
 
-def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(
-    clipped: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(clipped, tmp_path):
     pool = RankPool(2)
     try:
         pool.start(train_until_failure, tmp_path, CLIPPED)
@@ -179,7 +172,7 @@ def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(
     assert_equal([parameters], clipped)
 
 
-def test_what_cannot_be_trained_so_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+def test_what_cannot_be_trained_so_is_refused(tmp_path, ranks):
     (messages, _) = ranks(2).run(refusals, tmp_path)
     assert messages == [
         "layers.0.experts is spread over 2 processes, `groups` has 1; give the model and "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ def make_map(seed: int = 0) -> PlacementMap:
     return PlacementMap(signature=SIGNATURE, devices=DEVICES, placement=placement, algorithm="eplb")
 
 
-def test_a_map_is_read_back(tmp_path: Path) -> None:
+def test_a_map_is_read_back(tmp_path):
     written = make_map()
     written.save(tmp_path / "map.json")
     found = load_placement_map(tmp_path / "map.json")
@@ -34,7 +33,7 @@ def test_a_map_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["map.json"]
 
 
-def test_empty_slots_survive(tmp_path: Path) -> None:
+def test_empty_slots_survive(tmp_path):
     slots = np.tile([0, 1, 2, 3, 4, 5, 6, 7, -1, 0, -1, -1], (3, 1))
     placement = Placement(expert_of_slot=slots, num_experts=8, num_gpus=4)
     dataclasses.replace(make_map(), placement=placement).save(tmp_path / "map.json")
@@ -42,7 +41,7 @@ def test_empty_slots_survive(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.placement.expert_of_slot, slots)
 
 
-def test_maps_of_another_model_or_size_are_refused() -> None:
+def test_maps_of_another_model_or_size_are_refused():
     other = dataclasses.replace(SIGNATURE, num_layers=4)
     with pytest.raises(CheckpointError, match=r"made for olmoe \(3 layers.*with olmoe \(4 layers"):
         make_map().require(other)
@@ -51,7 +50,7 @@ def test_maps_of_another_model_or_size_are_refused() -> None:
     make_map().require(SIGNATURE, num_ranks=4)
 
 
-def test_update_arranges_and_counts() -> None:
+def test_update_arranges_and_counts():
     old, new = make_map(0), make_map(1)
     update = old.update(new)
     lacking = sum(
@@ -100,7 +99,7 @@ def damaged(**changes: object) -> dict:
         ([1, 2], "not a placement map"),
     ],
 )
-def test_damaged_files_get_one_line(tmp_path: Path, value: object, message: str) -> None:
+def test_damaged_files_get_one_line(tmp_path, value, message):
     path = tmp_path / "map.json"
     path.write_text(json.dumps(value))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -109,7 +108,7 @@ def test_damaged_files_get_one_line(tmp_path: Path, value: object, message: str)
     assert str(path) in str(caught.value)
 
 
-def test_files_that_are_no_json(tmp_path: Path) -> None:
+def test_files_that_are_no_json(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         load_placement_map(tmp_path / "none.json")
     for raw in (b"", b"\xff\xfe", b"[" * 100_000):
@@ -118,11 +117,11 @@ def test_files_that_are_no_json(tmp_path: Path) -> None:
             load_placement_map(tmp_path / "bad.json")
 
 
-def test_map_that_cannot_be_written(tmp_path: Path) -> None:
+def test_map_that_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written"):
         make_map().save(tmp_path / "none" / "map.json")
 
 
-def test_contradiction_with_the_model() -> None:
+def test_contradiction_with_the_model():
     with pytest.raises(ValueError, match="3 layers of 8 experts on 4 devices"):
         dataclasses.replace(make_map(), signature=dataclasses.replace(SIGNATURE, num_experts=9))

@@ -62,7 +62,7 @@ def allowed_roles(devices: Devices) -> list[list[int]]:
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 2), (3, 1)])
 @pytest.mark.parametrize("seed", range(3))
-def test_fewest_transfers(nodes: int, gpus: int, seed: int) -> None:
+def test_fewest_transfers(nodes, gpus, seed):
     devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
     old, new = eplb(seed, devices), eplb(seed + 100, devices)
     ways = allowed_roles(devices)
@@ -80,7 +80,7 @@ def test_fewest_transfers(nodes: int, gpus: int, seed: int) -> None:
         np.testing.assert_array_equal(kept.copies, new.copies)
 
 
-def test_same_placement_in_another_order_moves_nothing() -> None:
+def test_same_placement_in_another_order_moves_nothing():
     devices = Devices(num_nodes=1, gpus_per_node=4)
     old = eplb(0, devices)
     rows = old.expert_of_slot.reshape(3, 4, -1)
@@ -90,7 +90,7 @@ def test_same_placement_in_another_order_moves_nothing() -> None:
     assert moves_between(old, kept, devices) == []
 
 
-def test_sources_are_near_and_take_turns() -> None:
+def test_sources_are_near_and_take_turns():
     devices = Devices(num_nodes=2, gpus_per_node=2)
     old = Placement(expert_of_slot=np.array([[0, 1, 0, 2, 0, 3, 4, 5]]), num_experts=6, num_gpus=4)
     new = Placement(expert_of_slot=np.array([[0, 1, 0, 2, 5, 3, 4, 0]]), num_experts=6, num_gpus=4)
@@ -115,7 +115,7 @@ def fewest_moves_by_brute_force(held: list[set[int]], num_experts: int, num_gpus
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 4), (4, 3), (3, 1), (1, 3)])
-def test_resizing_moves_as_little_as_possible(before: int, after: int) -> None:
+def test_resizing_moves_as_little_as_possible(before, after):
     random = np.random.default_rng(before * 10 + after)
     width = -(-6 // before)
     slots = np.stack([random.permutation(width * before) for _ in range(3)])
@@ -133,7 +133,7 @@ def test_resizing_moves_as_little_as_possible(before: int, after: int) -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 8), min_size=2, max_size=4))
-def test_growing_and_shrinking_loses_no_expert(seed: int, sizes: list[int]) -> None:
+def test_growing_and_shrinking_loses_no_expert(seed, sizes):
     placement = eplb(seed, Devices(num_nodes=1, gpus_per_node=sizes[0]))
     for size in sizes[1:]:
         resized = resize(placement, size)
@@ -146,7 +146,7 @@ def test_growing_and_shrinking_loses_no_expert(seed: int, sizes: list[int]) -> N
         placement = resized
 
 
-def test_resizing_evens_out_loads() -> None:
+def test_resizing_evens_out_loads():
     """Rank 0 gives its heaviest or lightest pair such that what stays is near the mean."""
     old = Placement(expert_of_slot=np.arange(8)[None], num_experts=8, num_gpus=2)
     loads = np.array([[40.0, 30, 2, 1, 20, 20, 3, 2]])
@@ -156,7 +156,7 @@ def test_resizing_evens_out_loads() -> None:
     assert transfers(moves_between(old, new, Devices(num_nodes=1, gpus_per_node=4))) == 4
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     small = Placement(expert_of_slot=np.array([[0, 1]]), num_experts=2, num_gpus=2)
     large = Placement(expert_of_slot=np.array([[0, 1, 2, 3]]), num_experts=4, num_gpus=2)

@@ -54,9 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("size", "split"), SPLIT.values(), ids=SPLIT.keys())
-def test_several_processes_train_what_one_does(
-    size: int, split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_several_processes_train_what_one_does(size, split, alone, tmp_path, ranks):
     path = write_run(tmp_path, config=ROUTED)
     shares = ranks(size).run(train, str(path), split, 4)
     if "parallel.shard_dense=true" in split:
@@ -67,7 +65,7 @@ def test_several_processes_train_what_one_does(
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
-def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_any_number_of_processes_goes_on(alone, tmp_path, ranks):
     """One process, two with sliced experts, four with copies and FSDP2, four with divided heads,
     four in two stages, one again, and four in two stages of divided heads."""
     path = str(write_run(tmp_path, config=ROUTED))
@@ -95,9 +93,7 @@ def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ran
     ],
     ids=["stages", "stages of divided experts"],
 )
-def test_stages_train_what_one_process_does(
-    size: int, split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_stages_train_what_one_process_does(size, split, alone, tmp_path, ranks):
     """Ten steps of short and of long sequences; uneven stages, one of them with the tied embedding
     and one with its copy."""
     path = write_run(tmp_path, config=ROUTED)
@@ -111,7 +107,7 @@ def test_stages_train_what_one_process_does(
         assert float(moved.median()) <= 1e-12, name
 
 
-def test_several_processes_leave_the_model_that_one_leaves(tmp_path: Path, ranks: Ranks) -> None:
+def test_several_processes_leave_the_model_that_one_leaves(tmp_path, ranks):
     from safetensors.torch import load_file
 
     exportable = CONFIG.replace("micro_batches = 2", "micro_batches = 4")
@@ -129,7 +125,7 @@ def test_several_processes_leave_the_model_that_one_leaves(tmp_path: Path, ranks
         torch.testing.assert_close(models[1][name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Ranks) -> None:
+def test_what_cannot_work_is_refused_before_anything(tmp_path, ranks):
     path = str(write_run(tmp_path, config=ROUTED))
     (message, _) = ranks(2).run(refused, path, "data.micro_batches=1")
     assert "data.micro_batches (1) must be a multiple of the 2 processes" in message
@@ -167,9 +163,7 @@ def without_traffic(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{n: v for n, v in record.items() if n not in moved} for record in records]
 
 
-def test_experts_off_memory_over_any_number_of_processes(
-    alone: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_experts_off_memory_over_any_number_of_processes(alone, tmp_path, ranks):
     """Two processes with all experts on the disk, four with theirs in memory, and one."""
     path = str(write_run(tmp_path, config=ROUTED))
     (small, _) = ranks(2).run(smallest_budget, path)
@@ -184,9 +178,7 @@ def test_experts_off_memory_over_any_number_of_processes(
         ranks(2).run(train, path, (), 8, True)
 
 
-def test_experts_off_memory_over_processes_leave_the_model_that_one_leaves(
-    tmp_path: Path, ranks: Ranks
-) -> None:
+def test_experts_off_memory_over_processes_leave_the_model_that_one_leaves(tmp_path, ranks):
     from safetensors.torch import load_file
 
     exportable = CONFIG.replace("micro_batches = 2", "micro_batches = 4")
@@ -208,9 +200,7 @@ def test_experts_off_memory_over_processes_leave_the_model_that_one_leaves(
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", ["parallel.ep=2", "parallel.tp=2", "parallel.cp=2"])
-def test_compiled_blocks_train_the_same(
-    split: str, alone: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_compiled_blocks_train_the_same(split, alone, tmp_path, ranks):
     path = write_run(tmp_path, config=ROUTED)
     assert min(ranks(2).run(train_compiled, str(path), (split,), 2)) > 0
     expected = [record for record in training_records(alone) if record["step"] <= 2]
@@ -241,14 +231,14 @@ GATES = {
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
-def test_gates_see_all_tokens_of_divided_sequences(gate: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_gates_see_all_tokens_of_divided_sequences(gate, tmp_path, ranks):
     config = CONFIG.replace("loss_weights = { load_balance = 0.01, z = 1e-3 }", gate)
     if "top_k = 1" in gate:
         config = config.replace("top_k = 2\n", "", 1)
     check_two_train_as_one(tmp_path, ranks, config, "parallel.tp=2", steps=2)
 
 
-def test_stages_pass_scores_on_and_compute_again(tmp_path: Path, ranks: Ranks) -> None:
+def test_stages_pass_scores_on_and_compute_again(tmp_path, ranks):
     """MoE++'s gates read the scores of the gate before, which another stage has; blocks that are
     computed again add the gates' losses to the gradients once."""
     gate = 'gate = "moepp"\nzero_experts = { zero = 1, copy = 1, constant = 2 }'
@@ -268,9 +258,7 @@ def test_stages_pass_scores_on_and_compute_again(tmp_path: Path, ranks: Ranks) -
     ],
     ids=["step", "checkpoint", "stage"],
 )
-def test_who_stalls_in_an_exchange_of_torch_is_named(
-    where: str, split: tuple[str, ...], tmp_path: Path, ranks: Ranks
-) -> None:
+def test_who_stalls_in_an_exchange_of_torch_is_named(where, split, tmp_path, ranks):
     """FSDP2's sharded weights, stages, `torch.distributed.checkpoint`; no exchange of rows."""
     path = str(write_run(tmp_path, config=ROUTED))
     settings = (*split, "parallel.timeout_s=4", "run.steps=1")
@@ -280,9 +268,7 @@ def test_who_stalls_in_an_exchange_of_torch_is_named(
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_checkpoint_that_one_rank_cannot_finish_fails_in_all(
-    culprit: int, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_checkpoint_that_one_rank_cannot_finish_fails_in_all(culprit, tmp_path, ranks):
     """At once, not when a barrier gives up; nothing is left that looks like a checkpoint."""
     path = write_run(tmp_path, config=ROUTED)
     lines = ranks(2).run(failing_digests, str(path), culprit)
@@ -291,9 +277,7 @@ def test_a_checkpoint_that_one_rank_cannot_finish_fails_in_all(
     assert not [*(tmp_path / "out/checkpoints").iterdir()]
 
 
-def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(
-    ranks: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(ranks, tmp_path):
     """As on two machines: the second has another folder of that name, or none."""
     path = str(write_run(tmp_path, config=ROUTED))
     one, other = tmp_path / "one", tmp_path / "other"

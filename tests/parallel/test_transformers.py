@@ -1,11 +1,9 @@
 """A transformers model over two ranks equals the same model in one process."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fixture_types import Patch
 from moe_families import FAMILIES, Family
 from parallel_transformers import outputs
 from rank_pool import RankPool
@@ -61,22 +59,18 @@ def compare(family: Family, folder: Path, pool: RankPool) -> None:
 
 @pytest.mark.skipif(not has_interface(), reason="transformers before 5.23")
 @pytest.mark.parametrize("name", SOME)
-def test_two_ranks_equal_one_process(
-    name: str, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_two_ranks_equal_one_process(name, tmp_path, ranks):
     compare(next(f for f in FAMILIES if f.folder == name), tmp_path, ranks(2))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not has_interface(), reason="transformers before 5.23")
 @pytest.mark.parametrize("family", LOADED_WHOLE, ids=str)
-def test_every_family_over_two_ranks(
-    family: Family, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_every_family_over_two_ranks(family, tmp_path, ranks):
     compare(family, tmp_path, ranks(2))
 
 
-def test_older_transformers_is_an_error(monkeypatch: Patch) -> None:
+def test_older_transformers_is_an_error(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)

@@ -41,32 +41,32 @@ def look_twice(
     return inquiry.ended, inquiry.missing, inquiry.waiting
 
 
-def test_who_waits_at_another_step_is_not_missing() -> None:
+def test_who_waits_at_another_step_is_not_missing():
     notes = {"b": waits("a", "b", "c", step=7)}
     assert look_twice("bc", notes) == (set(), {"c"}, {"b"})
 
 
-def test_a_chain_of_groups_is_followed_to_its_end() -> None:
+def test_a_chain_of_groups_is_followed_to_its_end():
     notes = {"b": waits("a", "b", "c"), "c": waits("c", "d"), "d": waits("d", "e")}
     assert look_twice("b", notes) == (set(), {"e"}, {"b", "c", "d"})
 
 
-def test_who_was_stopped_while_it_waited_is_missing() -> None:
+def test_who_was_stopped_while_it_waited_is_missing():
     """Not those for whom it waited: it would have seen them come."""
     notes = {"b": stands("a", "b", "c"), "c": waits("a", "b", "c")}
     assert look_twice("bc", notes) == (set(), {"b"}, {"c"})
 
 
-def test_who_ended_after_naming_another_is_not_at_fault() -> None:
+def test_who_ended_after_naming_another_is_not_at_fault():
     assert look_twice("bc", {"b": named("c")}, ended="b") == (set(), {"c"}, set())
     assert look_twice("bc", {"b": named("c")}, ended="bc") == ({"c"}, set(), set())
 
 
-def test_a_death_behind_those_that_wait_is_seen() -> None:
+def test_a_death_behind_those_that_wait_is_seen():
     assert look_twice("b", {"b": waits("c")}, ended="c") == ({"c"}, set(), {"b"})
 
 
-def test_everybody_may_wait_in_a_circle() -> None:
+def test_everybody_may_wait_in_a_circle():
     notes = {"b": waits("c"), "c": waits("a", "b")}
     assert look_twice("b", notes) == (set(), set(), {"b", "c"})
 
@@ -76,7 +76,7 @@ def notes_of(store: HashStore, process: str, group: str) -> Notes:
     return Notes(PrefixStore(f"group {group}", store), process)
 
 
-def test_notes_are_the_processes_whatever_the_group() -> None:
+def test_notes_are_the_processes_whatever_the_group():
     store = HashStore()
     one, other = (notes_of(store, name, f"of {name}") for name in ("one", "two"))
     assert one.of("two") == ()
@@ -93,7 +93,7 @@ def test_notes_are_the_processes_whatever_the_group() -> None:
     assert one.of("two") == ()
 
 
-def test_who_goes_on_in_another_group_takes_back_whom_it_named() -> None:
+def test_who_goes_on_in_another_group_takes_back_whom_it_named():
     store = HashStore()
     first, second = (notes_of(store, "caught", group) for group in "ab")
     first.give_up_on(["x"], 5)
@@ -105,7 +105,7 @@ def test_who_goes_on_in_another_group_takes_back_whom_it_named() -> None:
     assert asked.ended == {"caught"}
 
 
-def test_threads_that_wait_keep_notes_of_their_own() -> None:
+def test_threads_that_wait_keep_notes_of_their_own():
     store = HashStore()
     first, second = (notes_of(store, "threads", group) for group in "ab")
     first.give_up_on(["x"], 5)
@@ -167,7 +167,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_what_arrives_counts_though_the_store_has_gone(alone: dist.ProcessGroup) -> None:
+def test_what_arrives_counts_though_the_store_has_gone(alone):
     """The process that keeps it may have ended in good order, its part done."""
     watch = CollectiveMonitor(alone, timeout_s=60.0)
     watch._notes._store = store = Gone()
@@ -176,13 +176,11 @@ def test_what_arrives_counts_though_the_store_has_gone(alone: dist.ProcessGroup)
     watch.wait(Arrives(2), 2, True, "a sum")
 
 
-def test_what_arrives_just_after_a_slice_counts(alone: dist.ProcessGroup) -> None:
+def test_what_arrives_just_after_a_slice_counts(alone):
     CollectiveMonitor(alone, timeout_s=60.0).wait(Arrives(1, just_after=True), 1, True, "a sum")
 
 
-def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(
-    alone: dist.ProcessGroup,
-) -> None:
+def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(alone):
     first, second = CollectiveMonitor(alone), CollectiveMonitor(alone)
     first._notes.give_up_on(["x"], 5)
     second.wait(Arrives(0), 1, True, "a sum")

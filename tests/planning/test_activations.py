@@ -47,9 +47,7 @@ def step_seconds(
 
 
 @given(LAYERS, SPEEDS, st.integers(0, 3000), st.integers(0, 500))
-def test_no_plan_within_the_budget_is_faster(
-    layers: list[LayerActivations], speeds: StepSpeeds, budget: int, staging: int
-) -> None:
+def test_no_plan_within_the_budget_is_faster(layers, speeds, budget, staging):
     found = plan_activations(layers, speeds, budget_bytes=budget, staging_bytes=staging)
     assert memory_bytes(layers, found, staging) <= budget
     allowed = ("keep", "recompute", "swap") if speeds.swaps else ("keep", "recompute")
@@ -63,7 +61,7 @@ def test_no_plan_within_the_budget_is_faster(
     assert step_seconds(layers, speeds, found) <= best * (1 + 1e-5) + 1e-6
 
 
-def test_each_of_the_three_has_its_case() -> None:
+def test_each_of_the_three_has_its_case():
     layers = [LayerActivations(num_bytes=100, recompute_s=1.0)] * 4
     slow_disk = StepSpeeds(forward_s=4, backward_s=8, write_bytes_per_s=1, read_bytes_per_s=1)
     fast_disk = StepSpeeds(forward_s=4, backward_s=8, write_bytes_per_s=50, read_bytes_per_s=50)
@@ -78,7 +76,7 @@ def test_each_of_the_three_has_its_case() -> None:
     assert plan_activations([], slow_disk, budget_bytes=0) == []
 
 
-def test_a_programme_on_which_the_solver_fails_once_it_is_presolved() -> None:
+def test_a_programme_on_which_the_solver_fails_once_it_is_presolved():
     layers = [LayerActivations(num_bytes=size, recompute_s=1.0625) for size in (22, 175)]
     speeds = StepSpeeds(
         forward_s=0, backward_s=0, backward_disk_s=0.625, write_bytes_per_s=400,

@@ -8,7 +8,7 @@ import pytest
 from moe_runtime.lab.simulate.layer_simulation import TaskGraph
 
 
-def test_a_chain_adds_up_and_a_fork_does_not() -> None:
+def test_a_chain_adds_up_and_a_fork_does_not():
     graph = TaskGraph()
     first = graph.add(1.0, resource=0)
     left = graph.add(2.0, resource=0, after=[first])
@@ -21,7 +21,7 @@ def test_a_chain_adds_up_and_a_fork_does_not() -> None:
     assert timeline.busy_s(1) == 5
 
 
-def test_a_resource_takes_what_is_ready_first() -> None:
+def test_a_resource_takes_what_is_ready_first():
     graph = TaskGraph()
     late = graph.add(3.0)
     graph.add(1.0, resource=0, after=[late])
@@ -32,7 +32,7 @@ def test_a_resource_takes_what_is_ready_first() -> None:
     assert timeline.start_s.tolist() == [0, 6, 0, 2]
 
 
-def test_tasks_without_a_resource_run_side_by_side() -> None:
+def test_tasks_without_a_resource_run_side_by_side():
     graph = TaskGraph()
     for _ in range(5):
         graph.add(2.0)
@@ -41,7 +41,7 @@ def test_tasks_without_a_resource_run_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_graphs_keep_every_rule(seed: int) -> None:
+def test_random_graphs_keep_every_rule(seed):
     random = np.random.default_rng(seed)
     graph, durations, resources, before = TaskGraph(), [], [], []
     for task in range(60):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def exchange_of(travel_s: float, compute_s: float) -> LayerWorkload:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
-def test_chunks_hide_all_but_the_first_and_the_last(degree: int) -> None:
+def test_chunks_hide_all_but_the_first_and_the_last(degree):
     """Travel x and compute y > x a chunk: x + d y + x."""
     prediction = predict_layer(two_ranks(), exchange_of(8.0, 16.0), LayerSchedule(degree=degree))
     assert prediction.layer_s == pytest.approx(16 + 2 * 8 / degree)
@@ -51,13 +50,13 @@ def test_chunks_hide_all_but_the_first_and_the_last(degree: int) -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
-def test_travel_that_takes_longer_than_compute_is_the_limit(degree: int) -> None:
+def test_travel_that_takes_longer_than_compute_is_the_limit(degree):
     prediction = predict_layer(two_ranks(), exchange_of(8.0, 4.0), LayerSchedule(degree=degree))
     assert prediction.layer_s == pytest.approx(16)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 8])
-def test_nothing_overlaps_where_travel_takes_the_processor(degree: int) -> None:
+def test_nothing_overlaps_where_travel_takes_the_processor(degree):
     prediction = predict_layer(
         two_ranks(occupies_compute=True), exchange_of(8.0, 16.0), LayerSchedule(degree=degree)
     )
@@ -65,7 +64,7 @@ def test_nothing_overlaps_where_travel_takes_the_processor(degree: int) -> None:
 
 
 @pytest.mark.parametrize(("processors", "layer_s"), [(None, 1.0), (4, 1.0), (2, 2.0), (1, 4.0)])
-def test_ranks_that_share_processors_take_turns(processors: int | None, layer_s: float) -> None:
+def test_ranks_that_share_processors_take_turns(processors, layer_s):
     """Four ranks with a second of work each and nothing to send, and two machines of four."""
     for num_ranks in (4, 8):
         cluster = Cluster(
@@ -80,7 +79,7 @@ def test_ranks_that_share_processors_take_turns(processors: int | None, layer_s:
         assert predict_layer(cluster, workload, LayerSchedule()).layer_s == pytest.approx(layer_s)
 
 
-def test_every_message_costs_its_latency() -> None:
+def test_every_message_costs_its_latency():
     """One for the counts, one each way a chunk."""
     for degree in (1, 4):
         prediction = predict_layer(
@@ -89,7 +88,7 @@ def test_every_message_costs_its_latency() -> None:
         assert prediction.communication_s == pytest.approx(100 + 2 * degree * 100 + 16)
 
 
-def test_best_degree_grows_with_what_can_be_hidden() -> None:
+def test_best_degree_grows_with_what_can_be_hidden():
     """Launches against hiding: one chunk for short travel, more where there is more to hide; on
     either side of the best degree it only gets worse."""
     degrees = (1, 2, 4, 8, 16)
@@ -113,7 +112,7 @@ def test_best_degree_grows_with_what_can_be_hidden() -> None:
     assert found[0] == 1 < best(1.0) < found[-1]
 
 
-def test_rows_that_stay_are_computed_meanwhile() -> None:
+def test_rows_that_stay_are_computed_meanwhile():
     rows = np.array([[1.0, 1.0], [1.0, 1.0]])
     workload = LayerWorkload(rows_PP=rows, row_bytes=6.0, flops_per_row=10.0)
     plain = predict_layer(two_ranks(), workload, LayerSchedule())
@@ -122,21 +121,21 @@ def test_rows_that_stay_are_computed_meanwhile() -> None:
     assert local.layer_s == pytest.approx(10 + 10 + 6)
 
 
-def test_shared_experts_are_computed_meanwhile() -> None:
+def test_shared_experts_are_computed_meanwhile():
     workload = replace(exchange_of(8.0, 16.0), shared_s=5.0)
     plain = predict_layer(two_ranks(), workload, LayerSchedule())
     early = predict_layer(two_ranks(), workload, LayerSchedule(is_shared_first=True))
     assert plain.layer_s - early.layer_s == pytest.approx(5)
 
 
-def test_a_straggler_holds_up_everybody() -> None:
+def test_a_straggler_holds_up_everybody():
     workload = replace(exchange_of(8.0, 16.0), slowdown_P=np.array([1.0, 3.0]))
     prediction = predict_layer(two_ranks(), workload, LayerSchedule())
     assert prediction.compute_s == pytest.approx(48)
     assert prediction.layer_s == pytest.approx(8 + 48 + 8)
 
 
-def test_one_rank_needs_no_communication() -> None:
+def test_one_rank_needs_no_communication():
     cluster = Cluster(num_ranks=1, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1.0)
     workload = LayerWorkload(rows_PP=np.ones((1, 1)), row_bytes=9.0, flops_per_row=3.0)
     prediction = predict_layer(cluster, workload, LayerSchedule(hierarchical=True))
@@ -169,7 +168,7 @@ def literal_exchange(rows: np.ndarray, local: int, hierarchical: bool) -> tuple[
 
 @pytest.mark.parametrize("hierarchical", [False, True])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 3), (3, 2), (1, 4), (4, 1)])
-def test_bytes_and_messages_of_an_exchange(nodes: int, local: int, hierarchical: bool) -> None:
+def test_bytes_and_messages_of_an_exchange(nodes, local, hierarchical):
     rows = np.random.default_rng(nodes).integers(0, 9, (nodes * local,) * 2).astype(float)
     cluster = Cluster(
         num_ranks=nodes * local,
@@ -188,7 +187,7 @@ def test_bytes_and_messages_of_an_exchange(nodes: int, local: int, hierarchical:
             np.testing.assert_allclose(phase.seconds_P, alpha + 2 * np.array(expected))
 
 
-def test_two_levels_win_at_small_messages_only() -> None:
+def test_two_levels_win_at_small_messages_only():
     """The crossover that the alpha-beta model predicts: latency against extra local bytes."""
     cluster = Cluster(
         num_ranks=64,
@@ -211,7 +210,7 @@ def test_two_levels_win_at_small_messages_only() -> None:
     assert gain(1e9) < 1
 
 
-def test_exposed_communication_at_64_ranks() -> None:
+def test_exposed_communication_at_64_ranks():
     """At most 30 % of that without overlap, for a Mixtral-like layer on assumed links."""
     cluster = Cluster(
         num_ranks=64,
@@ -228,7 +227,7 @@ def test_exposed_communication_at_64_ranks() -> None:
     assert ratios[True, 8] <= 0.3
 
 
-def test_replicas_and_placement_shorten_the_layer() -> None:
+def test_replicas_and_placement_shorten_the_layer():
     cluster = Cluster(num_ranks=16, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1e9)
     balance = {}
     for algorithm, replicas in (("round-robin", 0), ("greedy", 0), ("eplb", 2)):
@@ -241,26 +240,26 @@ def test_replicas_and_placement_shorten_the_layer() -> None:
 
 
 class TestLinks:
-    def test_fit_finds_the_line(self) -> None:
+    def test_fit_finds_the_line(self):
         sizes = np.array([1e2, 1e4, 1e6, 1e8])
         link = fit_link(sizes, 3e-5 + sizes / 2e9)
         assert link.alpha_s == pytest.approx(3e-5)
         assert link.bytes_per_s == pytest.approx(2e9)
         assert link.seconds(2, 4e9) == pytest.approx(6e-5 + 2)
 
-    def test_fit_weighs_small_messages(self) -> None:
+    def test_fit_weighs_small_messages(self):
         """A tenth of noise on the largest message does not drown the latency."""
         sizes = np.array([1e2, 1e4, 1e6, 1e8])
         times = (3e-5 + sizes / 2e9) * np.array([1, 1, 1, 1.1])
         assert fit_link(sizes, times).alpha_s == pytest.approx(3e-5, rel=0.1)
 
-    def test_latency_below_the_noise_is_zero(self) -> None:
+    def test_latency_below_the_noise_is_zero(self):
         link = fit_link([1e6, 2e6], [0.9e-3, 2e-3])
         assert link.alpha_s == 0
         assert link.bytes_per_s == pytest.approx(1e9, rel=0.2)
 
     @pytest.mark.parametrize("late", [0, 1, 2, 3])
-    def test_a_message_that_came_late_is_no_obstacle(self, late: int) -> None:
+    def test_a_message_that_came_late_is_no_obstacle(self, late):
         sizes = np.array([1e2, 1e4, 1e6, 1e8])
         times = (3e-5 + sizes / 2e9) * np.where(np.arange(4) == late, 1000, 1)
         link = fit_link(sizes, times)
@@ -268,7 +267,7 @@ class TestLinks:
         assert link.bytes_per_s == pytest.approx(2e9)
 
     @given(st.lists(st.floats(1e-6, 10), min_size=4, max_size=4))
-    def test_any_times_make_a_link_that_lies_among_them(self, times: list[float]) -> None:
+    def test_any_times_make_a_link_that_lies_among_them(self, times):
         """Also those of which a larger message took less: none is negative or takes no time."""
         sizes = np.array([4e3, 6e4, 1e6, 8e6])
         link = fit_link(sizes, times)
@@ -280,7 +279,7 @@ class TestLinks:
         assert predicted[-1] >= min(times) / 1.01
 
 
-def test_a_machine_survives_its_file(tmp_path: Path) -> None:
+def test_a_machine_survives_its_file(tmp_path):
     path = tmp_path / "machine.toml"
     measured = Cluster(
         num_ranks=1,

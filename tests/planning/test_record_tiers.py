@@ -23,7 +23,7 @@ USES = st.lists(
 )
 
 
-def test_tiers_are_spread_at_equal_distances() -> None:
+def test_tiers_are_spread_at_equal_distances():
     assert spread(KEYS, 0) == []
     assert spread(KEYS, 2) == [KEYS[3], KEYS[7]]
     assert spread(KEYS, len(KEYS)) == KEYS
@@ -31,7 +31,7 @@ def test_tiers_are_spread_at_equal_distances() -> None:
 
 @settings(max_examples=30)
 @given(steps=USES, count=st.integers(0, len(KEYS)))
-def test_exchanges_bring_in_what_was_used_more(steps: list[set[ExpertKey]], count: int) -> None:
+def test_exchanges_bring_in_what_was_used_more(steps, count):
     """By brute force: while any pair differs by the margin, the widest one is exchanged."""
     tiers = set(spread(KEYS, count))
     counts = UseCounts(KEYS)
@@ -50,7 +50,7 @@ def test_exchanges_bring_in_what_was_used_more(steps: list[set[ExpertKey]], coun
     assert max(pairs, default=0) < TIER_CHANGE_MARGIN * TIER_CHANGE_STEPS
 
 
-def test_a_replay_follows_the_use() -> None:
+def test_a_replay_follows_the_use():
     """Two of eight experts are ever asked for, none of them in memory first."""
     steps = [[KEYS[0], KEYS[1]]] * (TIER_CHANGE_STEPS + 10)
     found = replay_tiers(steps, KEYS, 2)
@@ -58,7 +58,7 @@ def test_a_replay_follows_the_use() -> None:
     assert found.exchanges == 2
 
 
-def test_reuse_between_micro_batches_and_steps() -> None:
+def test_reuse_between_micro_batches_and_steps():
     """One layer: a step of {0, 1} and {1, 2}, then one of {2} and {2, 3}."""
     asked = [(0, 1), (1, 2), (2, 2), (2, 3)]
     trace = Trace(

@@ -15,9 +15,7 @@ SECONDS = st.integers(0, 40).map(float)
 
 @settings(max_examples=60)
 @given(backbone=st.lists(SECONDS, max_size=4), there=SECONDS, experts=SECONDS, back=SECONDS)
-def test_every_position_exposes_what_the_backbone_does_not_hide(
-    backbone: list[float], there: float, experts: float, back: float
-) -> None:
+def test_every_position_exposes_what_the_backbone_does_not_hide(backbone, there, experts, back):
     costs = ShortcutCosts(backbone_s=tuple(backbone), there_s=there, experts_s=experts, back_s=back)
     schedules = shortcut_schedules(costs)
     assert [schedule.position for schedule in schedules] == list(range(len(backbone) + 1))
@@ -34,7 +32,7 @@ def test_every_position_exposes_what_the_backbone_does_not_hide(
     assert best.exposed_s <= best_shortcut_schedule(alone).exposed_s + 1e-9
 
 
-def test_the_paper_s_example() -> None:
+def test_the_paper_s_example():
     """Dispatch fits under the dense feed-forward, combine under the shared expert and attention."""
     costs = ShortcutCosts(backbone_s=(3.0, 4.0, 2.0), there_s=3.0, experts_s=5.0, back_s=6.0)
     best = best_shortcut_schedule(costs)

@@ -47,9 +47,7 @@ RATES = st.floats(0.0, 1.0).map(lambda x: 10 ** (9 + 1.5 * x))
 
 @settings(max_examples=20)
 @given(RATES, RATES, RATES, RATES, st.sampled_from([2, 4]))
-def test_the_chosen_stride_is_as_fast_as_any(
-    cpu: float, device: float, there: float, back: float, buffers: int
-) -> None:
+def test_the_chosen_stride_is_as_fast_as_any(cpu, device, there, back, buffers):
     """Within a tenth of the best stride by simulation: filling and draining take up to two of 24
     periods, which the formula leaves out."""
     speeds = UpdateSpeeds(
@@ -63,7 +61,7 @@ def test_the_chosen_stride_is_as_fast_as_any(
     assert simulated(best_stride(speeds, largest=LARGEST), speeds) >= 0.9 * best
 
 
-def test_values_worked_out_by_hand() -> None:
+def test_values_worked_out_by_hand():
     """Two billion updates a second on the CPU, 25 GB/s each way."""
     speeds = UpdateSpeeds(
         cpu_params_per_s=2e9,
@@ -79,7 +77,7 @@ def test_values_worked_out_by_hand() -> None:
     assert best_stride(speeds) == 2
 
 
-def test_a_slow_link_leaves_all_to_the_cpu() -> None:
+def test_a_slow_link_leaves_all_to_the_cpu():
     speeds = UpdateSpeeds(
         cpu_params_per_s=2e9,
         device_params_per_s=25e9,

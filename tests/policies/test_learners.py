@@ -45,7 +45,7 @@ def watch(learner: Any, routes: Routes) -> Any:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_what_was_learned_is_taken_over(name: str) -> None:
+def test_what_was_learned_is_taken_over(name):
     first = watch(LEARNERS[name](), ROUTES)
     assert isinstance(first, Learner)
     assert first.name == name
@@ -67,7 +67,7 @@ def test_what_was_learned_is_taken_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_damaged_arrays_are_refused(name: str) -> None:
+def test_damaged_arrays_are_refused(name):
     kept = dict(watch(LEARNERS[name](), ROUTES).learned())
     for key, array in kept.items():
         damaged = [array[None], array.astype(np.float16), array * np.nan]
@@ -82,7 +82,7 @@ def test_damaged_arrays_are_refused(name: str) -> None:
             LEARNERS[name]().restore({k: v for k, v in kept.items() if k != key})
 
 
-def test_recorded_requests_teach_what_watching_them_does() -> None:
+def test_recorded_requests_teach_what_watching_them_does():
     fitted = ActivationMatrices(SHAPE)
     fitted.collection.fit(ROUTES)
     watched = watch(ActivationMatrices(SHAPE), ROUTES)
@@ -90,7 +90,7 @@ def test_recorded_requests_teach_what_watching_them_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["activation-aware", "eam"])
-def test_requests_that_decode_in_turn_are_learned_whole(name: str) -> None:
+def test_requests_that_decode_in_turn_are_learned_whole(name):
     """A step of one request is not the end of the others."""
     learner = LEARNERS[name]()
     for token in range(40):
@@ -113,5 +113,5 @@ def test_requests_that_decode_in_turn_are_learned_whole(name: str) -> None:
     assert len(learner.learned()["matrices"]) == 2
 
 
-def test_what_counts_the_running_request_only_keeps_nothing() -> None:
+def test_what_counts_the_running_request_only_keeps_nothing():
     assert not watch(TrackedPredictor(RunningCounts(SHAPE)), ROUTES).learned()

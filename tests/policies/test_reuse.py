@@ -1,7 +1,5 @@
 """The policy `reuse`: its network against plain derivatives, its C form against its numpy form."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

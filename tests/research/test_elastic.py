@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixture_types import Patch
 from rank_pool import start_server
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, tiny_text_model
 from thread_transport import ThreadGroup
@@ -66,7 +65,7 @@ class SilentGroup:
     """A group that everybody has joined, in which nothing is sent."""
 
 
-def test_a_rank_without_pages_keeps_its_connections_for_slower_ranks(monkeypatch) -> None:
+def test_a_rank_without_pages_keeps_its_connections_for_slower_ranks(monkeypatch):
     opened: list[weakref.ref[SilentGroup]] = []
 
     def open_group(*_: object, **__: object) -> SilentGroup:
@@ -111,15 +110,13 @@ def logits_of(model, prompt: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_no_placement_changes_a_bit_of_the_logits(checkpoint: Path, num_ranks: int) -> None:
+def test_no_placement_changes_a_bit_of_the_logits(checkpoint, num_ranks):
     """Each rank has a prompt of its own, the last one has none; compared with one process."""
     compare_logits(checkpoint, num_ranks)
 
 
 @pytest.mark.parametrize("kind", ["planes", "fp8"])
-def test_packed_and_quantised_experts_are_spread_too(
-    checkpoint: Path, tmp_path: Path, kind: str
-) -> None:
+def test_packed_and_quantised_experts_are_spread_too(checkpoint, tmp_path, kind):
     how: Any = {"code": kind} if kind == "planes" else {"quantize": kind}
     compare_logits(pack_checkpoint(checkpoint, tmp_path / "packed", **how).folder, 2)
 
@@ -151,7 +148,7 @@ def compare_logits(checkpoint: Path, num_ranks: int) -> None:
 
 
 class TestPages:
-    def test_what_stays_is_not_moved(self, checkpoint: Path) -> None:
+    def test_what_stays_is_not_moved(self, checkpoint):
         pages = load_spread_model(checkpoint).spread.pages
         keys = [ExpertKey(0, expert) for expert in range(4)]
         pages.switch_epoch(keys[:3], pages.read(keys[:3]))
@@ -164,7 +161,7 @@ class TestPages:
         assert pages.num_bytes == before - size + arrived
         assert pages.peak_bytes == before + arrived
 
-    def test_a_page_that_did_not_arrive(self, checkpoint: Path) -> None:
+    def test_a_page_that_did_not_arrive(self, checkpoint):
         pages = load_spread_model(checkpoint).spread.pages
         keys = [ExpertKey(0, 0), ExpertKey(1, 5)]
         pages.switch_epoch(keys[:1], pages.read(keys[:1]))
@@ -174,9 +171,7 @@ class TestPages:
 
 
 @pytest.mark.parametrize("has_plain_cache", [True, False])
-def test_a_request_that_moves_goes_on_with_the_same_bits(
-    checkpoint: Path, has_plain_cache: bool, monkeypatch: Patch
-) -> None:
+def test_a_request_that_moves_goes_on_with_the_same_bits(checkpoint, has_plain_cache, monkeypatch):
     """Sampled, so that a changed bit or random state shows; caches are sent or built again."""
     monkeypatch.setattr(
         "moe_runtime.research.elastic.member._is_plain", lambda layer: has_plain_cache
@@ -199,7 +194,7 @@ def test_a_request_that_moves_goes_on_with_the_same_bits(
     assert moves.take_report() == []
 
 
-def test_requests_are_spread_evenly_with_the_fewest_moves() -> None:
+def test_requests_are_spread_evenly_with_the_fewest_moves():
     ranks = dict(enumerate([0, 0, 0, 1, 2, 2, 3]))
     for num_ranks in (1, 2, 3, 4, 6):
         moved = _rebalance(ranks, num_ranks)
@@ -261,9 +256,7 @@ def service(checkpoint: Path) -> Iterator[tuple[ElasticService, list]]:
         yield running
 
 
-def test_ranks_come_and_go_while_requests_run(
-    service: tuple[ElasticService, list], expected: list[tuple[int, ...]]
-) -> None:
+def test_ranks_come_and_go_while_requests_run(service, expected):
     """2 ranks, then 4, 3, a rebalance with replicas, and 1; every answer as in one process."""
     live, _ = service
     steps = [
@@ -288,9 +281,7 @@ def test_ranks_come_and_go_while_requests_run(
         assert live.placement.num_gpus == num_ranks
 
 
-def test_a_change_that_fails_leaves_the_service_as_it_was(
-    service: tuple[ElasticService, list], expected: list[tuple[int, ...]]
-) -> None:
+def test_a_change_that_fails_leaves_the_service_as_it_was(service, expected):
     live, _ = service
     before = live.num_ranks
     next_epoch = live._orders._epoch + 1
@@ -303,7 +294,7 @@ def test_a_change_that_fails_leaves_the_service_as_it_was(
     assert live.resize(2).result(TIMEOUT_S).num_ranks == 2
 
 
-def test_bad_requests(service: tuple[ElasticService, list]) -> None:
+def test_bad_requests(service):
     live, _ = service
     with pytest.raises(ValueError, match="the model knows 256 positions"):
         live.submit(ElasticRequest(prompt=(1,), max_new_tokens=300))
@@ -319,7 +310,7 @@ def test_bad_requests(service: tuple[ElasticService, list]) -> None:
         live.rebalance("greedy", num_replicas=4).result(TIMEOUT_S)
 
 
-def test_a_rank_that_dies_is_named_to_those_who_wait(checkpoint: Path) -> None:
+def test_a_rank_that_dies_is_named_to_those_who_wait(checkpoint):
     """The service does not survive it: it has one of its own."""
     with running_service(checkpoint, 1) as (live, (worker,)):
 
@@ -334,7 +325,7 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(checkpoint: Path) -> None:
             live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=2))
 
 
-def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_maps_and_workers_of_another_model(checkpoint, tmp_path):
     service = ElasticService(checkpoint, timeout_s=1)
     with pytest.raises(ValueError, match="has not been started"):
         service.resize(2)
@@ -360,7 +351,7 @@ def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> 
     _check_agreement(mine, mine)
 
 
-def test_a_service_that_is_left_by_an_error_ends_at_once(checkpoint: Path) -> None:
+def test_a_service_that_is_left_by_an_error_ends_at_once(checkpoint):
     request = ElasticRequest(prompt=PROMPTS[0], max_new_tokens=200)
     service = ElasticService(checkpoint, timeout_s=TIMEOUT_S)
     service.start(1)

@@ -48,7 +48,7 @@ def gpus_of(placement) -> np.ndarray:
 
 @pytest.mark.parametrize(("num_experts", "nodes", "gpus"), [(6, 1, 2), (6, 1, 3), (4, 2, 2)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_close_to_the_optimum(num_experts: int, nodes: int, gpus: int, seed: int) -> None:
+def test_close_to_the_optimum(num_experts, nodes, gpus, seed):
     """Within the 5 % that the reference asks of the heuristic, on counts without structure."""
     random = np.random.default_rng(seed)
     transitions = random.integers(0, 30, (3, num_experts, num_experts)).astype(float)
@@ -60,7 +60,7 @@ def test_close_to_the_optimum(num_experts: int, nodes: int, gpus: int, seed: int
     assert optimum(transitions, costs) <= found <= 1.05 * optimum(transitions, costs)
 
 
-def test_two_layers_are_solved_exactly() -> None:
+def test_two_layers_are_solved_exactly():
     """With one neighbour, the assignment problem is the whole problem."""
     random = np.random.default_rng(3)
     transitions = random.integers(0, 30, (1, 6, 6)).astype(float)
@@ -75,7 +75,7 @@ def test_two_layers_are_solved_exactly() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 2), (2, 4)])
-def test_planted_groups_are_found(nodes: int, gpus: int) -> None:
+def test_planted_groups_are_found(nodes, gpus):
     """Tokens stay in their group of experts; group numbers are shuffled in every layer."""
     random = np.random.default_rng(5)
     devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
@@ -87,7 +87,7 @@ def test_planted_groups_are_found(nodes: int, gpus: int) -> None:
     assert total_cost(gpus_of(placement), transitions, hop_costs(devices)) == 0
 
 
-def test_same_seed_same_placement_and_equal_counts() -> None:
+def test_same_seed_same_placement_and_equal_counts():
     transitions = np.random.default_rng(0).random((4, 12, 12))
     devices = Devices(num_nodes=1, gpus_per_node=3)
     one, two = (Affinity(seed=1)(profile_of(transitions), devices, num_replicas=0) for _ in "ab")
@@ -107,7 +107,7 @@ def routed_ids(num_tokens: int, seed: int) -> np.ndarray:
     )
 
 
-def test_fewer_hops_on_tokens_it_has_not_seen() -> None:
+def test_fewer_hops_on_tokens_it_has_not_seen():
     devices = Devices(num_nodes=1, gpus_per_node=4)
     profile = RoutingProfile.from_ids(routed_ids(2000, seed=0), 32)
     placement = Affinity()(profile, devices, num_replicas=0)
@@ -119,7 +119,7 @@ def test_fewer_hops_on_tokens_it_has_not_seen() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 4)])
-def test_aligning_keeps_packs_and_saves_hops(nodes: int, gpus: int) -> None:
+def test_aligning_keeps_packs_and_saves_hops(nodes, gpus):
     devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
     profile = RoutingProfile.from_ids(routed_ids(2000, seed=0), 32)
     plain = EPLB(num_groups=nodes)(profile, devices, num_replicas=8)
@@ -144,7 +144,7 @@ def test_aligning_keeps_packs_and_saves_hops(nodes: int, gpus: int) -> None:
     assert after.balancedness == pytest.approx(before.balancedness, rel=0.02)
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     with pytest.raises(ValueError, match="affinity makes no replicas"):
         Affinity()(profile_of(np.ones((1, 4, 4))), devices, num_replicas=2)
@@ -153,7 +153,7 @@ def test_bad_input() -> None:
 
 
 class TestDeadline:
-    def test_what_is_left_and_shares_of_it(self) -> None:
+    def test_what_is_left_and_shares_of_it(self):
         now = [10.0]
         deadline = Deadline(4.0, clock=lambda: now[0])
         half = deadline.part(0.5)
@@ -163,7 +163,7 @@ class TestDeadline:
         assert half.has_passed
         assert not deadline.has_passed
 
-    def test_a_sweep_whose_time_is_over_leaves_the_start(self) -> None:
+    def test_a_sweep_whose_time_is_over_leaves_the_start(self):
         random = np.random.default_rng(0)
         transitions = random.integers(0, 50, (3, 6, 6)).astype(float)
         start = np.stack([random.permutation(6) % 3 for _ in range(4)])
@@ -172,7 +172,7 @@ class TestDeadline:
         over = Deadline(0.0)
         assert np.array_equal(sweep(start, transitions, costs, over), start)
 
-    def test_without_time_there_still_is_a_placement(self) -> None:
+    def test_without_time_there_still_is_a_placement(self):
         transitions = np.random.default_rng(0).integers(0, 50, (3, 8, 8)).astype(float)
         devices = Devices(num_nodes=2, gpus_per_node=2)
         placement = Affinity(time_limit_s=1e-9)(profile_of(transitions), devices, num_replicas=0)

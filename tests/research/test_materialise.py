@@ -12,25 +12,25 @@ def plan(loads: list[float], owners: list[int], **options: int) -> list[list[int
     return plan_copies(loads, owners, **{**given, **options})
 
 
-def test_with_room_for_all_every_device_gets_the_hottest() -> None:
+def test_with_room_for_all_every_device_gets_the_hottest():
     copies = plan([5, 1, 9, 7], [0, 1, 2, 3], max_experts=2, slots_per_device=3)
     assert copies == [[2, 3], [2, 3], [3], [2]]
 
 
-def test_shares_follow_the_loads() -> None:
+def test_shares_follow_the_loads():
     """Eight slots for loads 6 : 1 : 1; the first can use three devices, the others get the rest."""
     copies = plan([6, 1, 1, 0], [0, 1, 2, 3])
     counts = [sum(expert in held for held in copies) for expert in range(4)]
     assert counts == [3, 3, 2, 0]
 
 
-def test_copies_go_to_other_nodes_first() -> None:
+def test_copies_go_to_other_nodes_first():
     copies = plan([9, 1], [0, 1], max_experts=2, slots_per_device=1)
     assert copies[2][:1] == [0]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_promises(seed: int) -> None:
+def test_promises(seed):
     draw = random.Random(seed)
     num_devices, num_experts = draw.choice([2, 4, 8]), draw.randint(1, 20)
     loads = [draw.random() ** 4 for _ in range(num_experts)]
@@ -52,7 +52,7 @@ def test_promises(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_owners_are_equal_in_number_and_balanced(seed: int) -> None:
+def test_owners_are_equal_in_number_and_balanced(seed):
     draw = random.Random(seed)
     loads = [[draw.random() ** 4 for _ in range(16)] for _ in range(3)]
     owners = reshard(loads, num_devices=4, devices_per_node=2, num_copied=2)
@@ -66,7 +66,7 @@ def test_owners_are_equal_in_number_and_balanced(seed: int) -> None:
     assert max(carried) <= sum(carried) / 4 + max(loads[first][e] for e in rest)
 
 
-def test_experts_that_do_not_divide() -> None:
+def test_experts_that_do_not_divide():
     with pytest.raises(ValueError, match="5 experts do not divide by 2 devices"):
         reshard([[1.0] * 5], num_devices=2, devices_per_node=1, num_copied=0)
 
@@ -86,13 +86,13 @@ def calibrated(
     )
 
 
-def test_calibration_adds_what_the_forecast_missed() -> None:
+def test_calibration_adds_what_the_forecast_missed():
     """Expert 3 is hot and was not copied; split over all devices it costs three sends."""
     nothing: list[list[int]] = [[], [], [], []]
     assert calibrated([0, 0, 0, 100], nothing) == [[3], [3], [3], []]
 
 
-def test_calibration_leaves_alone_what_would_not_pay() -> None:
+def test_calibration_leaves_alone_what_would_not_pay():
     nothing: list[list[int]] = [[], [], [], []]
     assert calibrated([5, 5, 5, 5], nothing) == nothing
     # Relieves the device of 3 tokens, and costs 3 experts.
@@ -100,13 +100,13 @@ def test_calibration_leaves_alone_what_would_not_pay() -> None:
     assert calibrated([0, 0, 0, 100], nothing, token_s=0.01) == nothing
 
 
-def test_calibration_keeps_to_the_memory_that_is_left() -> None:
+def test_calibration_keeps_to_the_memory_that_is_left():
     full = [[1, 2], [2, 3], [0, 1], [0, 1]]
     assert calibrated([0, 0, 0, 100], full) == [[], [], [], []]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_calibration_is_the_best_of_its_plans(seed: int) -> None:
+def test_calibration_is_the_best_of_its_plans(seed):
     """Against loads counted token by token, for every number of hottest experts."""
     draw = random.Random(seed)
     num_devices, num_experts = 4, draw.randint(1, 12)

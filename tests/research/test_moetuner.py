@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import scipy.optimize
-from fixture_types import Patch
 
 from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, RoutingProfile
@@ -32,7 +31,7 @@ def all_clusters(num_experts: int, num_clusters: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_experts", "num_clusters"), [(6, 2), (6, 3), (8, 4)])
-def test_balance_is_the_best_there_is(num_experts: int, num_clusters: int, seed: int) -> None:
+def test_balance_is_the_best_there_is(num_experts, num_clusters, seed):
     loads = np.random.default_rng(seed).integers(1, 60, num_experts).astype(float)
     best = min(
         np.bincount(clusters, weights=loads).max()
@@ -45,7 +44,7 @@ def test_balance_is_the_best_there_is(num_experts: int, num_clusters: int, seed:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slack", [0.0, 0.1, 1.0])
-def test_attraction_is_the_best_within_the_bound(seed: int, slack: float) -> None:
+def test_attraction_is_the_best_within_the_bound(seed, slack):
     random = np.random.default_rng(seed)
     loads = random.integers(1, 60, 6).astype(float)
     gains = random.integers(0, 100, (6, 3)).astype(float)
@@ -63,7 +62,7 @@ def test_attraction_is_the_best_within_the_bound(seed: int, slack: float) -> Non
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 3), (3, 1), (1, 2)])
-def test_mapping_is_the_best_there_is(nodes: int, gpus: int, seed: int) -> None:
+def test_mapping_is_the_best_there_is(nodes, gpus, seed):
     devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
     num_gpus = devices.num_gpus
     traffic = np.random.default_rng(seed).integers(0, 50, (2, num_gpus, num_gpus)).astype(float)
@@ -79,7 +78,7 @@ def test_mapping_is_the_best_there_is(nodes: int, gpus: int, seed: int) -> None:
     assert peak_traffic(mapping.gpus_LQ, traffic, costs) == mapping.peak_traffic
 
 
-def test_mapping_on_two_nodes_is_the_best_there_is() -> None:
+def test_mapping_on_two_nodes_is_the_best_there_is():
     """Four devices on two nodes: the least over all pairs of orders."""
     traffic = np.random.default_rng(7).integers(0, 50, (1, 4, 4)).astype(float)
     costs = hop_costs(Devices(num_nodes=2, gpus_per_node=2))
@@ -89,7 +88,7 @@ def test_mapping_on_two_nodes_is_the_best_there_is() -> None:
     assert mapping.peak_traffic == pytest.approx(best, rel=2e-4)
 
 
-def test_peak_traffic_is_a_literal_count() -> None:
+def test_peak_traffic_is_a_literal_count():
     traffic = np.array([[[5.0, 1.0], [2.0, 7.0]]])
     costs = hop_costs(Devices(num_nodes=1, gpus_per_node=2))
     assert peak_traffic(np.array([[0, 1], [0, 1]]), traffic, costs) == 2
@@ -104,7 +103,7 @@ def random_profile(seed: int, layers: int = 4, experts: int = 8) -> RoutingProfi
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_loads_stay_within_the_slack(seed: int) -> None:
+def test_loads_stay_within_the_slack(seed):
     profile = random_profile(seed)
     clusters = cluster_layers(profile, 4, load_slack=0.1, time_limit_s=PATIENCE_S)
     for row, loads in zip(clusters, profile.loads_LE, strict=True):
@@ -115,7 +114,7 @@ def test_loads_stay_within_the_slack(seed: int) -> None:
         assert np.bincount(row, weights=loads).max() <= 1.1 * least * (1 + 1e-6)
 
 
-def test_more_slack_keeps_more_tokens() -> None:
+def test_more_slack_keeps_more_tokens():
     """Tokens go from heavy experts to heavy ones: together they keep them, but unbalanced."""
     heavy = np.array([90.0, 80, 1, 2, 3, 4, 70, 60])
     transitions = np.zeros((3, 8, 8))
@@ -132,26 +131,26 @@ def test_more_slack_keeps_more_tokens() -> None:
     assert kept(2.0) == pytest.approx(1.0)
 
 
-def test_placement_holds_every_expert_once() -> None:
+def test_placement_holds_every_expert_once():
     devices = Devices(num_nodes=2, gpus_per_node=2)
     placement = TwoStage(time_limit_s=0.5)(random_profile(1), devices, num_replicas=0)
     assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
 
 
-def test_time_runs_out_and_the_heuristic_stands() -> None:
+def test_time_runs_out_and_the_heuristic_stands():
     devices = Devices(num_nodes=1, gpus_per_node=4)
     placement = TwoStage(time_limit_s=1e-6)(random_profile(2), devices, num_replicas=0)
     assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
 
 
-def test_programme_without_a_solution() -> None:
+def test_programme_without_a_solution():
     programme = Programme()
     one = programme.binaries(1)[0]
     programme.equal([(2.0, one)], 1.0)
     assert programme.solve(time_limit_s=1.0) is None
 
 
-def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: Patch) -> None:
+def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch):
     """The solver here ends only after the interrupt has come through."""
     came_through = threading.Event()
     main_thread = threading.main_thread().ident
@@ -169,7 +168,7 @@ def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: Patch) -> None:
     came_through.set()
 
 
-def test_a_failing_solver_says_so(monkeypatch: Patch) -> None:
+def test_a_failing_solver_says_so(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("no such option")
 
@@ -180,7 +179,7 @@ def test_a_failing_solver_says_so(monkeypatch: Patch) -> None:
         programme.solve(time_limit_s=1.0)
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     devices = Devices(num_nodes=1, gpus_per_node=4)
     with pytest.raises(ValueError, match="moetuner makes no replicas"):
         TwoStage()(random_profile(0), devices, num_replicas=4)
@@ -188,7 +187,7 @@ def test_bad_input() -> None:
         TwoStage(load_slack=-1.0)
 
 
-def test_without_time_there_still_is_a_placement() -> None:
+def test_without_time_there_still_is_a_placement():
     random = np.random.default_rng(0)
     loads = random.integers(1, 60, (1, 3, 8)).astype(float)
     transitions = random.integers(0, 50, (2, 8, 8)).astype(float)

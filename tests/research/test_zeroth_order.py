@@ -120,9 +120,7 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
         (0.3, 1, "sparse_skip", 6),
     ],
 )
-def test_same_bits_as_mezo_in_memory(
-    tmp_path: Path, share: float, micro_batches: int, untouched: str, steps: int
-) -> None:
+def test_same_bits_as_mezo_in_memory(tmp_path, share, micro_batches, untouched, steps):
     settings = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11, untouched=untouched)  # type: ignore[arg-type]
     inputs = windows(steps, micro_batches)
     expected, model = stack(bias=True), stack(bias=True)
@@ -139,7 +137,7 @@ def test_same_bits_as_mezo_in_memory(
     [".experts.", "layers.1.experts.", "experts.down_proj", "layers.1.experts.down", "gate."],
 )
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_what_is_frozen_keeps_its_bits(tmp_path: Path, frozen: str, share: float) -> None:
+def test_what_is_frozen_keeps_its_bits(tmp_path, frozen, share):
     inputs = windows(3, 2)
     expected, model = stack(bias=True), stack(bias=True)
     for one in (expected, model):
@@ -159,7 +157,7 @@ def test_what_is_frozen_keeps_its_bits(tmp_path: Path, frozen: str, share: float
     training.close()
 
 
-def test_a_step_that_is_no_number_moves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_is_no_number_moves_nothing(tmp_path):
     model = stack(bias=True)
     model.layers[1].experts.requires_grad_(False)
     training = offloaded(model, tmp_path, 0.3, SETTINGS)
@@ -177,7 +175,7 @@ def test_a_step_that_is_no_number_moves_nothing(tmp_path: Path) -> None:
     training.close()
 
 
-def test_each_expert_moves_once_in_each_direction(tmp_path: Path) -> None:
+def test_each_expert_moves_once_in_each_direction(tmp_path):
     """However many micro-batches, and both forward passes; no moments, no gradients."""
     training = offloaded(stack(), tmp_path, 0.0, SETTINGS)
     inputs = [batches(2, tokens=400) for _ in range(3)]
@@ -194,7 +192,7 @@ def test_each_expert_moves_once_in_each_direction(tmp_path: Path) -> None:
     training.close()
 
 
-def test_losses_that_are_not_finite_move_nothing(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_move_nothing(tmp_path):
     inputs = windows(3, 1)
     training = offloaded(model := stack(), tmp_path, 0.3, SETTINGS)
     take(training, inputs[0], 0)
@@ -208,7 +206,7 @@ def test_losses_that_are_not_finite_move_nothing(tmp_path: Path) -> None:
     training.close()
 
 
-def test_resumes_under_another_budget(tmp_path: Path) -> None:
+def test_resumes_under_another_budget(tmp_path):
     inputs = windows(6, 1)
     expected = stack()
     losses, _ = mezo(expected, inputs, SETTINGS)
@@ -229,7 +227,7 @@ def test_resumes_under_another_budget(tmp_path: Path) -> None:
     training.close()
 
 
-def test_backward_and_step_take_turns() -> None:
+def test_backward_and_step_take_turns():
     training = offloaded(model := stack(), None, 1.0, SETTINGS)
     with pytest.raises(RuntimeError, match="before backward"):
         training.step()
@@ -245,6 +243,6 @@ def test_backward_and_step_take_turns() -> None:
     ("options", "message"),
     [({"eps": 0.0}, "eps"), ({"lr": -1.0}, "lr"), ({"untouched": "sparse"}, "did you mean")],
 )
-def test_unusable_options(options: dict[str, float], message: str) -> None:
+def test_unusable_options(options, message):
     with pytest.raises(ValueError, match=message):
         ZerothOrder(**options)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """`moe-runtime finetune --zeroth-order` against MeZO with everything in memory."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from finetuning_runs import (
     smallest,
     train,
 )
-from moe_families import Family
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -64,7 +62,7 @@ def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, ERNIE], ids=lambda family: family.folder)
-def test_zeroth_order_as_in_memory(tmp_path: Path, family: Family) -> None:
+def test_zeroth_order_as_in_memory(tmp_path, family):
     """MeZO on the resident model; all experts on the disk; stopped, and with another budget."""
     folder = checkpoint_of(family, tmp_path / "first")
     options: dict[str, Any] = {"kind": ZerothOrderFinetuneConfig, "zeroth_order": {"eps": EPS}}

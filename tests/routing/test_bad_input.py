@@ -67,19 +67,19 @@ from moe_runtime.routing import (
         (("expert_choice", 8, 4, 1), {"max_experts_per_token": 1.5}, "of gate ExpertChoice must"),
     ],
 )
-def test_sizes_and_names(arguments: tuple, options: dict, message: str) -> None:
+def test_sizes_and_names(arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_gate(*arguments, **options)
 
 
-def test_gates_refuse_options_by_themselves() -> None:
+def test_gates_refuse_options_by_themselves():
     with pytest.raises(ValueError, match="option 'scale' of gate SigmoidTopK must be a number"):
         SigmoidTopK(8, 4, 2, scale="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
         Capacity("1")  # type: ignore[arg-type]
 
 
-def test_batches_that_do_not_fit() -> None:
+def test_batches_that_do_not_fit():
     gate = make_gate("gshard", 8, 4, 2, num_groups=3, capacity=Capacity(1.0), name="layer 2's gate")
     with pytest.raises(
         ValueError, match="layer 2's gate: 10 tokens do not divide into num_groups=3"
@@ -93,7 +93,7 @@ def test_batches_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["softmax_topk", "noisy_topk", "expert_choice", "base"])
-def test_scores_that_are_not_numbers_name_the_layer(name: str, value: float) -> None:
+def test_scores_that_are_not_numbers_name_the_layer(name, value):
     gate = make_gate(name, 8, 4, 1, name="layer 7")
     x = torch.randn(6, 8)
     x[4, 3] = value
@@ -101,7 +101,7 @@ def test_scores_that_are_not_numbers_name_the_layer(name: str, value: float) -> 
         gate(x)
 
 
-def test_token_ids() -> None:
+def test_token_ids():
     gate = make_gate("hash", 8, 4, 1, vocab_size=10)
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match="hash routing needs token_ids"):
@@ -112,27 +112,27 @@ def test_token_ids() -> None:
         gate(x, RoutingContext(token_ids_T=torch.tensor([0, 10, 3])))
 
 
-def test_previous_logits_of_another_width() -> None:
+def test_previous_logits_of_another_width():
     gate = make_gate("moepp", 8, 4, 2)
     with pytest.raises(ValueError, match=r"previous_logits must be \[3, 8\], got \[3, 4\]"):
         gate(torch.randn(3, 8), RoutingContext(previous_logits_TE=torch.zeros(3, 4)))
 
 
-def test_routing_value() -> None:
+def test_routing_value():
     with pytest.raises(ValueError, match="ids must be int64"):
         Routing(torch.zeros(3, 2), torch.zeros(3, 2), 4)
     with pytest.raises(ValueError, match=r"weights must be \[3, 2\]"):
         Routing(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3), 4)
 
 
-def test_options_are_listed() -> None:
+def test_options_are_listed():
     assert {"softmax", "renormalize", "capacity", "loss_weights"} <= set(
         gate_options("softmax_topk")
     )
     assert "num_scores" not in gate_options("moepp")
 
 
-def test_a_gate_from_outside_may_name_types_for_checkers_alone() -> None:
+def test_a_gate_from_outside_may_name_types_for_checkers_alone():
     def own_init(self: SigmoidTopK, hidden_size: int, num_experts: int, top_k: int) -> None:
         SigmoidTopK.__init__(self, hidden_size, num_experts, top_k)
 

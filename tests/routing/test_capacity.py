@@ -1,7 +1,6 @@
 """Capacity: who gets a place, against a queue that is served one choice at a time."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def served(
     policy=st.sampled_from(POLICIES),
     seed=st.integers(0, 1000),
 )
-def test_places_against_queues(tokens, top_k, num_experts, groups, policy, seed) -> None:
+def test_places_against_queues(tokens, top_k, num_experts, groups, policy, seed):
     generator = torch.Generator().manual_seed(seed)
     shape = (tokens * groups, top_k)
     ids = torch.randint(num_experts + 1, shape, generator=generator)
@@ -64,7 +63,7 @@ def test_places_against_queues(tokens, top_k, num_experts, groups, policy, seed)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_slots_have_no_gaps_and_no_expert_takes_too_many(policy: str) -> None:
+def test_slots_have_no_gaps_and_no_expert_takes_too_many(policy):
     torch.manual_seed(0)
     gate = make_gate("softmax_topk", 8, 5, 2, capacity=Capacity(0.6, policy), num_groups=2)
     routing = gate(torch.randn(40, 8))
@@ -85,7 +84,7 @@ def test_slots_have_no_gaps_and_no_expert_takes_too_many(policy: str) -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.5, 4.0])
 @pytest.mark.parametrize("skew", [0.0, 3.0])
-def test_room_that_follows_the_load_drops_the_same(factor: float, skew: float) -> None:
+def test_room_that_follows_the_load_drops_the_same(factor, skew):
     """Tutel's negative factor makes room for the busiest expert, but at most what `f` makes.
 
     It is counted here as published, in places of a padded buffer.
@@ -104,19 +103,19 @@ def test_room_that_follows_the_load_drops_the_same(factor: float, skew: float) -
     assert int(routing.counts_E.sum()) == int(routing.is_dispatched_TK.sum()), "nothing is padded"
 
 
-def test_slots_per_expert_is_not_fooled_by_rounding() -> None:
+def test_slots_per_expert_is_not_fooled_by_rounding():
     assert Capacity(1.1).slots_per_expert(100, 1, 10) == 11
     assert Capacity(1.0).slots_per_expert(10, 2, 3) == 7
     assert Capacity(0.01).slots_per_expert(1, 1, 64) == 1
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf, "1", True, False])
-def test_bad_factor(factor: Any) -> None:
+def test_bad_factor(factor):
     with pytest.raises(ValueError, match="capacity_factor must be positive"):
         Capacity(factor)
 
 
-def test_bad_policy() -> None:
+def test_bad_policy():
     with pytest.raises(ValueError, match="policy must be one of choice, token, priority, score"):
         Capacity(1.0, "tokn")  # type: ignore[arg-type]
 
@@ -135,7 +134,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_tensor_of_tokens_by_experts_by_places_is_ever_made(policy: str) -> None:
+def test_no_tensor_of_tokens_by_experts_by_places_is_ever_made(policy):
     """GShard's mask would have T E C = 524,288 elements here; scores have T E, choices T K."""
     gate = make_gate("softmax_topk", 8, 32, 2, capacity=Capacity(1.0, policy))
     x = torch.randn(512, 8)
@@ -145,7 +144,7 @@ def test_no_tensor_of_tokens_by_experts_by_places_is_ever_made(policy: str) -> N
     assert 512 * 32 <= largest.numel <= 2 * 512 * 32
 
 
-def test_einsum_form_equals_sparse_form() -> None:
+def test_einsum_form_equals_sparse_form():
     """GShard's dense combine tensor `[T, E, C]` gives what ids, slots and weights give."""
     torch.manual_seed(0)
     gate = make_gate("gshard", 8, 4, 2, capacity=Capacity(0.7))

@@ -10,13 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "gates.md").read_text()
 
 
-def test_every_gate_and_loss_has_a_row() -> None:
+def test_every_gate_and_loss_has_a_row():
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
     own = {name for gate in GATES.values() for name in gate.own_loss_names}
     assert set(rows) == {*GATES, *LOSSES, *own}
 
 
-def test_numbers_are_those_of_the_results_file() -> None:
+def test_numbers_are_those_of_the_results_file():
     path = ROOT / "benchmarks" / "results" / "ablation-gates-amd-epyc-2c-24g.json"
     measured = json.loads(path.read_text())["measurements"]
     found = {one["system"]: one["summary"] for one in measured}

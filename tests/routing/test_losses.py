@@ -22,7 +22,7 @@ def inputs(seed: int = 0, **changes) -> LossInputs:
     return LossInputs(**{**values, **changes})
 
 
-def test_load_balance_is_transformers_loss_over_k() -> None:
+def test_load_balance_is_transformers_loss_over_k():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     case = inputs()
@@ -40,7 +40,7 @@ def balance_by_hand(case: LossInputs, ids: Tensor, tokens: range) -> float:
     return E * total
 
 
-def test_balance_losses_by_hand() -> None:
+def test_balance_losses_by_hand():
     case = inputs(num_groups=3, num_sequences=5)
     groups = [range(g * 10, g * 10 + 10) for g in range(3)]
     sequences = [range(s * 6, s * 6 + 6) for s in range(5)]
@@ -54,7 +54,7 @@ def test_balance_losses_by_hand() -> None:
         assert LOSSES[name](case).item() == pytest.approx(value, rel=1e-12), name
 
 
-def test_global_balance_takes_the_load_of_the_batch_and_the_scores_of_its_part() -> None:
+def test_global_balance_takes_the_load_of_the_batch_and_the_scores_of_its_part():
     """The mean over parts of a batch, values and gradients, is `load_balance` of all of it."""
     logits = inputs().logits_TE.clone().requires_grad_()
     ids = logits.topk(K).indices
@@ -73,7 +73,7 @@ def test_global_balance_takes_the_load_of_the_batch_and_the_scores_of_its_part()
 
 
 @pytest.mark.parametrize("gate", ["softmax_topk", "sigmoid_topk", "moepp", "dense_to_sparse"])
-def test_global_balance_counts_the_micro_batches_of_a_step(gate: str) -> None:
+def test_global_balance_counts_the_micro_batches_of_a_step(gate):
     torch.manual_seed(0)
     options = {"bias_update_rate": 1e-3} if gate == "sigmoid_topk" else {}
     layer = make_gate(
@@ -94,7 +94,7 @@ def test_global_balance_counts_the_micro_batches_of_a_step(gate: str) -> None:
     assert torch.equal(layer.step_counts_E, before), "only training counts"
 
 
-def test_global_balance_with_recomputed_activations_has_the_same_gradient() -> None:
+def test_global_balance_with_recomputed_activations_has_the_same_gradient():
     from torch.utils.checkpoint import checkpoint
 
     gradients = []
@@ -108,7 +108,7 @@ def test_global_balance_with_recomputed_activations_has_the_same_gradient() -> N
     assert torch.equal(*gradients)
 
 
-def test_importance_and_z_by_hand() -> None:
+def test_importance_and_z_by_hand():
     case = inputs()
     sums = [
         sum(
@@ -125,7 +125,7 @@ def test_importance_and_z_by_hand() -> None:
     assert LOSSES["z"](case).item() == pytest.approx(z, rel=1e-12)
 
 
-def test_uniform_and_collapsed_values() -> None:
+def test_uniform_and_collapsed_values():
     ids = torch.arange(T * K).view(T, K) % E
     uniform = torch.full((T, E), 1 / E)
     case = inputs(probs_TE=uniform, ids_TK=ids, weights_TK=torch.full((T, K), 1 / K))
@@ -137,7 +137,7 @@ def test_uniform_and_collapsed_values() -> None:
     assert LOSSES["load_balance"](collapsed).item() == pytest.approx(E)
 
 
-def test_sentinels_count_for_nobody() -> None:
+def test_sentinels_count_for_nobody():
     case = inputs()
     ids = torch.cat([case.ids_TK, torch.full((T, 1), E)], dim=1)
     weights = torch.cat([case.weights_TK, torch.zeros(T, 1)], dim=1)
@@ -147,7 +147,7 @@ def test_sentinels_count_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_gradients_against_differences(name: str) -> None:
+def test_gradients_against_differences(name):
     ids = inputs().ids_TK
 
     def loss(logits: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_gradients_against_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_no_tokens(name: str) -> None:
+def test_no_tokens(name):
     empty = LossInputs(
         torch.zeros(0, E),
         torch.zeros(0, E),
@@ -168,6 +168,6 @@ def test_no_tokens(name: str) -> None:
     assert LOSSES[name](empty) == 0
 
 
-def test_unknown_loss_names_the_nearest() -> None:
+def test_unknown_loss_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'load_balance'"):
         make_gate("softmax_topk", 8, 4, 2, loss_weights={"load_balanc": 0.1})

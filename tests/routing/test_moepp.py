@@ -21,7 +21,7 @@ def moepp_layer(**options) -> MoELayer:
     return MoELayer(D, 8, 4, 2, gate="moepp", gate_options=options, dtype=torch.float64)
 
 
-def test_without_zero_experts_it_is_softmax_top_k() -> None:
+def test_without_zero_experts_it_is_softmax_top_k():
     none = ZeroExpertCounts(0, 0, 0)
     layer = moepp_layer(zero_experts=none, gating_residual=False)
     plain = MoELayer(D, 8, 4, 2, dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_without_zero_experts_it_is_softmax_top_k() -> None:
     torch.testing.assert_close(layer(rows(20).double()), plain(rows(20).double()))
 
 
-def test_tokens_of_zero_experts_only_are_exact_and_reach_no_expert() -> None:
+def test_tokens_of_zero_experts_only_are_exact_and_reach_no_expert():
     layer = moepp_layer(zero_experts=ZeroExpertCounts(constant=0, copy=1, zero=1))
     layer.gate.weight.data[:4] = 0.0
     layer.gate.weight.data[4:] = 50.0  # copy and zero win wherever the sum of x is positive
@@ -41,7 +41,7 @@ def test_tokens_of_zero_experts_only_are_exact_and_reach_no_expert() -> None:
     assert torch.equal(layer(x), x), "weight 1 goes to the copy once the zero's is taken away"
 
 
-def test_heterogeneous_capacity_and_loss() -> None:
+def test_heterogeneous_capacity_and_loss():
     gate = make_gate("moepp", D, 16, 1, capacity=Capacity(1.1), tau=0.75)
     limits = gate.slot_limit(gate.capacity, 1000)
     assert limits.tolist() == [math.ceil(51.5625)] * 16 + [math.ceil(68.75)] * 4
@@ -56,7 +56,7 @@ def test_heterogeneous_capacity_and_loss() -> None:
     assert routing.losses["heterogeneous_balance"].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_gating_residual_chain_differentiates() -> None:
+def test_gating_residual_chain_differentiates():
     layers = [moepp_layer() for _ in range(3)]
     for layer in layers:
         torch.nn.init.normal_(layer.gate.residual, std=0.3)

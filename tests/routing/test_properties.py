@@ -37,7 +37,7 @@ def rows(num_tokens: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("label", CASES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 24])
-def test_every_gate_keeps_the_contract(label: str, num_tokens: int) -> None:
+def test_every_gate_keeps_the_contract(label, num_tokens):
     case = CASES[label]
     gate = make_gate(case.gate, D, case.num_experts, case.top_k, **case.options).train(
         case.training
@@ -57,7 +57,7 @@ def test_every_gate_keeps_the_contract(label: str, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("label", ORDERLESS)
-def test_permuted_tokens_and_experts_permute_the_output(label: str) -> None:
+def test_permuted_tokens_and_experts_permute_the_output(label):
     """Expert numbers name places only, and so does the order of tokens."""
     case = CASES[label]
     torch.manual_seed(2)
@@ -86,7 +86,7 @@ def test_permuted_tokens_and_experts_permute_the_output(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", [label for label in CASES if CASES[label].gate not in WAITING])
-def test_nothing_is_read_back_from_the_device(label: str) -> None:
+def test_nothing_is_read_back_from_the_device(label):
     """On the meta device, where reading a value is an error: choices, places, losses, backward."""
     case = CASES[label]
     options = {name: 3 if name == "max_iterations" else o for name, o in case.options.items()}
@@ -110,7 +110,7 @@ def test_nothing_is_read_back_from_the_device(label: str) -> None:
     gate.after_step()
 
 
-def test_gradient_reaches_every_gate_but_hash() -> None:
+def test_gradient_reaches_every_gate_but_hash():
     for label, case in CASES.items():
         if case.gate == "rl_r":  # rewards reach it, the output does not: see test_reinforce.py
             continue
@@ -133,7 +133,7 @@ def test_gradient_reaches_every_gate_but_hash() -> None:
                 assert parameter.grad.any(), (label, name)
 
 
-def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight() -> None:
+def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight():
     gate = make_gate("gshard", 2, 2, 2)
     gap = 1.2
     gate.weight.data = torch.tensor([[gap, 0.0], [0.0, 0.0]])
@@ -147,7 +147,7 @@ def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight() -> None:
     assert gate.eval()(torch.ones(9, 2)).is_dispatched_TK.all(), "evaluation is not random"
 
 
-def test_gshard_groups_equal_groups_on_their_own() -> None:
+def test_gshard_groups_equal_groups_on_their_own():
     grouped = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8), num_groups=3).eval()
     alone = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8)).eval()
     alone.load_state_dict(grouped.state_dict())
@@ -160,7 +160,7 @@ def test_gshard_groups_equal_groups_on_their_own() -> None:
     torch.testing.assert_close(whole.losses["first_choice_balance"], mean)
 
 
-def test_one_prototype_is_switch_bit_for_bit() -> None:
+def test_one_prototype_is_switch_bit_for_bit():
     one, switch = make_gate("prototype", D, 6, 1), make_gate("switch", D, 6, 1, jitter=0.0)
     switch.load_state_dict(one.state_dict())
     a, b = one(rows(20)), switch(rows(20))
@@ -168,7 +168,7 @@ def test_one_prototype_is_switch_bit_for_bit() -> None:
     assert torch.equal(a.weights_TK, b.weights_TK)
 
 
-def test_each_prototype_serves_every_token_once_and_order_does_not_matter() -> None:
+def test_each_prototype_serves_every_token_once_and_order_does_not_matter():
     gate = make_gate("prototype", D, 6, 3)
     routing = gate(rows(25))
     assert routing.counts_E.view(3, 2).sum(dim=1).tolist() == [25, 25, 25]
@@ -177,7 +177,7 @@ def test_each_prototype_serves_every_token_once_and_order_does_not_matter() -> N
     torch.testing.assert_close(swapped(rows(25)).weights_TK, routing.weights_TK[:, [2, 0, 1]])
 
 
-def test_prototype_capacity_of_top_1() -> None:
+def test_prototype_capacity_of_top_1():
     x = rows(60)
     for slots, limit in (("k", 20), ("1", 10)):
         gate = make_gate("prototype", D, 6, 2, capacity=Capacity(1.0), slots=slots)
@@ -185,7 +185,7 @@ def test_prototype_capacity_of_top_1() -> None:
         assert gate.slot_limit(gate.capacity, 60) == limit
 
 
-def test_noisy_expected_load_is_what_redrawn_noise_gives() -> None:
+def test_noisy_expected_load_is_what_redrawn_noise_gives():
     """The load that the loss uses, against the mean over many draws of one expert's noise."""
     torch.manual_seed(0)
     clean, sigma = torch.randn(1, 5).double(), torch.rand(1, 5).double() + 0.5
@@ -200,7 +200,7 @@ def test_noisy_expected_load_is_what_redrawn_noise_gives() -> None:
         assert abs(rate - load[e]) < 4 * math.sqrt(0.25 / num)
 
 
-def test_expert_choice_is_balanced_and_caps_experts_of_a_token() -> None:
+def test_expert_choice_is_balanced_and_caps_experts_of_a_token():
     gate = make_gate("expert_choice", D, 8, 2, num_groups=2)
     routing = gate(rows(64))
     assert routing.counts_E.tolist() == [16] * 8
@@ -211,7 +211,7 @@ def test_expert_choice_is_balanced_and_caps_experts_of_a_token() -> None:
     assert few.counts_E.max() <= 16
 
 
-def test_sinkhorn_marginals_and_fewer_collisions_with_iterations() -> None:
+def test_sinkhorn_marginals_and_fewer_collisions_with_iterations():
     logits = torch.randn(200, 8, generator=seeded()).double() + torch.linspace(0, 3, 8)
     plan = log_transport_plan(logits, 500, 1e-12).exp()
     assert plan.sum(0).tolist() == pytest.approx([1 / 8] * 8, rel=1e-9)
@@ -227,13 +227,13 @@ def test_sinkhorn_marginals_and_fewer_collisions_with_iterations() -> None:
     assert variation(many) < 0.35
 
 
-def test_sinkhorn_is_the_best_assignment_when_it_is_cold() -> None:
+def test_sinkhorn_is_the_best_assignment_when_it_is_cold():
     logits = torch.randn(16, 4, generator=seeded(3)).double()
     plan = log_transport_plan(logits * 60, 5000, 1e-13)
     assert torch.equal(plan.argmax(1), best_assignment(logits))
 
 
-def test_base_against_all_assignments_and_equal_shares() -> None:
+def test_base_against_all_assignments_and_equal_shares():
     from itertools import permutations
 
     logits = torch.randn(6, 3, generator=seeded(1)).double()
@@ -249,7 +249,7 @@ def test_base_against_all_assignments_and_equal_shares() -> None:
     assert routing.counts_E.max() <= 12
 
 
-def test_hash_table_is_balanced_on_a_zipf_corpus() -> None:
+def test_hash_table_is_balanced_on_a_zipf_corpus():
     """The load can be no more even than the most frequent token allows; 1.1 times that is asked."""
     vocab, experts = 2000, 8
     frequencies = [1 / (rank + 1) for rank in range(vocab)]
@@ -260,7 +260,7 @@ def test_hash_table_is_balanced_on_a_zipf_corpus() -> None:
     assert gate.table.flatten().bincount(minlength=experts).min() > 0
 
 
-def test_sam_stays_in_one_group_and_alignment_is_what_it_loses() -> None:
+def test_sam_stays_in_one_group_and_alignment_is_what_it_loses():
     gate = make_gate("sam", D, 8, 2, num_expert_groups=4)
     routing = gate(rows(50))
     groups = routing.ids_TK // 2
@@ -275,7 +275,7 @@ def test_sam_stays_in_one_group_and_alignment_is_what_it_loses() -> None:
     assert routing.losses["alignment"].item() == pytest.approx(expected / 50, rel=1e-5)
 
 
-def test_dense_to_sparse_uses_fewer_experts_as_it_cools() -> None:
+def test_dense_to_sparse_uses_fewer_experts_as_it_cools():
     torch.manual_seed(0)
     gate = make_gate("dense_to_sparse", D, 8, 1, tau_start=4.0, tau_end=0.02, anneal_steps=10)
     used = []
@@ -290,7 +290,7 @@ def test_dense_to_sparse_uses_fewer_experts_as_it_cools() -> None:
     assert "num_steps" in gate.state_dict()
 
 
-def test_group_limit_and_biased_selection_with_unbiased_weights() -> None:
+def test_group_limit_and_biased_selection_with_unbiased_weights():
     gate = make_gate("group_limited_topk", D, 16, 4, num_expert_groups=4, num_limited_groups=2)
     routing = gate(rows(40))
     assert all(len(set((ids // 4).tolist())) <= 2 for ids in routing.ids_TK)
@@ -302,7 +302,7 @@ def test_group_limit_and_biased_selection_with_unbiased_weights() -> None:
     torch.testing.assert_close(chosen.weights_TK, raw / raw.sum(-1, keepdim=True))
 
 
-def test_bias_moves_against_the_load_and_balances() -> None:
+def test_bias_moves_against_the_load_and_balances():
     torch.manual_seed(0)
     gate = make_gate("sigmoid_topk", D, 8, 2, bias_update_rate=1e-2, loss_weights={})
     x = rows(400) + 1.0  # a common direction: some experts are everybody's favourites
@@ -326,7 +326,7 @@ def weights_of(gate: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_calls_that_are_made_again_in_the_backward_pass_count_once(reentrant: bool) -> None:
+def test_calls_that_are_made_again_in_the_backward_pass_count_once(reentrant):
     """Also where some calls of a step are checkpointed and others are not."""
     parts = [rows(40).requires_grad_() for _ in range(3)]
     loads, counted = [], []
@@ -347,7 +347,7 @@ def test_calls_that_are_made_again_in_the_backward_pass_count_once(reentrant: bo
     assert all(torch.equal(counts, counted[0]) for counts in counted)
 
 
-def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing() -> None:
+def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing():
     gate = make_gate("sigmoid_topk", D, 8, 2, bias_update_rate=1e-3).to(torch.bfloat16)
     gate.expert_bias += 1e-5
     gate.to(torch.bfloat16).half()
@@ -357,7 +357,7 @@ def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing() -> None:
     assert gate.load_E.sum() == 0
 
 
-def test_cosine_ignores_the_length_of_a_token_and_bounds_the_scale() -> None:
+def test_cosine_ignores_the_length_of_a_token_and_bounds_the_scale():
     gate = make_gate("cosine_topk", D, 6, 2)
     near, far = gate(rows(20)), gate(rows(20) * 1000)
     torch.testing.assert_close(near.logits_TE, far.logits_TE)
@@ -366,7 +366,7 @@ def test_cosine_ignores_the_length_of_a_token_and_bounds_the_scale() -> None:
     assert gate(rows(20)).logits_TE.abs().max() <= 100 + 1e-3
 
 
-def test_round_robin_is_uniform_with_real_weights() -> None:
+def test_round_robin_is_uniform_with_real_weights():
     routing = make_gate("round_robin", D, 6, 2)(rows(30))
     assert routing.counts_E.tolist() == [10] * 6
     assert routing.weights_TK.unique().numel() > 30

@@ -17,7 +17,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_the_nucleus_is_the_fewest_that_hold_the_share() -> None:
+def test_the_nucleus_is_the_fewest_that_hold_the_share():
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]], dtype=torch.float64)
     kept = nucleus(probs.log(), 0.65).exp()
     expected = torch.tensor([[0, 4 / 7, 0, 3 / 7], [1, 0, 0, 0]], dtype=torch.float64)
@@ -25,7 +25,7 @@ def test_the_nucleus_is_the_fewest_that_hold_the_share() -> None:
     torch.testing.assert_close(nucleus(probs.log(), 1.0).exp(), probs)
 
 
-def test_experts_are_sampled_as_likely_as_they_are() -> None:
+def test_experts_are_sampled_as_likely_as_they_are():
     gate = Reinforce(D, E, top_p=0.9)
     num_tokens = 40_000
     x = torch.randn(1, D, generator=seeded()).expand(num_tokens, D)
@@ -42,7 +42,7 @@ def test_experts_are_sampled_as_likely_as_they_are() -> None:
     assert gate.eval()(x).policy is None
 
 
-def test_the_gradient_is_that_of_the_expected_reward() -> None:
+def test_the_gradient_is_that_of_the_expected_reward():
     """Averaged over all choices with their probabilities; the baseline adds nothing to it."""
     gate = Reinforce(D, E, dtype=torch.float64)
     logits = torch.randn(E, dtype=torch.float64, requires_grad=True)
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_expected_reward() -> None:
     torch.testing.assert_close(estimated, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_the_baseline_follows_the_rewards_and_leaves_the_tokens_alone() -> None:
+def test_the_baseline_follows_the_rewards_and_leaves_the_tokens_alone():
     gate = Reinforce(D, E, dtype=torch.float64)
     x = torch.randn(30, D, dtype=torch.float64, requires_grad=True)
     rewards = torch.randn(30, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_the_baseline_follows_the_rewards_and_leaves_the_tokens_alone() -> None:
     torch.testing.assert_close(of_x, expected)
 
 
-def test_a_rewarded_expert_becomes_the_choice() -> None:
+def test_a_rewarded_expert_becomes_the_choice():
     torch.manual_seed(0)
     gate = Reinforce(D, E, loss_weights={})
     x = torch.randn(1, D).expand(64, D)
@@ -92,7 +92,7 @@ def test_a_rewarded_expert_becomes_the_choice() -> None:
     assert gate.train()(x).policy.values_T.mean() > 0.8
 
 
-def test_the_language_model_rewards_with_its_own_loss() -> None:
+def test_the_language_model_rewards_with_its_own_loss():
     torch.manual_seed(0)
     moe = ExpertsConfig(
         num_experts=E,
@@ -137,12 +137,12 @@ def test_the_language_model_rewards_with_its_own_loss() -> None:
         ({"policy_weight": -1.0}, "policy_weight must be at least 0"),
     ],
 )
-def test_bad_options(options: dict, message: str) -> None:
+def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Reinforce(D, E, **options)
 
 
-def test_bad_rewards_name_the_gate() -> None:
+def test_bad_rewards_name_the_gate():
     gate = Reinforce(D, E, name="the gate of layer 3")
     routing = gate(torch.randn(4, D))
     with pytest.raises(ValueError, match=r"layer 3: expected \[4\] rewards, got \[3\]"):

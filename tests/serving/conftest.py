@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import HERMES, TEMPLATE, ScriptedEngine, Served, model_of, served
+from http_server import HERMES, TEMPLATE, ScriptedEngine, Served, model_of, served, table_of
 from tokenizers import AddedToken
 
 import moe_runtime
@@ -64,7 +64,7 @@ def staged(stage: Served, tokenizer: Any) -> Callable[..., Served]:
 
     def put(engine: Any = None, own: Any = tokenizer, size: int = 4096) -> Served:
         model = model_of("pocket", engine or ScriptedEngine(lambda _: []), own, size)
-        stage.server.models = {"pocket": model}
+        stage.server.models = table_of([model])
         return stage
 
     return put

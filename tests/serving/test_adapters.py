@@ -31,7 +31,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.http.starting import AdapterChoice, adapters_of
+from moe_runtime.serving.http.model_loader import AdapterChoice, adapters_of
 from moe_runtime.serving.requests import EngineOptions
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
@@ -293,6 +293,7 @@ def test_adapters_are_models_of_the_server(
 ) -> None:
     words = [f"{name}={folder}" for name, folder in folders.items()]
     loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
+    loading["kv_cache"] = "exact"
     with started([str(base)], loading, words) as (site, ready):
         assert ready.loaded[0].moe.stats().budget_bytes < 64 << 20  # the rest is the adapters'
         _, listed = site.ask("/v1/models")

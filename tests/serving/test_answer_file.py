@@ -22,7 +22,7 @@ def numbers_of(path: Path) -> list[int]:
     return [ASKED[json.loads(line)["id"]] for line in path.read_text().splitlines()]
 
 
-def test_answers_come_in_any_order_and_end_in_that_of_the_requests(tmp_path: Path) -> None:
+def test_answers_come_in_any_order_and_end_in_that_of_the_requests(tmp_path):
     path = tmp_path / "out.jsonl"
     with AnswerFile(path, ASKED) as answers:
         for number in (2, 0, 3):
@@ -36,7 +36,7 @@ def test_answers_come_in_any_order_and_end_in_that_of_the_requests(tmp_path: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_repaired(tmp_path):
     path = tmp_path / "out.jsonl"
     whole = json.dumps(record(0)) + "\n"
     torn = json.dumps(record(1))
@@ -47,9 +47,7 @@ def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
         assert path.read_text() == whole
 
 
-def test_nothing_is_left_behind_the_last_whole_line_while_more_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_behind_the_last_whole_line_while_more_are_written(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     whole = json.dumps(record(0)) + "\n"
     path.write_text(whole + json.dumps(record(1, text="x" * 500))[:400])
@@ -71,7 +69,7 @@ def test_nothing_is_left_behind_the_last_whole_line_while_more_are_written(
         assert numbers_of(path) == [0, 3]
 
 
-def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path: Path) -> None:
+def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path):
     path = tmp_path / "out.jsonl"
     with AnswerFile(path, ASKED) as answers:
         answers.add(record(1, error={"message": "a read failed"}))
@@ -94,7 +92,7 @@ def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path: P
         json.dumps(record(0) | {"id": "batch_req_of_others"}) + "\n",
     ],
 )
-def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"line [12]: .* give another --output"):
@@ -102,7 +100,7 @@ def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path: Path, text
     assert path.read_text() == text
 
 
-def test_a_torn_line_that_others_follow_may_be_removed(tmp_path: Path) -> None:
+def test_a_torn_line_that_others_follow_may_be_removed(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text(
         json.dumps(record(0)) + '\n{"id": "batch_req_a"\n' + json.dumps(record(1)) + "\n"
@@ -111,9 +109,7 @@ def test_a_torn_line_that_others_follow_may_be_removed(tmp_path: Path) -> None:
         AnswerFile(path, ASKED)
 
 
-def test_a_write_that_fails_leaves_the_lines_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_lines_before_it(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     real = os.pwrite
 
@@ -132,13 +128,13 @@ def test_a_write_that_fails_leaves_the_lines_before_it(
     assert numbers_of(path) == [0]
 
 
-def test_two_processes_cannot_write_the_same_file(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_the_same_file(tmp_path):
     path = tmp_path / "out.jsonl"
     with AnswerFile(path, ASKED), pytest.raises(BlockingIOError, match="another process"):
         AnswerFile(path, ASKED)
 
 
-def test_a_run_without_answers_leaves_no_file_and_takes_none_away(tmp_path: Path) -> None:
+def test_a_run_without_answers_leaves_no_file_and_takes_none_away(tmp_path):
     path = tmp_path / "out.jsonl"
     with AnswerFile(path, ASKED):
         pass
@@ -149,7 +145,7 @@ def test_a_run_without_answers_leaves_no_file_and_takes_none_away(tmp_path: Path
     assert path.exists()
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
+def test_links_are_followed(tmp_path):
     real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(real)
     with AnswerFile(link, ASKED) as answers:

@@ -21,7 +21,7 @@ def batch(url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "method": "POST", "url": url, "body": body}
 
 
-def test_plain_lines_and_those_of_openai_ask_the_same() -> None:
+def test_plain_lines_and_those_of_openai_ask_the_same():
     fields: dict[str, Any] = {
         **{"max_tokens": 5, "temperature": 0, "top_k": -1, "top_p": 0.9, "min_p": None},
         **{"stop": "END", "stop_token_ids": [4], "logit_bias": {"17": -1}, "ignore_eos": True},
@@ -39,14 +39,14 @@ def test_plain_lines_and_those_of_openai_ask_the_same() -> None:
         )
 
 
-def test_what_a_line_does_not_say_is_as_the_command_says() -> None:
+def test_what_a_line_does_not_say_is_as_the_command_says():
     text, ids = read('"Hi"', {"prompt": [5, 6]})
     assert (text.prompt, ids.prompt) == ("Hi", [5, 6])
     assert text.sampling == ids.sampling == {}
     assert text.max_new_tokens == 7
 
 
-def test_conversations_have_texts_or_parts_that_are_texts() -> None:
+def test_conversations_have_texts_or_parts_that_are_texts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "c"}, {"role": "user", "content": parts}]
     (line,) = read(batch("/v1/chat/completions", messages=messages, max_completion_tokens=3))
@@ -105,7 +105,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (batch(prompt="a") | {"custom_id": "first"}, "'first' is that of line 1 too"),
     ],
 )
-def test_a_wrong_line_is_named_with_its_number(line: Any, complaint: str) -> None:
+def test_a_wrong_line_is_named_with_its_number(line, complaint):
     first = batch(prompt="a") | {"custom_id": "first"}
     with pytest.raises(ValueError, match=r"^in\.jsonl, line 2: ") as caught:
         read(first, line)
@@ -113,6 +113,6 @@ def test_a_wrong_line_is_named_with_its_number(line: Any, complaint: str) -> Non
     assert len(str(caught.value)) < 600
 
 
-def test_a_file_without_lines_is_refused() -> None:
+def test_a_file_without_lines_is_refused():
     with pytest.raises(ValueError, match=r"in\.jsonl: holds no prompts"):
         read("", " ")

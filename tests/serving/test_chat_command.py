@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,10 @@ from typing import Any
 import pytest
 from command_line import all_commands
 from http_server import TEMPLATE, ScriptedEngine
+from rich.console import Console
+from rich.markdown import Markdown
 
+from moe_runtime.cli import terminal
 from moe_runtime.cli.main import main
 from moe_runtime.cli.streams import TextOutput
 from moe_runtime.errors import MoERuntimeError
@@ -160,6 +164,13 @@ def test_the_advice_for_a_full_conversation_can_be_followed(
     assert ("larger --max-tokens" in str(refusal.value)) != is_whole
 
 
+def terminal_of(talking: Conversation) -> Any:
+    from moe_runtime.cli.commands.chat import _Opened, _Terminal
+
+    nothing: Any = None
+    return _Terminal(_Opened(nothing, nothing, talking), nothing, nothing)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -276,6 +287,7 @@ def test_options_arrive(
         },
         **{
             "cache_code": "none",
+            "kv_cache": "exact",
             "activations": "exact",
             "misses": "device",
             "prefetch": "observe",
@@ -337,57 +349,171 @@ def test_what_cannot_be_obeyed_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from moe_runtime.cli.commands.chat import _Terminal
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("old")
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
     with pytest.raises(ValueError, match=complaint.replace(".", r"\.").replace("?", r"\?")):
-        _Terminal(talking, None, "greedy").run()
+        terminal_of(talking).run()
     assert (tmp_path / "here.txt").read_text() == "old"
 
 
-@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_what_follows_a_conversation_in_a_terminal_begins_a_line(
-    end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from moe_runtime.cli.commands.chat import _lines
+class Typing:
+    """A terminal with a program in it, which is typed into."""
 
-    answers = iter(["Hi"])
+    def __init__(self, program: str, folder: Path) -> None:
+        self._child, terminal = pty.fork()
+        if not self._child:
+            environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(folder)}
+            os.execve(sys.executable, [sys.executable, "-P", "-c", program], environment)
+        self._screen = os.fdopen(terminal, "r+b", buffering=0)
+        self._shown = b""
 
-    def typed(prompt: str) -> str:
-        for line in answers:
-            return line
-        raise end
+    def until(self, text: bytes) -> None:
+        while text not in self._shown:
+            self._shown += self._screen.read(64)
+        self._shown = self._shown.partition(text)[2]
 
-    monkeypatch.setattr("builtins.input", typed)
-    lines = _lines(is_terminal=True)
-    assert next(lines) == "Hi"
-    with contextlib.suppress(StopIteration, KeyboardInterrupt):
-        next(lines)
-    assert capsys.readouterr().err == "\n"
+    def press(self, keys: bytes) -> None:
+        self._screen.write(keys)
+
+    def end(self) -> int:
+        with self._screen, contextlib.suppress(OSError):
+            while self._screen.read(64):
+                pass
+        return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
 
 
-def test_several_lines_that_are_pasted_are_one_message() -> None:
-    """As a terminal marks what is pasted into it, once the program has asked for marks."""
+def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path: Path) -> None:
     program = (
-        "from moe_runtime.cli.commands.chat import _lines\n"
-        "for line in _lines(is_terminal=True): print(repr(line), flush=True)"
+        "from moe_runtime.cli.terminal import typed_messages\n"
+        "for line in typed_messages(['/help'], lambda: 'ready'): print(ascii(line), flush=True)"
     )
-    child, terminal = pty.fork()
-    if not child:
-        environment = {**os.environ, "TERM": "xterm"}
-        os.execve(sys.executable, [sys.executable, "-P", "-c", program], environment)
-    with open(terminal, "r+b", buffering=0) as screen:
-        shown = b""
-        while not shown.endswith(b"> "):
-            shown += screen.read(64)
-        screen.write(b"\x1b[200~one\n/quit\x1b[201~\r")
-        # the end of input is understood only where the next prompt stands
-        while b"'one\\n/quit'" not in shown or not shown.endswith(b"> "):
-            shown += screen.read(64)
-        screen.write(b"\x04")
-        os.waitpid(child, 0)
+    first = Typing(program, tmp_path)
+    first.until(b"\x1b[6n")
+    first.press(b"\x1b[1;1R")  # where the cursor is, as terminals say it
+    first.until(b"ready")
+    # as a terminal marks what is pasted into it, once the program has asked for marks
+    first.press(b"\x1b[200~one\n/quit\x1b[201~\r")
+    first.until(b"'one\\n/quit'")
+    first.press(b"two\x1b\rlines\r")
+    first.until(b"'two\\nlines'")
+    first.press(b"not sent\x03/he\t")
+    first.until(b"/help")
+    first.press(b"\r")
+    first.until(b"'/help'")
+    first.press(b"\x04")
+    assert first.end() == 0
+    kept = tmp_path / "moe-runtime" / "chat_history"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    second = Typing(program, tmp_path)
+    second.until(b">")
+    second.press(b"\x12quit\r\r")  # Ctrl-R finds what another conversation was told
+    second.until(b"'one\\n/quit'")
+    second.press(b"\x03")
+    assert second.end() == 1  # a KeyboardInterrupt that nobody handles here
+
+
+def screen_of(written: str) -> list[str]:
+    """The lines of a terminal, of the sequences that drawing anew needs."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.|\n", written, re.S):
+        if part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part.endswith("A") and part[0] == "\x1b":
+            row -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] != "\x1b":
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+ANSWER = """# Title
+
+A line with *stress*
+and a <b>second</b> line, long enough to be wrapped by a narrow terminal.
+
+1. one
+2. two
+   - inner
+
+```python
+def f(x):
+    return x
+```
+
+| a | b |
+|---|--:|
+| 1 | 22 |
+
+> the end \x1b[31m[a](https://b.c)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_REDRAW_S", 0)
+    written, whole = io.StringIO(), io.StringIO()
+    output = terminal.MarkdownOutput(
+        Console(file=written, force_terminal=True, width=40, height=8), lambda: "the status"
+    )
+    for begin in range(0, len(ANSWER), size):
+        output.write(ANSWER[begin : begin + size])
+        assert [line for line in screen_of(written.getvalue()) if line][-1] == "the status"
+    output.end_line()
+    text = ANSWER.replace("\x1b", "").replace("stress*\n", "stress*\\\n").replace("<", "\\<")
+    Console(file=whole, width=40).print(Markdown(text, hyperlinks=False))
+    drawn, wanted = screen_of(written.getvalue()), whole.getvalue().splitlines()
+    assert [line for line in drawn if line] == [line.rstrip() for line in wanted if line.strip()]
+    assert "the status" not in drawn
+
+
+class TypedLines(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
+    model: Path,
+    say: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import moe_runtime
+
+    assert say(model, [FIRST, SECOND]) == 0
+    expected = capsys.readouterr().out
+    other = shutil.copytree(model, tmp_path / "other")
+    broken = shutil.copytree(model, tmp_path / "broken")
+    real, loaded, open_at_a_load = moe_runtime.load, [], []
+
+    def load(path: str, **options: Any) -> Any:
+        open_at_a_load.append(sum(not one.moe._closed for one in loaded))
+        if path == str(broken):
+            raise MoERuntimeError("no room for it")
+        loaded.append(real(path, **options))
+        return loaded[-1]
+
+    monkeypatch.setitem(vars(moe_runtime), "load", load)
+    lines = ["/model nowhere", FIRST, f"/model {other}", "/model", f"/model {broken}", SECOND]
+    monkeypatch.setattr(terminal, "typed_messages", lambda *_: iter(lines))
+    monkeypatch.setattr(sys, "stdin", TypedLines())
+    assert main(["chat", str(model), *OPTIONS]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected
+    assert "nowhere" in told.err
+    assert "no room for it" in told.err
+    assert "other" in told.err
+    # never two at a time: the first, the other, the broken one, the other again
+    assert open_at_a_load == [0, 0, 0, 0]
+    assert len(loaded) == 3
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
@@ -395,12 +521,10 @@ def test_bytes_that_are_no_text_are_refused(
     errors: str, talking: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever Python makes of them: the locale decides."""
-    from moe_runtime.cli.commands.chat import _Terminal
-
     raw = io.TextIOWrapper(io.BytesIO(b"/help\ncaf\xc3\xa9 \xff\n"), "utf-8", errors)
     monkeypatch.setattr(sys, "stdin", raw)
     with pytest.raises(ValueError, match="standard input is not UTF-8 text: "):
-        _Terminal(talking, None, "greedy").run()
+        terminal_of(talking).run()
     assert [message["role"] for message in talking.messages] == ["system"]
 
 
@@ -408,11 +532,9 @@ def test_bytes_that_are_no_text_are_refused(
 def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
     line: str, talking: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_runtime.cli.commands.chat import _Terminal
-
     talking.ask(FIRST, lambda piece: None, never)
     monkeypatch.setattr(sys, "stdin", io.StringIO(line.format(tmp_path / "its own name")))
-    _Terminal(talking, None, "greedy").run()
+    terminal_of(talking).run()
     assert [path.name for path in tmp_path.iterdir()] == ["its own name"]
 
 

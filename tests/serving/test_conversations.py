@@ -4,6 +4,7 @@ and say what a fresh run says."""
 import contextlib
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import moe_runtime
 from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.serving import passes, prefixes
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.prefixes import PrefixDisk
+from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import EngineOptions
 
 NEW = 6
@@ -50,14 +52,21 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def loaded(name: str, folder: Path) -> Iterator[Any]:
+def loaded(name: str, folder: Path, kv_cache: str = "exact") -> Iterator[Any]:
     (family,) = (family for family in moe_families.FAMILIES if str(family) == name)
+    if kv_cache == "int8":
+        family = dataclasses.replace(family, config={**family.config, "head_dim": 32})
     if name == "NemotronHForCausalLM":
         # transformers bounds steps from below by this in prompts, and not in answers
         family = dataclasses.replace(family, config={**family.config, "time_step_min": 1e-30})
     save(tiny_model(family), folder, sharded=False)
     model = moe_runtime.load(
-        folder, device="cpu", dtype="float32", host_memory="64MiB", max_tokens=1024
+        folder,
+        device="cpu",
+        dtype="float32",
+        host_memory="64MiB",
+        max_tokens=1024,
+        kv_cache=kv_cache,
     )
     with model.moe:
         yield model
@@ -136,7 +145,13 @@ def converse(model: Any, options: EngineOptions, num_turns: int, seed: int, disk
 )
 def test_turns_say_what_a_fresh_run_says(name: str, mode: str, tmp_path: Path) -> None:
     with loaded(name, tmp_path / "model") as model:
-        assert converse(model, OPTIONS[mode], 20, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS[mode], 14, 0, tmp_path / "disk") > 0.15
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
+def test_rounded_caches_are_copied_as_they_are(name: str, tmp_path: Path) -> None:
+    with loaded(name, tmp_path / "model", "int8") as model:
+        assert converse(model, OPTIONS["default"], 20, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
@@ -144,9 +159,9 @@ def test_caches_that_do_not_grow_in_place_are_copied_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: windows forget what is before them, and passes end where they are copied."""
-    monkeypatch.setattr(passes, "new_cache", lambda config, grows: DynamicCache(config=config))
+    monkeypatch.setattr(passes, "new_cache", lambda model, grows: DynamicCache(config=model.config))
     with loaded(name, tmp_path / "model") as model:
-        assert converse(model, OPTIONS["default"], 20, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS["default"], 14, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.long
@@ -278,3 +293,88 @@ def test_what_is_damaged_on_the_disk_is_computed_again(
             file.write_bytes(bytes(size))
     assert found[1] >= 48
     assert found == [0, found[1], 0, found[1]]
+
+
+class Passes:
+    """Counts the tokens that an engine computes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_tokens = 0
+        read, decode = ModelPasses.read, ModelPasses.decode
+
+        def reading(own: ModelPasses, chosen: Any) -> Any:
+            self.num_tokens += sum(num_new for _, num_new in chosen)
+            return read(own, chosen)
+
+        def decoding(own: ModelPasses, sequences: Any) -> Any:
+            self.num_tokens += len(sequences)
+            return decode(own, sequences)
+
+        monkeypatch.setattr(ModelPasses, "read", reading)
+        monkeypatch.setattr(ModelPasses, "decode", decoding)
+
+
+CROWD = [tuple(3 + (11 * row + 7 * place) % 83 for place in range(21 + row)) for row in range(4)]
+"""Prompts of which no two begin alike."""
+
+
+@pytest.mark.parametrize("damage", [None, "truncated", "absent"])
+@pytest.mark.parametrize("mode", ["default", "exact"])
+def test_what_loses_its_room_comes_back_as_it_was(
+    model: Any, mode: str, damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed twice, unless a file was damaged; then no other text comes of it."""
+    requests = [request_of(prompt, 30) for prompt in CROWD]
+    with Engine(model, dataclasses.replace(OPTIONS[mode], reuses_prefixes=False)) as engine:
+        expected = [answer.ids for answer in (ask(engine, r)[0].wait() for r in requests)]
+    counted = Passes(monkeypatch)
+    leave = Prefixes.leave
+
+    def left(prefixes: Prefixes, sequence: Any) -> None:
+        leave(prefixes, sequence)
+        newest = max(tmp_path.glob("?" * 64), key=lambda file: file.stat().st_mtime_ns)
+        if damage == "truncated":
+            newest.write_bytes(newest.read_bytes()[:-5])
+        elif damage == "absent":
+            newest.unlink()
+
+    monkeypatch.setattr(Prefixes, "leave", left)
+    disk = PrefixDisk(tmp_path, 1 << 24, b"tiny")
+    with Engine(model, OPTIONS[mode], max_tokens=128, prefix_disk=disk) as engine:
+        answers = ask_all(engine, requests)
+        drained(engine)
+        found = engine.statistics()
+        model.moe.check()
+    assert [answer.ids for answer in answers] == expected
+    assert found.preemptions
+    once = sum(len(prompt) + 30 - 1 for prompt in CROWD)
+    assert (counted.num_tokens == once) == (damage is None)
+    if damage is None:
+        assert found.prefix_disk_hit_tokens >= 21
+
+
+def test_others_go_on_while_a_beginning_is_read(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = PrefixDisk(tmp_path, 1 << 24, b"tiny")
+    with Engine(model, prefix_disk=disk) as engine:
+        expected = ask(engine, request_of(TEXT[:60], NEW))[0].wait().ids
+    may_read, read = threading.Event(), Prefixes.read
+
+    def held(*arguments: Any) -> Any:
+        assert may_read.wait(600)
+        return read(*arguments)
+
+    monkeypatch.setattr(Prefixes, "read", held)
+    with Engine(model, prefix_disk=disk) as engine:
+        late, _ = ask(engine, request_of(TEXT[:60], NEW))
+        dropped, handle = ask(engine, request_of(TEXT[:60], NEW))
+        other = ask(engine, request_of(CROWD[1], NEW))[0].wait()
+        assert other.ids == greedy(model, CROWD[1], NEW)
+        assert not late.ids
+        handle.cancel()
+        may_read.set()
+        assert late.wait().ids == expected
+        assert late.read.cached_tokens >= 32
+        assert dropped.wait().finished.reason == "cancelled"
+        drained(engine)

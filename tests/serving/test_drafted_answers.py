@@ -1,6 +1,5 @@
 """An engine verifies drafts of several sequences in one step, and answers as without drafts."""
 
-from pathlib import Path
 from typing import Any
 
 import moe_families
@@ -55,15 +54,16 @@ def pair() -> Any:
         yield plain, drafted
 
 
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"presence_penalty": 0.7}],
+    ("sampling", "exact"),
+    [
+        ({}, False),
+        ({"temperature": 0.9, "top_p": 0.9, "seed": 3}, True),
+        ({"temperature": 0.9, "seed": 3, "presence_penalty": 0.7}, False),
+    ],
     ids=["greedy", "sampled", "penalty"],
 )
-def test_answers_are_those_without_drafts(
-    pair: Any, exact: bool, sampling: dict[str, float]
-) -> None:
+def test_answers_are_those_without_drafts(pair, exact, sampling):
     plain, drafted = pair
     options = EngineOptions(exact=exact, reuses_prefixes=False)
     with Engine(plain, options) as engine:
@@ -86,7 +86,7 @@ def test_answers_are_those_without_drafts(
     drafted.moe.check()
 
 
-def test_an_answer_ends_within_a_draft_where_it_ends_without(pair: Any) -> None:
+def test_an_answer_ends_within_a_draft_where_it_ends_without(pair):
     plain, drafted = pair
     with Engine(plain) as engine:
         (whole,) = ask_all(engine, [request_of(PROMPTS[0], NEW)])
@@ -107,7 +107,7 @@ def test_an_answer_ends_within_a_draft_where_it_ends_without(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "DeepseekV3ForCausalLM"])
-def test_windows_and_latents_go_back_where_drafts_were_wrong(name: str, tmp_path: Path) -> None:
+def test_windows_and_latents_go_back_where_drafts_were_wrong(name, tmp_path):
     (family,) = [each for each in moe_families.FAMILIES if str(each) == name]
     folder = save(tiny_model(family), tmp_path, sharded=False)
     settings = {**SETTINGS, "dtype": "float32"}
@@ -124,7 +124,7 @@ def test_windows_and_latents_go_back_where_drafts_were_wrong(name: str, tmp_path
         drafted.moe.check()
 
 
-def test_sequences_that_lose_their_room_go_on(pair: Any) -> None:
+def test_sequences_that_lose_their_room_go_on(pair):
     plain, drafted = pair
     asked = [request_of(prompt, NEW) for prompt in PROMPTS]
     with Engine(plain) as engine:

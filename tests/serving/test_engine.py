@@ -1,7 +1,6 @@
 """Texts of the engine are the model's own, alone and beside others, however prompts are cut."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def requests_of(prompts: list[tuple[int, ...]], **options: Any) -> list[Any]:
     ],
     ids=["default", "exact", "short-steps", "exact-short-steps", "two-at-a-time"],
 )
-def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]], options: EngineOptions
-) -> None:
+def test_greedy_texts_of_mixed_lengths_are_those_of_generate(pocket, prompts, texts, options):
     with Engine(pocket, options) as engine:
         together = ask_all(engine, requests_of(prompts))
         alone = [ask(engine, request)[0].wait() for request in requests_of(prompts[:2])]
@@ -54,7 +51,7 @@ def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
     assert found.kv_tokens == found.prefix_tokens
 
 
-def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+def test_sequences_share_steps(pocket, prompts):
     steps = []
     for most in (32, 1):
         with Engine(pocket, EngineOptions(most_running=most)) as engine:
@@ -65,9 +62,7 @@ def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> N
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_prompt_is_read_in_the_passes_of_an_answer(
-    pocket: Any, prompts: list[tuple[int, ...]], exact: bool
-) -> None:
+def test_a_prompt_is_read_in_the_passes_of_an_answer(pocket, prompts, exact):
     options = EngineOptions(
         prompt_tokens=16, max_slowdown=math.inf, reuses_prefixes=False, exact=exact
     )
@@ -81,9 +76,7 @@ def test_a_prompt_is_read_in_the_passes_of_an_answer(
         assert engine.statistics().steps - before == NEW - 1 + 3 * exact
 
 
-def test_exact_text_has_the_same_bits_alone_and_beside_others(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_exact_text_has_the_same_bits_alone_and_beside_others(pocket, prompts):
     asked = requests_of(prompts, num_logprobs=3)
     found: list[list[Answer]] = []
     for most in (32, 1):
@@ -94,7 +87,7 @@ def test_exact_text_has_the_same_bits_alone_and_beside_others(
     assert [a.tokens for a in beside] == [a.tokens for a in alone]
 
 
-def test_log_probabilities_are_the_models(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+def test_log_probabilities_are_the_models(pocket, prompts):
     prompt = prompts[1]
     asked = request_of(prompt, 4, num_logprobs=2, num_prompt_logprobs=1)
     with Engine(pocket, EngineOptions(idle_prompt_tokens=10)) as engine:
@@ -121,9 +114,7 @@ def test_log_probabilities_are_the_models(pocket: Any, prompts: list[tuple[int, 
         assert [len(token.top_logprobs) for token in answer.tokens] == [2] * 4
 
 
-def test_logits_of_a_prompt_fit_into_what_is_set_aside_for_activations(
-    pocket: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_a_prompt_fit_into_what_is_set_aside_for_activations(pocket, monkeypatch):
     kept: list[int] = []
     call = ModelPasses._call
 
@@ -143,7 +134,7 @@ def test_logits_of_a_prompt_fit_into_what_is_set_aside_for_activations(
     assert max(kept) * (activations + 4 * config.vocab_size) <= 512 * activations
 
 
-def test_prompt_can_be_read_without_an_answer(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+def test_prompt_can_be_read_without_an_answer(pocket, prompts):
     with Engine(pocket) as engine:
         answer = ask(engine, request_of(prompts[0], 0, num_prompt_logprobs=0))[0].wait()
     assert answer.ids == []
@@ -151,9 +142,7 @@ def test_prompt_can_be_read_without_an_answer(pocket: Any, prompts: list[tuple[i
     assert answer.read.logprobs is not None
 
 
-def test_answer_stops_at_a_stop_token_behind_the_least_length(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_answer_stops_at_a_stop_token_behind_the_least_length(pocket, prompts, texts):
     text = texts[1]
     stop = frozenset([text[3]])
     first = text.index(text[3])
@@ -173,9 +162,7 @@ def test_answer_stops_at_a_stop_token_behind_the_least_length(
     assert longer.ids[first] != text[first]
 
 
-def test_requests_go_by_priority_then_by_arrival(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_requests_go_by_priority_then_by_arrival(pocket, prompts):
     order: list[int] = []
     with Engine(pocket, EngineOptions(most_running=1)) as engine:
         busy, _ = hold(engine, request_of(prompts[0], 1))
@@ -203,7 +190,7 @@ class Ends(Listener):
         self.ended.extend(step.ended)
 
 
-def test_trace_of_an_engine_has_the_tokens_of_each_request_together(tmp_path: Path) -> None:
+def test_trace_of_an_engine_has_the_tokens_of_each_request_together(tmp_path):
     path, heard = tmp_path / "served.npz", Ends()
     model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=256, trace=path)
     prompts = [(5, 70, 11, 13), (9,), tuple(range(20, 31))]

@@ -1,7 +1,6 @@
 """Models whose sequences go together, and those whose sequences must go one after another."""
 
 import dataclasses
-from pathlib import Path
 
 import moe_families
 import pytest
@@ -34,9 +33,7 @@ ALONE = ("DeepseekV32ForCausalLM",)
     [f for f in moe_families.FAMILIES if str(f) in (*TOGETHER, *DECODE_TOGETHER, *ALONE)],
     ids=str,
 )
-def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
-    family: moe_families.Family, tmp_path: Path
-) -> None:
+def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(family, tmp_path):
     folder = save(tiny_model(family), tmp_path, sharded=False)
     model = moe_runtime.load(
         folder, device="cpu", dtype="float32", host_memory="64MiB", max_tokens=256
@@ -78,7 +75,7 @@ def _steps(family: str) -> int:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_latents_are_found_again_and_computed_again(tmp_path: Path, exact: bool) -> None:
+def test_latents_are_found_again_and_computed_again(tmp_path, exact):
     """Of widths that are whole vectors: torch rounds SiLU and sigmoid of a rest in another way."""
     (family,) = [f for f in moe_families.FAMILIES if str(f) == "DeepseekV3ForCausalLM"]
     sizes = {**family.config, "moe_intermediate_size": 32, "n_routed_experts": 32}

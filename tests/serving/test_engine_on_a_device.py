@@ -1,7 +1,5 @@
 """Requests to a model on a GPU share passes, as on a CPU, and its own calls are as before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,16 +54,14 @@ def check(model: Any) -> None:
 
 @emulated
 @pytest.mark.parametrize("slots", [2, 6])
-def test_sequences_share_steps(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, slots: int
-) -> None:
+def test_sequences_share_steps(checkpoint, monkeypatch, slots):
     monkeypatch.setattr(passes, "_keeps_attention", lambda model: True)
     with on_emulated_device(checkpoint, slots) as model:
         check(model)
 
 
 @pytest.mark.gpu
-def test_sequences_share_steps_on_a_gpu(checkpoint: Path) -> None:
+def test_sequences_share_steps_on_a_gpu(checkpoint):
     model: Any = moe_runtime.load(checkpoint, device="cuda", dtype="float32", max_tokens=512)
     with model.moe, torch.inference_mode():
         check(model)

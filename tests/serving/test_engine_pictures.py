@@ -1,7 +1,5 @@
 """Pictures in the engine: many sequences at once, cut prompts, lost caches, kept prefixes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +19,18 @@ NUM_NEW = 48
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
 FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
 EVERY_WAY = {FAMILIES[0], "Gemma4ForConditionalGeneration"}
+STATES = "Qwen3_5MoeForConditionalGeneration"
+"""Pictures of every family are in `http/test_pictures.py`; here are the kinds of caches."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def some(*names: str) -> Any:
+    marked = (
+        pytest.param(each, marks=[pytest.mark.long] * (each not in names)) for each in FAMILIES
+    )
+    return pytest.mark.parametrize("seeing", marked, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("engine"))
     loaded: Any = moe_runtime.load(
@@ -70,16 +77,13 @@ def check(seeing: Any, options: EngineOptions, *, is_tight: bool = False) -> Non
         assert bool(engine.statistics().preemptions) == is_tight
 
 
-def test_a_text_is_that_of_the_sequence_alone(seeing: Any) -> None:
+@some(*EVERY_WAY, STATES)
+def test_a_text_is_that_of_the_sequence_alone(seeing):
     check(seeing, EngineOptions(prompt_tokens=16, idle_prompt_tokens=16))
 
 
 @pytest.mark.parametrize("is_tight", [True, False], ids=["little room", "exact"])
-@pytest.mark.parametrize(
-    "seeing",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERY_WAY)) for name in FAMILIES],
-    indirect=True,
-)
-def test_little_room_and_exact_steps_change_no_text(seeing: Any, is_tight: bool) -> None:
+@some(*EVERY_WAY)
+def test_little_room_and_exact_steps_change_no_text(seeing, is_tight):
     options = EngineOptions(prompt_tokens=16, reuses_prefixes=not is_tight, exact=not is_tight)
     check(seeing, options, is_tight=is_tight)

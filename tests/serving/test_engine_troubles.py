@@ -37,9 +37,7 @@ def texts(pocket: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_sequences_that_do_not_fit_together_are_computed_again_later(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]], exact: bool
-) -> None:
+def test_sequences_that_do_not_fit_together_are_computed_again_later(pocket, prompts, texts, exact):
     options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
     asked = [request_of(prompt, NEW, num_logprobs=0) for prompt in prompts]
     with Engine(pocket, options, max_tokens=128) as engine:
@@ -57,7 +55,7 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]
 
 
-def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+def test_shared_beginnings_are_computed_once(pocket, prompts):
     first = prompts[4]
     with Engine(pocket) as engine:
         answer = ask(engine, request_of(first, NEW))[0].wait()
@@ -74,12 +72,7 @@ def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[in
     assert found.prefix_hit_tokens == second.read.cached_tokens + other.read.cached_tokens
 
 
-def test_a_prefix_that_cannot_be_kept_fails_nobody(
-    pocket: Any,
-    prompts: list[tuple[int, ...]],
-    texts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prefix_that_cannot_be_kept_fails_nobody(pocket, prompts, texts, monkeypatch):
     def copy(self: BlockCopies, cache: Any, index: int) -> Any:
         raise MemoryError("no memory for a block")
 
@@ -95,9 +88,7 @@ def test_a_prefix_that_cannot_be_kept_fails_nobody(
         drained(engine)
 
 
-def test_exact_engine_reuses_whole_pieces_of_prompts_alone(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_exact_engine_reuses_whole_pieces_of_prompts_alone(pocket, prompts):
     first = prompts[4]
     told = []
     for reuses in (True, False):
@@ -111,9 +102,7 @@ def test_exact_engine_reuses_whole_pieces_of_prompts_alone(
     assert told[0] == told[1]
 
 
-def test_cancelled_request_makes_place_for_others(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_cancelled_request_makes_place_for_others(pocket, prompts, texts):
     with Engine(pocket, EngineOptions(most_running=1)) as engine:
         running, handle = hold(engine, request_of(prompts[0], NEW))
         waiting, waiting_handle = ask(engine, request_of(prompts[1], NEW))
@@ -130,9 +119,7 @@ def test_cancelled_request_makes_place_for_others(
         assert engine.statistics().finished == {"cancelled": 2, "length": 1}
 
 
-def test_whoever_cannot_hear_holds_nobody_up(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_whoever_cannot_hear_holds_nobody_up(pocket, prompts, texts):
     def deaf(event: Any) -> None:
         if isinstance(event, NewToken):
             raise ConnectionError("the client is gone")
@@ -145,7 +132,7 @@ def test_whoever_cannot_hear_holds_nobody_up(
     assert answer.ids == texts[1]
 
 
-def test_queue_has_an_end(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+def test_queue_has_an_end(pocket, prompts):
     with Engine(pocket, EngineOptions(most_running=1, most_waiting=2)) as engine:
         held, _ = hold(engine, request_of(prompts[0], NEW))
         answers = [held, *(ask(engine, request_of(prompts[0], NEW))[0] for _ in range(2))]
@@ -159,9 +146,7 @@ def test_queue_has_an_end(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
     assert [len(answer.ids) for answer in answers] == [NEW] * 3
 
 
-def test_closing_engine_cancels_what_has_not_ended(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_closing_engine_cancels_what_has_not_ended(pocket, prompts):
     engine = Engine(pocket, EngineOptions(most_running=1))
     held, _ = hold(engine, request_of(prompts[0], NEW))
     waiting, _ = ask(engine, request_of(prompts[1], NEW))
@@ -174,9 +159,7 @@ def test_closing_engine_cancels_what_has_not_ended(
     assert held.finished == waiting.finished == Finished("cancelled", "the engine was closed")
 
 
-def test_draining_engine_takes_no_more_and_ends_what_it_has(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_draining_engine_takes_no_more_and_ends_what_it_has(pocket, prompts, texts):
     with Engine(pocket) as engine:
         answer, _ = ask(engine, request_of(prompts[1], NEW))
         assert engine.drain(60.0)
@@ -185,9 +168,7 @@ def test_draining_engine_takes_no_more_and_ends_what_it_has(
             ask(engine, request_of(prompts[0], 1))
 
 
-def test_a_prompt_without_an_answer_may_have_all_positions(
-    pocket: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_without_an_answer_may_have_all_positions(pocket, monkeypatch):
     positions = 100
     monkeypatch.setattr(pocket.config, "max_position_embeddings", positions)
     with Engine(pocket) as engine:
@@ -202,7 +183,7 @@ def test_a_prompt_without_an_answer_may_have_all_positions(
         ask(engine, request_of((3,) * 64, 0))
 
 
-def test_what_cannot_be_answered_is_refused_at_once(pocket: Any) -> None:
+def test_what_cannot_be_answered_is_refused_at_once(pocket):
     with Engine(pocket, max_tokens=64) as engine:
         with pytest.raises(
             RequestTooLongError, match=r"60 tokens and .* 5 more, .* may have 64"
@@ -220,9 +201,7 @@ def test_what_cannot_be_answered_is_refused_at_once(pocket: Any) -> None:
         EngineOptions(prompt_tokens=0)
 
 
-def test_constraint_that_fails_fails_its_own_request(
-    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_constraint_that_fails_fails_its_own_request(pocket, prompts, texts):
     class Nothing:
         is_exhausted = False
 
@@ -241,9 +220,7 @@ def test_constraint_that_fails_fails_its_own_request(
     assert other.ids == texts[1]
 
 
-def test_failed_read_fails_the_requests_that_need_it_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_read_fails_the_requests_that_need_it_and_no_other(monkeypatch):
     lost = ExpertKey(2, 5)
     real = ExpertSource.fetch
 
@@ -278,7 +255,7 @@ def test_failed_read_fails_the_requests_that_need_it_and_no_other(
         assert whole.finished.reason == "length"
 
 
-def test_model_that_reads_a_text_to_write_another_is_refused() -> None:
+def test_model_that_reads_a_text_to_write_another_is_refused():
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
     config = SwitchTransformersConfig(
@@ -313,9 +290,7 @@ class AnswerWithHandle(Answer):
     handle: EngineHandle
 
 
-def test_an_answered_request_is_let_go_of(
-    pocket: Any, prompts: list[tuple[int, ...]], caches: list[weakref.ref[Any]]
-) -> None:
+def test_an_answered_request_is_let_go_of(pocket, prompts, caches):
     with Engine(pocket) as engine:
         for prompt in prompts:
             answer = AnswerWithHandle()
@@ -329,9 +304,7 @@ def test_an_answered_request_is_let_go_of(
         assert not any(cache() for cache in caches)
 
 
-def test_a_failed_pass_keeps_no_cache(
-    monkeypatch: pytest.MonkeyPatch, caches: list[weakref.ref[Any]]
-) -> None:
+def test_a_failed_pass_keeps_no_cache(monkeypatch, caches):
     real = ExpertSource.fetch
 
     def fetch(self: ExpertSource, key: ExpertKey, *others: Any) -> None:

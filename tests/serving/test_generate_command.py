@@ -56,8 +56,8 @@ def _handlers() -> Any:
 
 
 def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """SIGTERM behind the first answer, then a torn line; the same command goes on.
 
     Lines in OpenAI's format answer in its form, and end before their stop string.
@@ -109,9 +109,7 @@ def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
     assert output.read_bytes() == whole
 
 
-def test_as_many_run_at_a_time_as_memory_has_room_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_run_at_a_time_as_memory_has_room_for(tmp_path, monkeypatch):
     running: list[int] = []
     real = Scheduler.make_room
 
@@ -127,9 +125,7 @@ def test_as_many_run_at_a_time_as_memory_has_room_for(
     assert max(running) > EngineOptions().most_running
 
 
-def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(tmp_path, capsys):
     prompts = write_prompts(tmp_path, [TEXTS[0], {"prompt": TEXTS[0], "ignore_eos": True}])
     assert generate(prompts, tmp_path / "whole.jsonl") == 0
     whole = records(tmp_path / "whole.jsonl")[0]["text"]
@@ -148,9 +144,7 @@ def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(
     assert "expected stop_strings to be texts" in capsys.readouterr().err
 
 
-def test_the_text_of_an_end_token_is_no_part_of_an_answer(
-    tmp_path: Path, tokenizer: Any, pocket: Any
-) -> None:
+def test_the_text_of_an_end_token_is_no_part_of_an_answer(tmp_path, tokenizer, pocket):
     """A token that is not special, as a full stop may be; the server's answers are the same."""
     ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
     tokens = pocket.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -176,9 +170,7 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(moe_runtime), "load", load)
 
 
-def test_lines_are_judged_before_a_model_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_judged_before_a_model_is_fetched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batch_run, "open_checkpoint", lambda *_, **__: 1 / 0)
     too_long = write_prompts(tmp_path, [{"prompt": [4096]}])
     assert generate(too_long, tmp_path / "out.jsonl") == 2
@@ -211,12 +203,8 @@ def test_lines_are_judged_before_a_model_is_fetched(
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_the_model_is_loaded(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: Any,
-    words: tuple[str, ...],
-    complaint: str,
-) -> None:
+    tmp_path, capsys, line, words, complaint
+):
     output = tmp_path / "out.jsonl"
     assert generate(write_prompts(tmp_path, ["a", line]), output, *words) == 2
     error = capsys.readouterr().err
@@ -225,9 +213,7 @@ def test_what_cannot_be_answered_is_refused_before_the_model_is_loaded(
     assert not output.exists()
 
 
-def test_answers_computed_in_another_way_are_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_computed_in_another_way_are_not_gone_on_with(tmp_path, monkeypatch):
     prompts = write_prompts(tmp_path, ["a"])
     asked: list[frozenset[str]] = []
 
@@ -243,9 +229,7 @@ def test_answers_computed_in_another_way_are_not_gone_on_with(
     assert len({*asked}) == 2
 
 
-def test_the_table_has_the_reasons_if_asked_and_failures_their_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_the_reasons_if_asked_and_failures_their_code(tmp_path, monkeypatch, capsys):
     def choose(self: Any, logits: Any, answer_ids: Any) -> Any:
         raise OSError(5, "Input/output error")
 
@@ -261,9 +245,7 @@ def test_the_table_has_the_reasons_if_asked_and_failures_their_code(
     assert "Input/output error" in record["error"]["message"]
 
 
-def test_an_end_before_the_first_answer_promises_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_before_the_first_answer_promises_no_file(tmp_path, monkeypatch, capsys):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

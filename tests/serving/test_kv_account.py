@@ -16,7 +16,7 @@ def keep(account: KVAccount[tuple[int, ...]], tokens: list[int]) -> int:
     return account.keep(tokens, lambda i: tuple(tokens[: (i + 1) * size]))
 
 
-def test_ten_thousand_random_operations_add_up() -> None:
+def test_ten_thousand_random_operations_add_up():
     """What is found of a prefix is what was kept for just these tokens, whatever happened since."""
     draw = random.Random(0)
     account, rooms = account_of(200), dict[int, int]()
@@ -52,7 +52,7 @@ def test_ten_thousand_random_operations_add_up() -> None:
     assert found_blocks > 100
 
 
-def test_sequences_take_room_from_the_prefixes_used_longest_ago() -> None:
+def test_sequences_take_room_from_the_prefixes_used_longest_ago():
     account = account_of(32)
     for first in range(4):
         keep(account, [first] * 8)
@@ -63,7 +63,7 @@ def test_sequences_take_room_from_the_prefixes_used_longest_ago() -> None:
     account.check()
 
 
-def test_prefix_has_no_room_that_sequences_need() -> None:
+def test_prefix_has_no_room_that_sequences_need():
     account = account_of(36)
     assert account.reserve("a", 32)
     assert keep(account, [1] * 12) == 1
@@ -72,7 +72,7 @@ def test_prefix_has_no_room_that_sequences_need() -> None:
     assert keep(account, [1] * 12) == 3
 
 
-def test_growing_sequence_has_slack_only_while_there_is_room() -> None:
+def test_growing_sequence_has_slack_only_while_there_is_room():
     account = account_of(1024, block=0)
     assert account.reserve("a", 512)
     assert account.room_of("a") == 512
@@ -85,7 +85,7 @@ def test_growing_sequence_has_slack_only_while_there_is_room() -> None:
     account.check()
 
 
-def test_sequence_has_the_least_room_or_all_that_there_is() -> None:
+def test_sequence_has_the_least_room_or_all_that_there_is():
     account = KVAccount[None](100, block_tokens=0, least_tokens=40)
     assert account.reserve("one", 1)
     assert account.reserve("two", 2)
@@ -98,14 +98,14 @@ def test_sequence_has_the_least_room_or_all_that_there_is() -> None:
     small.check()
 
 
-def test_without_blocks_nothing_is_kept() -> None:
+def test_without_blocks_nothing_is_kept():
     account = account_of(64, block=0)
     assert account.keep([1] * 40, lambda _: ()) == 0
     assert account.find([1] * 40) == []
     account.check()
 
 
-def test_what_finds_a_prefix_again_is_small_beside_what_a_server_sets_aside_for_it() -> None:
+def test_what_finds_a_prefix_again_is_small_beside_what_a_server_sets_aside_for_it():
     """A block has a tensor besides, of some 200 bytes in Python and as many in torch."""
     tokens, block = list(range(2**15)), 16
     tracemalloc.start()
@@ -121,7 +121,7 @@ def test_what_finds_a_prefix_again_is_small_beside_what_a_server_sets_aside_for_
     account.check()
 
 
-def test_prefixes_of_other_roots_are_others() -> None:
+def test_prefixes_of_other_roots_are_others():
     account = account_of(64)
     keep(account, [1] * 8)
     assert account.keep([1] * 8, lambda _: (), "3 key") == 2

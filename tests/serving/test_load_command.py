@@ -15,7 +15,6 @@ from urllib.request import urlopen
 
 import pytest
 from command_line import all_commands
-from http_server import Served
 
 from moe_runtime.benchmarks.cases import load as generator
 from moe_runtime.benchmarks.cases.load import (
@@ -74,7 +73,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_arrive(files, monkeypatch):
     given: list[LoadSettings] = []
 
     def measure(settings: LoadSettings, **_: Any) -> Any:
@@ -116,18 +115,14 @@ def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--url", NOBODY, "--model", "m"], "a first request failed: no connection: "),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
-    files: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_what_cannot_be_measured_is_one_line(files, capsys, words, said):
     assert main(["bench", "serve", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
 
 
-def test_a_real_server_is_measured(
-    site: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_server_is_measured(site, tmp_path, capsys):
     words = ["bench", "serve", "--url", site.address, "--requests", "4", "--concurrency", "1,4"]
     words += ["--prompt-tokens", "9:12", "--output-tokens", "3", "--goodput", "e2e=600s", "--json"]
     assert main([*words, "--output", str(tmp_path / "found.json")]) == 0
@@ -156,9 +151,7 @@ def test_a_real_server_is_measured(
     assert main(["bench", "compare", file, file]) == 0
 
 
-def test_a_server_is_started_measured_and_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_started_measured_and_ended(tmp_path, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -190,9 +183,7 @@ def test_a_server_is_started_measured_and_ended(
         urlopen(url)
 
 
-def test_ctrl_c_shows_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_shows_what_was_measured(tmp_path, monkeypatch, capsys):
     def measure(settings: LoadSettings, *, is_stopping: Any, **_: Any) -> Any:
         assert not is_stopping()
         os.kill(os.getpid(), signal.SIGINT)
@@ -219,9 +210,7 @@ def test_ctrl_c_shows_what_was_measured(
     assert "instead" in err
 
 
-def test_no_answer_at_all_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_answer_at_all_is_a_failure(tmp_path, monkeypatch, capsys):
     def measure(settings: LoadSettings, **_: Any) -> Any:
         return "it", [
             MeasuredLevel(
@@ -240,9 +229,7 @@ def test_no_answer_at_all_is_a_failure(
     assert "1 failed: cut off" in err
 
 
-def test_what_was_measured_is_shown_where_its_file_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_is_shown_where_its_file_cannot_be_written(tmp_path, monkeypatch, capsys):
     answers = [
         TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2),
         TimedAnswer(0.0, error="HTTP 500", message="\x1b[2Jgone"),

@@ -34,9 +34,7 @@ def answer(
     return found, statistics
 
 
-def test_texts_are_those_of_generate_and_steps_are_shared(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_texts_are_those_of_generate_and_steps_are_shared(pocket, prompts):
     requests = {n: request_of(prompt, NEW + n) for n, prompt in enumerate(prompts)}
     found, statistics = answer(pocket, requests)
     for number, prompt in enumerate(prompts):
@@ -46,7 +44,7 @@ def test_texts_are_those_of_generate_and_steps_are_shared(
     assert statistics.steps <= NEW + len(prompts) + 3 < len(prompts) * NEW
 
 
-def test_nobody_loses_room_to_another_where_memory_is_short(pocket: Any) -> None:
+def test_nobody_loses_room_to_another_where_memory_is_short(pocket):
     """Four requests of 130 tokens where 512 fit: the last one begins later, and none twice."""
     requests = {n: request_of(tuple(range(n + 2, n + 92)), 40) for n in range(4)}
     found, statistics = answer(pocket, requests, reuses_prefixes=False)
@@ -54,7 +52,7 @@ def test_nobody_loses_room_to_another_where_memory_is_short(pocket: Any) -> None
     assert statistics.preemptions == 0
 
 
-def test_a_shared_beginning_is_computed_once(pocket: Any) -> None:
+def test_a_shared_beginning_is_computed_once(pocket):
     shared = tuple(range(100, 100 + LEAST_SHARED))
     requests = {n: request_of((*shared, 300 + n), 3) for n in range(4)}
     found, statistics = answer(pocket, requests)
@@ -63,7 +61,7 @@ def test_a_shared_beginning_is_computed_once(pocket: Any) -> None:
     assert statistics.prefix_hit_tokens == 3 * LEAST_SHARED
 
 
-def test_most_work_goes_first_and_prompts_that_begin_alike_go_together() -> None:
+def test_most_work_goes_first_and_prompts_that_begin_alike_go_together():
     shared = tuple(range(LEAST_SHARED))
     requests = {
         0: request_of((1,), 5),
@@ -75,9 +73,7 @@ def test_most_work_goes_first_and_prompts_that_begin_alike_go_together() -> None
     assert order_of_work(requests) == [2, 3, 1, 0, 4]
 
 
-def test_an_answer_that_the_caller_finds_over_ends_there(
-    pocket: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_an_answer_that_the_caller_finds_over_ends_there(pocket, prompts):
     requests = {n: request_of(prompt, NEW) for n, prompt in enumerate(prompts[:2])}
     found: dict[int, Answer] = {}
     fourth = greedy(pocket, prompts[1], 4)
@@ -105,9 +101,7 @@ def has_ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_answers_that_were_done_before_an_interrupt_are_told(
-    pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
-) -> None:
+def test_answers_that_were_done_before_an_interrupt_are_told(pocket, prompts, has_ended):
     found: dict[int, Answer] = {}
 
     def interrupt(number: int, token: NewToken) -> bool:
@@ -124,9 +118,7 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
     assert found.keys() == {1}
 
 
-def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
-    pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
-) -> None:
+def test_an_answer_that_an_interrupt_left_by_half_is_not_told(pocket, prompts, has_ended):
     found: dict[int, Answer] = {}
     seen: list[NewToken] = []
 
@@ -148,9 +140,7 @@ def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
     assert not found
 
 
-def test_a_request_that_fails_fails_alone(
-    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_fails_fails_alone(pocket, prompts, monkeypatch):
     real = Sampler.choose
 
     def choose(self: Any, logits: Any, answer_ids: Any) -> Any:

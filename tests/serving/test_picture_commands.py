@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,19 @@ def test_all_commands_give_a_picture_the_same_text(
     found = {json.dumps(each["messages"][0]["content"]): each["text"] for each in answers}
     assert len(answers) == len({each["id"] for each in answers}) == len(asked)
     assert [text == seen for text in found.values()].count(True) == len(asked) - 1
+
+
+def test_another_model_sees_the_pictures_of_a_conversation(
+    model: str, picture: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    other = shutil.copytree(model, tmp_path / "other")
+    for change in ("", f"/model {other}\n"):
+        lines = f"/image {picture}\n{QUESTION}\n/image {picture}\n{change}And now?\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert main(["chat", model, *OPTIONS, "--temperature", "0"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
 
 
 def write_prompts(tmp_path: Path, num_pictures: int) -> list[str]:

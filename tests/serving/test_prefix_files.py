@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def texts_of(chance: random.Random, count: int) -> list[list[int]]:
     return texts
 
 
-def test_kept_blocks_come_back_to_other_processes_and_to_nobody_else(tmp_path: Path) -> None:
+def test_kept_blocks_come_back_to_other_processes_and_to_nobody_else(tmp_path):
     chance = random.Random(0)
     texts = texts_of(chance, 60)
     writers = [files_in(tmp_path), files_in(tmp_path, b"other")]
@@ -79,8 +78,8 @@ def test_kept_blocks_come_back_to_other_processes_and_to_nobody_else(tmp_path: P
 
 
 def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Times are a counter: filesystems' own are too coarse for files that follow one another."""
     now = 0
 
@@ -120,9 +119,7 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
         lambda data: bytes(len(data)),
     ],
 )
-def test_damaged_blocks_are_unknown_and_written_again(
-    tmp_path: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_blocks_are_unknown_and_written_again(tmp_path, damage):
     tokens = list(range(3 * BLOCK))
     files = files_in(tmp_path)
     keep(files, tokens)
@@ -135,7 +132,7 @@ def test_damaged_blocks_are_unknown_and_written_again(
     assert found(files, tokens) == 3
 
 
-def test_files_of_a_larger_size_give_way_at_the_start(tmp_path: Path) -> None:
+def test_files_of_a_larger_size_give_way_at_the_start(tmp_path):
     """By the count, and where it was lost."""
     for loses_count in (False, True):
         writer = files_in(tmp_path)
@@ -150,14 +147,14 @@ def test_files_of_a_larger_size_give_way_at_the_start(tmp_path: Path) -> None:
         assert found(files_in(tmp_path), list(range(190, 190 + BLOCK))) == 1
 
 
-def test_a_size_that_cannot_be_kept_at_the_start_is_said(tmp_path: Path) -> None:
+def test_a_size_that_cannot_be_kept_at_the_start_is_said(tmp_path):
     os.mkfifo(tmp_path / "bytes")
     with pytest.warns(MoERuntimeWarning, match="bytes: expected a regular file"):
         files = files_in(tmp_path)
     assert files.num_failures == 1
 
 
-def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path: Path) -> None:
+def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path):
     files = files_in(tmp_path, num_files=2)
     left = tmp_path / f"{'0' * 64}.12345678.partial"
     left.write_bytes(bytes(FILE))
@@ -170,9 +167,7 @@ def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path: 
     assert other.exists()
 
 
-def test_full_disk_is_said_once_and_nothing_half_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_said_once_and_nothing_half_stays(tmp_path, monkeypatch):
     def full(descriptor: int, data: memoryview) -> None:
         os.write(descriptor, data[:7])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -191,7 +186,7 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
     assert found(files, tokens) == 2
 
 
-def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
+def test_a_block_under_another_name_is_unknown(tmp_path):
     files = files_in(tmp_path)
     texts = [[first] * BLOCK for first in range(2)]
     for text in texts:
@@ -203,9 +198,7 @@ def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
     assert [found(files, text) for text in texts] == [0, 0]
 
 
-def test_what_cannot_be_read_or_removed_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_or_removed_is_unknown(tmp_path, monkeypatch):
     """A pipe is not waited for; a damaged file of a read-only disk stays and disturbs nobody."""
     files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
     first, second = files._files(tokens, "")
@@ -225,7 +218,7 @@ def test_what_cannot_be_read_or_removed_is_unknown(
     assert second.exists()
 
 
-def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path):
     files, tokens, count = files_in(tmp_path), list(range(BLOCK)), tmp_path / "bytes"
     count.unlink()
     os.mkfifo(count)
@@ -240,7 +233,7 @@ def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path
     assert found(files, tokens) == 1
 
 
-def test_a_folder_in_place_of_a_block_disturbs_nothing(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_block_disturbs_nothing(tmp_path):
     files = files_in(tmp_path, num_files=2)
     (tmp_path / ("0" * 64)).mkdir()
     for first in (0, 10, 20, 30):
@@ -249,7 +242,7 @@ def test_a_folder_in_place_of_a_block_disturbs_nothing(tmp_path: Path) -> None:
     assert files.num_failures == 0
 
 
-def test_an_emptied_cache_is_filled_again(tmp_path: Path) -> None:
+def test_an_emptied_cache_is_filled_again(tmp_path):
     folder = tmp_path / "prefixes"
     files, tokens = files_in(folder), list(range(2 * BLOCK))
     keep(files, tokens)
@@ -260,15 +253,13 @@ def test_an_emptied_cache_is_filled_again(tmp_path: Path) -> None:
     assert files.num_failures == 0
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ValueError, match=r"--prefix-disk: .*taken"):
         files_in(tmp_path / "taken")
 
 
-def test_a_folder_that_cannot_be_looked_into_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path, monkeypatch):
     def fail(path: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -280,19 +271,19 @@ def test_a_folder_that_cannot_be_looked_into_is_said(
     assert files.num_failures == 1
 
 
-def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+def test_only_its_user_may_read_it(tmp_path):
     folder = tmp_path / "cache" / "prefixes"
     keep(files_in(folder), list(range(BLOCK)))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
 
 
-def test_room_for_no_block_is_refused(tmp_path: Path) -> None:
+def test_room_for_no_block_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--prefix-disk must be at least 4 KiB, which 4 tokens"):
         PrefixFiles(PrefixDisk(tmp_path, FILE - 1, b""), block_tokens=BLOCK, block_bytes=BYTES)
 
 
-def test_identity_is_of_the_files_and_the_settings(tmp_path: Path) -> None:
+def test_identity_is_of_the_files_and_the_settings(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1234")
     assert identity_of(tmp_path) == identity_of(weights)
@@ -314,9 +305,7 @@ def test_identity_is_of_the_files_and_the_settings(tmp_path: Path) -> None:
     [EngineOptions(), EngineOptions(exact=True, prompt_tokens=16)],
     ids=["default", "exact"],
 )
-def test_another_engine_goes_on_from_the_disk(
-    pocket: Any, prompts: list[tuple[int, ...]], tmp_path: Path, options: EngineOptions
-) -> None:
+def test_another_engine_goes_on_from_the_disk(pocket, prompts, tmp_path, options):
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
     told: list[list[Answer]] = []
     for some in (None, disk, disk):
@@ -341,9 +330,7 @@ def test_another_engine_goes_on_from_the_disk(
     assert statistics.prefix_disk_failures == 0
 
 
-def test_what_memory_had_no_room_for_is_on_the_disk(
-    pocket: Any, prompts: list[tuple[int, ...]], tmp_path: Path
-) -> None:
+def test_what_memory_had_no_room_for_is_on_the_disk(pocket, prompts, tmp_path):
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
     other = tuple(reversed(prompts[4]))
     with Engine(pocket, max_tokens=64, prefix_disk=disk) as engine:
@@ -357,7 +344,7 @@ def test_what_memory_had_no_room_for_is_on_the_disk(
     assert found.prefix_disk_hit_tokens > 0
 
 
-def test_a_model_that_keeps_no_prefixes_has_none_for_a_disk(pocket: Any, tmp_path: Path) -> None:
+def test_a_model_that_keeps_no_prefixes_has_none_for_a_disk(pocket, tmp_path):
     disk = PrefixDisk(tmp_path, 1 << 24, b"pocket")
     with pytest.raises(UnsupportedModelError, match="no prefixes are kept"):
         Engine(pocket, EngineOptions(reuses_prefixes=False), prefix_disk=disk)

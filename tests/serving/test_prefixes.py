@@ -32,8 +32,8 @@ class Memory:
             self._look(cache)
             return block
 
-        def appended(copies: BlockCopies, cache: Any, block: Any) -> None:
-            append(copies, cache, block)
+        def appended(copies: BlockCopies, cache: Any, *block: Any) -> None:
+            append(copies, cache, *block)
             self._look(cache)
 
         def given(cache: Any, num_tokens: int) -> None:

@@ -61,22 +61,20 @@ NEVER = -torch.inf
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_tokens_are_drawn_as_the_options_say(
-    options: dict[str, Any], changed: torch.Tensor
-) -> None:
+def test_tokens_are_drawn_as_the_options_say(options, changed):
     found = shares(**{"prompt": (1,), **options} if "prompt" in options else options)
     assert within(found, expected(changed))
     assert not within(found, expected(changed.flip(0)))
 
 
-def test_penalties_count_the_answer_alone() -> None:
+def test_penalties_count_the_answer_alone():
     sampler = sampler_of((0, 0, 0), presence_penalty=0.75, frequency_penalty=0.5)
     found = [sampler.choose(LOGITS, []).token_id for _ in range(4)]
     # token 0 falls to 0.75 and then 0.25, token 1 to -0.25
     assert found == [0, 1, 0, 2]
 
 
-def test_seed_makes_an_answer_repeatable(pocket: Any) -> None:
+def test_seed_makes_an_answer_repeatable(pocket):
     def asked(seed: int | None) -> Any:
         sampling = SamplingOptions(temperature=1.0, seed=seed)
         return request_of((5, 6, 7), 12, sampling=sampling)
@@ -90,7 +88,7 @@ def test_seed_makes_an_answer_repeatable(pocket: Any) -> None:
     assert free != freely
 
 
-def test_constraint_and_least_length_leave_tokens_out() -> None:
+def test_constraint_and_least_length_leave_tokens_out():
     class Odd:
         is_exhausted = False
 
@@ -105,7 +103,7 @@ def test_constraint_and_least_length_leave_tokens_out() -> None:
     assert sampler.choose(LOGITS, [2]).token_id == 0
 
 
-def test_log_probabilities_are_those_before_any_change() -> None:
+def test_log_probabilities_are_those_before_any_change():
     sampler = sampler_of(num_logprobs=2, temperature=0.1, seed=0, logit_bias={4: 100.0})
     token = sampler.choose(LOGITS, [])
     assert token.token_id == 4
@@ -118,7 +116,7 @@ def test_log_probabilities_are_those_before_any_change() -> None:
     )
 
 
-def test_many_biases_cost_no_more_steps_than_a_few() -> None:
+def test_many_biases_cost_no_more_steps_than_a_few():
     """All requests wait while a token is chosen for one of them."""
 
     class Counting(TorchDispatchMode):
@@ -139,14 +137,14 @@ def test_many_biases_cost_no_more_steps_than_a_few() -> None:
     assert counts[1] == 2 * counts[0]
 
 
-def test_no_more_tokens_are_named_than_there_are() -> None:
+def test_no_more_tokens_are_named_than_there_are():
     (found,) = token_logprobs(LOGITS[None], [3], 20)
     assert [token for token, _ in found.top] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"num_logprobs": 1}], ids=str)
-def test_logits_that_are_no_numbers_choose_nothing(number: float, options: Any) -> None:
+def test_logits_that_are_no_numbers_choose_nothing(number, options):
     logits = torch.tensor([1.0, number])
     with pytest.raises(ValueError, match="not finite"):
         sampler_of(**{"temperature": 0.0, **options}).choose(logits, [])
@@ -177,18 +175,18 @@ def test_logits_that_are_no_numbers_choose_nothing(number: float, options: Any) 
         {"logit_bias": {1: math.nan}},
     ],
 )
-def test_sampling_option_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
+def test_sampling_option_out_of_range_is_refused_by_name(options):
     with pytest.raises(ValueError, match=rf"^{next(iter(options))} must"):
         SamplingOptions(**options)
 
 
-def test_number_out_of_range_is_refused_by_name() -> None:
+def test_number_out_of_range_is_refused_by_name():
     for name in ("max_new_tokens", "min_new_tokens", "num_logprobs", "num_prompt_logprobs"):
         asked: dict[str, Any] = {"prompt_ids": (1,), "max_new_tokens": 1, name: -1}
         with pytest.raises(ValueError, match=rf"^{name} must be at least 0, got -1"):
             GenerationRequest(**asked)
 
 
-def test_empty_prompt_is_refused() -> None:
+def test_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="the prompt is empty"):
         GenerationRequest(prompt_ids=(), max_new_tokens=1)

@@ -32,7 +32,7 @@ def start_all(scheduler: Scheduler, *is_held: Any) -> list[int]:
     return started
 
 
-def test_nobody_is_overtaken_within_a_priority() -> None:
+def test_nobody_is_overtaken_within_a_priority():
     scheduler = scheduler_of(128)
     for number, (length, priority) in enumerate([(40, 0), (100, 0), (5, 0), (30, 1)]):
         scheduler.add(sequence_of(number, length, priority))
@@ -44,7 +44,7 @@ def test_nobody_is_overtaken_within_a_priority() -> None:
     scheduler.check()
 
 
-def test_those_behind_one_that_is_held_get_what_it_leaves_them() -> None:
+def test_those_behind_one_that_is_held_get_what_it_leaves_them():
     scheduler = scheduler_of(160, most_running=3)
     for number, length in enumerate([40, 40, 20, 5]):
         scheduler.add(sequence_of(number, length))
@@ -62,7 +62,7 @@ def test_those_behind_one_that_is_held_get_what_it_leaves_them() -> None:
     scheduler.check()
 
 
-def test_clients_take_turns_within_a_priority() -> None:
+def test_clients_take_turns_within_a_priority():
     scheduler = scheduler_of(1024, most_running=1)
     arrivals = ["a"] * 4 + ["b", "a", "c", "b"]
     for number, client in enumerate(arrivals):
@@ -80,7 +80,7 @@ def test_clients_take_turns_within_a_priority() -> None:
     assert started == [8, 0, 4, 6, 1, 7, 9, 2, 10, 3, 5]
 
 
-def test_the_last_gives_way_until_there_is_room() -> None:
+def test_the_last_gives_way_until_there_is_room():
     scheduler = scheduler_of(112)
     for number in range(3):
         scheduler.add(sequence_of(number, 15))
@@ -95,7 +95,7 @@ def test_the_last_gives_way_until_there_is_room() -> None:
     scheduler.check()
 
 
-def test_a_step_shares_its_tokens_between_prompts_in_order() -> None:
+def test_a_step_shares_its_tokens_between_prompts_in_order():
     scheduler = scheduler_of(256)
     for number, length in enumerate([20, 30, 5]):
         scheduler.add(sequence_of(number, length))
@@ -108,7 +108,7 @@ def test_a_step_shares_its_tokens_between_prompts_in_order() -> None:
 
 
 @pytest.mark.parametrize("computed", [0, 3, 16, 29])
-def test_exact_pieces_end_where_they_end_whatever_was_found(computed: int) -> None:
+def test_exact_pieces_end_where_they_end_whatever_was_found(computed):
     scheduler = scheduler_of(256)
     for number in range(2):
         scheduler.add(sequence_of(number, 30))
@@ -120,7 +120,7 @@ def test_exact_pieces_end_where_they_end_whatever_was_found(computed: int) -> No
     assert computed + num_new == min(30, (computed // 16 + 1) * 16)
 
 
-def test_whoever_goes_alone_waits_until_it_is_first() -> None:
+def test_whoever_goes_alone_waits_until_it_is_first():
     scheduler = scheduler_of(256)
     for number in range(3):
         wanted = 0 if number == 1 else None
@@ -132,7 +132,7 @@ def test_whoever_goes_alone_waits_until_it_is_first() -> None:
     assert scheduler.prompts(64, 8, exact=False) == [(second, 8)]
 
 
-def test_ten_thousand_random_steps_leave_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_random_steps_leave_nobody_behind(monkeypatch):
     """Sequences come, grow, are cancelled and end; all that were not cancelled end.
 
     They begin alike, and long ones wait for each other's beginnings, which nobody keeps.

@@ -9,7 +9,6 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,11 +49,7 @@ def is_ready(address: str) -> bool:
         return False
 
 
-def test_a_termination_lets_the_running_answer_finish(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    goes_on: threading.Event,
-) -> None:
+def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_on):
     threads: list[threading.Thread] = []
     announce = command.announce
     addresses: list[str] = []
@@ -99,12 +94,7 @@ def test_a_termination_lets_the_running_answer_finish(
 
 
 @pytest.mark.parametrize("num_signals", [2, 3])
-def test_further_signals_cut_answers_off_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    goes_on: threading.Event,
-    num_signals: int,
-) -> None:
+def test_further_signals_cut_answers_off_with_an_error(monkeypatch, capsys, goes_on, num_signals):
     announce, listen = command.announce, command.stop_on_signals
     stops: list[StopRequest] = []
     told: list[bytes] = []
@@ -144,9 +134,7 @@ def test_further_signals_cut_answers_off_with_an_error(
     assert "cutting answers off" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_how_to_call_the_server_and_who_else_may(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_how_to_call_the_server_and_who_else_may(tmp_path, capsys):
     words = ["serve", str(pocket_path()), *SMALL, "--dry-run", "--host", "0.0.0.0"]
     assert main([*words, "--name", "mine"]) == 0
     said = capsys.readouterr().err
@@ -159,17 +147,13 @@ def test_a_dry_run_shows_how_to_call_the_server_and_who_else_may(
 
 
 @pytest.mark.long
-def test_a_server_that_anybody_may_ask_warns_beside_json(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_server_that_anybody_may_ask_warns_beside_json(capsys):
     words = ["serve", str(pocket_path()), *SMALL, "--dry-run", "--host", "0.0.0.0", "--json"]
     assert main(words) == 0
     assert "any client that reaches 0.0.0.0 may ask" in capsys.readouterr().err
 
 
-def test_what_cannot_work_is_said_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     def refused(*words: str) -> str:
         assert main(["serve", "no-model", *words]) == 2
         return capsys.readouterr().err
@@ -192,9 +176,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     assert "pip install 'moe-runtime[serve]'" in refused()
 
 
-def test_a_later_server_finds_prefixes_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_server_finds_prefixes_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     announce = command.announce
     body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -224,6 +206,6 @@ def test_a_later_server_finds_prefixes_on_the_disk(
     assert [cached for _, cached in found] == [0, 32, 0]
 
 
-def test_lines_of_a_file_of_keys_may_be_comments(tmp_path: Path) -> None:
+def test_lines_of_a_file_of_keys_may_be_comments(tmp_path):
     (tmp_path / "keys").write_text("# team one\nfirst\n\n  #second\n third#3 \n")
     assert command.read_keys(tmp_path / "keys") == ("first", "third#3")

@@ -52,7 +52,7 @@ def after_a_prompt(machine: Machine, max_slowdown: float, num_tokens: int = 4000
 
 
 @pytest.mark.parametrize("max_slowdown", [2.5, 4.0, 6.0])
-def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
+def test_no_step_takes_longer_than_it_may(max_slowdown):
     machine = Machine(seconds(read_all_s=0.2, token_s=0.02))
     decode_s = machine.seconds_of(0, DECODING)
     found = after_a_prompt(machine, max_slowdown)
@@ -63,7 +63,7 @@ def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
     assert settled == MOST or 2 * machine.seconds_of(settled, DECODING) > max_slowdown * decode_s
 
 
-def test_where_reading_takes_the_time_steps_do_not_read_for_ever() -> None:
+def test_where_reading_takes_the_time_steps_do_not_read_for_ever():
     machine = Machine(seconds(read_all_s=6.0, token_s=0.02))
     found = after_a_prompt(machine, 1.5)
     cheapest = machine.seconds_of(300, 0) / 300
@@ -81,7 +81,7 @@ def test_where_reading_takes_the_time_steps_do_not_read_for_ever() -> None:
     assert found[-2] == largest >= least
 
 
-def test_steps_that_are_too_long_in_any_case_read_all_that_takes_little_longer() -> None:
+def test_steps_that_are_too_long_in_any_case_read_all_that_takes_little_longer():
     """A disk that binds: 256 tokens need the experts that 64 do."""
     machine = Machine(seconds(read_all_s=6.0, token_s=0.002))
     found = after_a_prompt(machine, 3.0)
@@ -89,14 +89,14 @@ def test_steps_that_are_too_long_in_any_case_read_all_that_takes_little_longer()
     assert machine.seconds_of(MOST, DECODING) <= FREE_GROWTH * machine.seconds_of(64, DECODING)
 
 
-def test_without_a_bound_steps_grow_to_the_most() -> None:
+def test_without_a_bound_steps_grow_to_the_most():
     found = after_a_prompt(Machine(seconds(read_all_s=0.2, token_s=0.02)), math.inf)
     assert found[:5] == [16, 32, 64, 128, 256]
     assert set(found[5:-1]) == {MOST}
 
 
 @pytest.mark.parametrize("most_tokens", [1, 7, 16, 40])
-def test_the_most_is_never_passed(most_tokens: int) -> None:
+def test_the_most_is_never_passed(most_tokens):
     machine = Machine(lambda num_prompt, num_decoding: 1.0)
     sizes = StepSizes(most_tokens, math.inf, clock=lambda: machine.now_s)
     for _ in range(5):
@@ -105,7 +105,7 @@ def test_the_most_is_never_passed(most_tokens: int) -> None:
     assert sizes.most_tokens() == most_tokens
 
 
-def test_a_slow_minute_is_forgotten() -> None:
+def test_a_slow_minute_is_forgotten():
     machine = Machine(seconds(read_all_s=0.3, token_s=0.001))
     usual, machine.seconds_of = machine.seconds_of, lambda n, b: 50.0 + usual(n, b)
     sizes = StepSizes(MOST, 3.0, clock=lambda: machine.now_s)
@@ -118,7 +118,7 @@ def test_a_slow_minute_is_forgotten() -> None:
     assert sizes.most_tokens() == MOST
 
 
-def test_a_size_is_tried_by_the_slope_of_smaller_ones_and_anew_where_it_was_slow_once() -> None:
+def test_a_size_is_tried_by_the_slope_of_smaller_ones_and_anew_where_it_was_slow_once():
     """128 tokens take 2.28 s, less than twice 64's 1.64; 256 take 3.56, by slope and in fact."""
     machine = Machine(lambda num_prompt, num_decoding: 1 + 0.01 * num_prompt)
     assert after_a_prompt(machine, 3.0)[3:-1] == [128] * 30
@@ -139,7 +139,7 @@ def test_a_size_is_tried_by_the_slope_of_smaller_ones_and_anew_where_it_was_slow
     assert max(machine.taken) <= 3.0
 
 
-def test_a_step_that_failed_counts_for_nothing() -> None:
+def test_a_step_that_failed_counts_for_nothing():
     sizes = StepSizes(MOST, math.inf)
     with pytest.raises(ZeroDivisionError), sizes.timed(num_prompt=16, num_decoding=1):
         raise ZeroDivisionError

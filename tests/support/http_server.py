@@ -23,11 +23,12 @@ from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.model_loader import ServeSettings
+from moe_runtime.serving.http.model_table import Loader, ModelTable, Place
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import (
     Ready,
-    ServeSettings,
     accept_clients,
     address_of,
     listen,
@@ -122,6 +123,33 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+class NothingToLoad(Loader):
+    """The models are there, and stay."""
+
+    def make_room(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def load(self, name: str) -> Sequence[ServedModel]:
+        raise NotImplementedError
+
+    def unload(self, name: str) -> None:
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        pass
+
+
+def table_of(models: Sequence[ServedModel]) -> ModelTable:
+    """Models that are loaded, with adapters behind those they belong to."""
+    places: dict[str, Place] = {}
+    for model in models:
+        name = model.parent or model.name
+        place = places.setdefault(name, Place(name, takes_pictures=model.pictures is not None))
+        place.adapters += [] if model.parent is None else [model.name]
+        place.served[model.name] = model
+    return ModelTable([*places.values()], NothingToLoad())
+
+
 @contextlib.contextmanager
 def served(
     models: Sequence[ServedModel],
@@ -132,7 +160,7 @@ def served(
     """Serves models until the block ends."""
     log: list[tuple[str, Mapping[str, Any]]] = []
     server = Server(
-        models={model.name: model for model in models},
+        models=table_of(models),
         limits=limits or Limits(),
         access=access or Access(),
         log=lambda event, fields: log.append((event, fields)),
@@ -157,7 +185,10 @@ def served(
 
 @contextlib.contextmanager
 def started(
-    models: Sequence[str], loading: Mapping[str, Any], adapters: Sequence[str] = ()
+    models: Sequence[str],
+    loading: Mapping[str, Any],
+    adapters: Sequence[str] = (),
+    **more: Any,
 ) -> Iterator[tuple[Served, Ready]]:
     """A server as the command starts it, until the block ends."""
     settings = ServeSettings(
@@ -171,6 +202,7 @@ def started(
         limits=Limits(),
         access=Access(),
         drain_s=None,
+        **more,
     )
     ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
     is_over = threading.Event()
@@ -285,7 +317,11 @@ class ScriptedEngine:
             late_guesses=1,
             wasted_guesses=4,
             expert_slots=8,
+            slot_bytes=1 << 20,
+            expert_bytes=1 << 25,
+            budget_bytes=1 << 26,
             policy="lru",
+            kv_cache="int8",
         )
         return EngineStatistics(
             running=1,

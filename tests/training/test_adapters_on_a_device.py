@@ -94,7 +94,7 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
     ],
 )
 @torch.backends.mkldnn.flags(enabled=False)  # its products in bf16 depend on how operands lie
-def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> None:
+def test_same_bits_as_on_the_cpu(tmp_path, kind, precision):
     """The smallest budgets and everything resident; a run that was stopped in between, which does
     not depend on what weights are."""
     folder = folder_of(kind, tmp_path)
@@ -132,7 +132,7 @@ def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss-mxfp4", "planes"])
-def test_a_gpu_trains_what_the_cpu_does(tmp_path: Path, kind: str) -> None:
+def test_a_gpu_trains_what_the_cpu_does(tmp_path, kind):
     """Sums have another order there, and losses are of about 6; nothing is left locked or open."""
     folder, found = folder_of(kind, tmp_path), []
     for device in ("cpu", "cuda"):
@@ -160,7 +160,7 @@ def take_step(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "while it runs"])
-def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> None:
+def test_a_copy_that_fails_leaves_no_gradient(tmp_path, is_late):
     """Whichever copy of a step it is, the last one too, that products are queued behind."""
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
@@ -200,7 +200,7 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> 
         trainer.close()
 
 
-def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_gradient(tmp_path, monkeypatch):
     with computing_on(NAME) as place:
         trainer, _ = a_run(tmp_path, place)
         optimizer, calls, strikes_at = trainer.optimizer, [0], [0]
@@ -232,9 +232,7 @@ def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.Mon
         "planes",
     ],
 )
-def test_the_budget_of_the_device_holds(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_of_the_device_holds(tmp_path, kind, monkeypatch):
     """By what tensors take there, without what is set aside for libraries; and it is not idle."""
     for module in (checkpoint_model, finetuning):
         monkeypatch.setattr(module, "SPARE_BYTES", 0)
@@ -260,9 +258,7 @@ def test_the_budget_of_the_device_holds(
         assert locked == host.num_slots * host.slot_bytes <= host.budget_bytes
 
 
-def test_the_command_says_both_budgets_and_computes_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_both_budgets_and_computes_there(tmp_path, monkeypatch, capsys):
     folder = folder_of("mixtral", tmp_path)
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]

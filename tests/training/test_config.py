@@ -9,7 +9,7 @@ from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
 
 
-def test_a_file_becomes_a_tree(tmp_path: Path) -> None:
+def test_a_file_becomes_a_tree(tmp_path):
     config = read_tree(TrainConfig, write_run(tmp_path))
     assert config.model.moe is not None
     assert config.model.moe.loss_weights == {"load_balance": 0.01, "z": 0.001}
@@ -19,7 +19,7 @@ def test_a_file_becomes_a_tree(tmp_path: Path) -> None:
     assert config.run.output == Path("out")
 
 
-def test_settings_override_the_file(tmp_path: Path) -> None:
+def test_settings_override_the_file(tmp_path):
     settings = (
         "run.steps=3",
         "run.output = elsewhere/x",
@@ -74,7 +74,7 @@ def test_settings_override_the_file(tmp_path: Path) -> None:
         ("[run]", "[run", "not a TOML file"),
     ],
 )
-def test_bad_files_are_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_bad_files_are_explained(tmp_path, old, new, message):
     assert old in CONFIG
     path = write_run(tmp_path, config=CONFIG.replace(old, new, 1))
     with pytest.raises(ValueError, match=message) as caught:
@@ -91,6 +91,6 @@ def test_bad_files_are_explained(tmp_path: Path, old: str, new: str, message: st
         ("run.steps=soon", "must be a whole number, got 'soon'"),
     ],
 )
-def test_bad_settings_are_explained(tmp_path: Path, setting: str, message: str) -> None:
+def test_bad_settings_are_explained(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         read_tree(TrainConfig, write_run(tmp_path), settings=(setting,))

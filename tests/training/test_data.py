@@ -41,7 +41,7 @@ def corpus_of(folder: Path, source: SourceConfig, data: DataConfig | None = None
     return read_corpus("all", source, data or data_config(), folder)
 
 
-def test_many_documents_are_divided_by_name_and_stay_on_their_side(tmp_path: Path) -> None:
+def test_many_documents_are_divided_by_name_and_stay_on_their_side(tmp_path):
     source = SourceConfig(files=("**/*.txt",))
     for number in range(200):
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
@@ -55,7 +55,7 @@ def test_many_documents_are_divided_by_name_and_stay_on_their_side(tmp_path: Pat
     assert set(before.training) <= set(after.training)
 
 
-def test_few_documents_give_their_ends(tmp_path: Path) -> None:
+def test_few_documents_give_their_ends(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 10)
     corpus = corpus_of(tmp_path, SourceConfig(files=("a.txt",)))
     assert corpus.training == ("0123456789" * 9,)
@@ -63,7 +63,7 @@ def test_few_documents_give_their_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\r"])
-def test_line_ends_are_read_as_text_files_have_them(tmp_path: Path, end: bytes) -> None:
+def test_line_ends_are_read_as_text_files_have_them(tmp_path, end):
     path = tmp_path / "a.txt"
     path.write_bytes(end.join([b"one", b"two", b"", b"three", b""]) * 30)
     data, source = data_config(0.0, "\n\n"), SourceConfig(files=("a.txt",))
@@ -73,7 +73,7 @@ def test_line_ends_are_read_as_text_files_have_them(tmp_path: Path, end: bytes) 
     assert found.fingerprint == corpus_of(tmp_path, source, data).fingerprint
 
 
-def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file(tmp_path):
     """The library raises a plain `Exception` for a full disk."""
     tokenizer = train_tokenizer(["some text to train on"] * 10, vocab_size=300)
     (tmp_path / "tokenizer.json").symlink_to("/dev/full")
@@ -81,7 +81,7 @@ def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file(tmp_path: Pa
         save_tokenizer(tokenizer, tmp_path)
 
 
-def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path: Path) -> None:
+def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path):
     (tmp_path / "a.txt").write_text("one<end>two<end>\n<end>three")
     (tmp_path / "b.txt").write_text("four")
     source = SourceConfig(files=("a.txt",), held_out_files=("b.*",))
@@ -89,13 +89,13 @@ def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path: Path)
     assert corpus == Corpus(("one", "two", "three"), ("four",))
 
 
-def test_a_file_that_two_patterns_name_is_read_once(tmp_path: Path) -> None:
+def test_a_file_that_two_patterns_name_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     corpus = corpus_of(tmp_path, SourceConfig(files=("a.txt", "*.txt")), data_config(share=0.0))
     assert corpus.training == ("text",)
 
 
-def test_bad_text_is_explained(tmp_path: Path) -> None:
+def test_bad_text_is_explained(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text(" \n\t\n")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -110,7 +110,7 @@ def test_bad_text_is_explained(tmp_path: Path) -> None:
         corpus_of(tmp_path, SourceConfig(files=("a.txt",), held_out_files=("empty.txt",)))
 
 
-def test_encoding_is_kept_and_follows_text_and_tokenizer(tmp_path: Path) -> None:
+def test_encoding_is_kept_and_follows_text_and_tokenizer(tmp_path):
     corpus = Corpus(("the first text", "the second"), ("held out",))
     tokenizer = train_tokenizer(corpus.training, vocab_size=262)
     end = tokenizer.eos_token_id
@@ -142,9 +142,7 @@ def test_encoding_is_kept_and_follows_text_and_tokenizer(tmp_path: Path) -> None
     ("template", "adds_end"),
     [("<s> $A", False), ("<s> $A </s>", True), ("$A </s>", True), ("$A", False)],
 )
-def test_documents_begin_and_end_as_the_tokenizer_has_it(
-    tmp_path: Path, template: str, adds_end: bool
-) -> None:
+def test_documents_begin_and_end_as_the_tokenizer_has_it(tmp_path, template, adds_end):
     """Against the tokenizer's own ids; what earlier versions kept without marks is not read."""
     tokenizer = sentencepiece_tokenizer()
     corpus = Corpus(("Once upon a time", "there was"), ("a time",))
@@ -163,14 +161,14 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(
     assert is_same == (template == "$A")
 
 
-def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone two" * 2)
     found = corpus_of(tmp_path, SourceConfig(files=("a.txt",)), data_config(0.0))
     assert found.training == ("one two\ufeffone two",), "only that of the file is taken off"
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".csv", ".TSV"])
-def test_records_are_not_trained_on_as_text(tmp_path: Path, suffix: str) -> None:
+def test_records_are_not_trained_on_as_text(tmp_path, suffix):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / f"b{suffix}").write_text('{"text": "once"}')
     for source in (
@@ -193,9 +191,7 @@ def test_records_are_not_trained_on_as_text(tmp_path: Path, suffix: str) -> None
         (" \n\n", False),
     ],
 )
-def test_json_lines_by_another_name_are_records(
-    tmp_path: Path, text: str, is_refused: bool
-) -> None:
+def test_json_lines_by_another_name_are_records(tmp_path, text, is_refused):
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("text")
     refused = pytest.raises(ValueError, match=r"a\.txt holds records, and .* as plain text")
@@ -203,7 +199,7 @@ def test_json_lines_by_another_name_are_records(
         corpus_of(tmp_path, SourceConfig(files=("*",)))
 
 
-def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:
+def test_bad_tokenizers_are_explained(tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
     train_tokenizer(["text"], vocab_size=262).save_pretrained(tmp_path)
@@ -219,7 +215,7 @@ def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:
 
 @given(num_tokens=st.integers(10, 400), context=st.integers(2, 9), seed=st.integers(0, 5))
 @settings(max_examples=60)
-def test_an_epoch_visits_every_window_once(num_tokens: int, context: int, seed: int) -> None:
+def test_an_epoch_visits_every_window_once(num_tokens, context, seed):
     ids = np.arange(num_tokens, dtype=np.uint16)
     stream = WindowStream(ids, context=context, seed=(seed,))
     for epoch in range(3):
@@ -234,7 +230,7 @@ def test_an_epoch_visits_every_window_once(num_tokens: int, context: int, seed: 
 
 @given(weights=st.lists(st.floats(0.1, 5.0), min_size=1, max_size=4), steps=st.integers(1, 60))
 @settings(max_examples=40)
-def test_the_mixture_is_exact_and_a_position_restores_it(weights: list[float], steps: int) -> None:
+def test_the_mixture_is_exact_and_a_position_restores_it(weights, steps):
     streams = {str(number): np.full(200, number, dtype=np.uint16) for number in range(len(weights))}
     named = {str(number): weight for number, weight in enumerate(weights)}
 
@@ -253,7 +249,7 @@ def test_the_mixture_is_exact_and_a_position_restores_it(weights: list[float], s
     assert np.array_equal(second.draw(5), first.draw(5))
 
 
-def test_order_depends_on_the_seed_and_without_weights_size_counts() -> None:
+def test_order_depends_on_the_seed_and_without_weights_size_counts():
     streams = {"big": np.arange(300, dtype=np.uint16), "small": np.arange(100, dtype=np.uint16)}
 
     def draw(seed: int) -> np.ndarray:
@@ -266,7 +262,7 @@ def test_order_depends_on_the_seed_and_without_weights_size_counts() -> None:
     assert batches.taken == (15, 5)
 
 
-def test_bad_streams_are_explained() -> None:
+def test_bad_streams_are_explained():
     streams = {"long": np.arange(50, dtype=np.uint16), "short": np.arange(8, dtype=np.uint16)}
     with pytest.raises(ValueError, match="'short' is too short: expected at least 9 tokens"):
         Batches(streams, {}, context=8, seed=0)
@@ -274,7 +270,7 @@ def test_bad_streams_are_explained() -> None:
         Batches(streams, {"long": 1.0}, context=4, seed=0)
 
 
-def test_short_windows_predict_the_same_tokens() -> None:
+def test_short_windows_predict_the_same_tokens():
     windows = np.arange(3 * 13).reshape(3, 13)
     short = shorten(windows, 4)
     assert short.shape == (9, 5)
@@ -282,7 +278,7 @@ def test_short_windows_predict_the_same_tokens() -> None:
     assert np.array_equal(short[:, :-1].reshape(3, 12), windows[:, :-1])
 
 
-def test_held_out_windows_predict_each_token_once() -> None:
+def test_held_out_windows_predict_each_token_once():
     ids = np.arange(103, dtype=np.uint32)
     windows = held_out_windows(ids, context=10, most_tokens=1000)
     assert windows[:, 1:].reshape(-1).tolist() == list(range(1, 101))

@@ -26,7 +26,7 @@ def run(outcomes: str, *, first: int = 1, last: int = 100) -> int:
         ("sss", 1, 3, "of 3 steps in a row"),
     ],
 )
-def test_a_run_ends(outcomes: str, first: int, last: int, message: str) -> None:
+def test_a_run_ends(outcomes, first, last, message):
     with pytest.raises(ValueError, match=message):
         run(outcomes, first=first, last=last)
     if len(outcomes) > 1:
@@ -37,5 +37,5 @@ def test_a_run_ends(outcomes: str, first: int, last: int, message: str) -> None:
     ("outcomes", "first", "last"),
     [("tns", 1, 100), ("s", 8, 8), ("ssst", 1, 4), ("tss", 1, 3), ("s" * 9 + "t" + "s" * 9, 1, 50)],
 )
-def test_a_run_goes_on(outcomes: str, first: int, last: int) -> None:
+def test_a_run_goes_on(outcomes, first, last):
     assert run(outcomes, first=first, last=last) == len(outcomes) - outcomes.count("t")

@@ -15,7 +15,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
 
 
-def test_the_configuration_is_one(tmp_path: Path) -> None:
+def test_the_configuration_is_one(tmp_path):
     text, parallel = blocks("toml")
     path = tmp_path / "train.toml"
     path.write_text(text + parallel)
@@ -26,7 +26,7 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
     assert config.data.context_at(1500, config.run.steps) == 512
 
 
-def test_the_table_of_shortcuts_is_that_of_its_results_file() -> None:
+def test_the_table_of_shortcuts_is_that_of_its_results_file():
     name = "ablation-shortcut-amd-epyc-2c-24g.json"
     measured = json.loads((PAGE.parents[1] / "benchmarks" / "results" / name).read_text())
     rows = {"as configured": "top-2", "ScMoE": "ScMoE: shared + top-1 by the shortcut"}

@@ -72,7 +72,7 @@ def in_memory(
     [(MIXTRAL, True), (GPT_OSS, False), (ERNIE, False)],
     ids=["mixtral", "gpt_oss", "ernie"],
 )
-def test_every_parameter_as_in_memory(tmp_path: Path, family: Family, sharded: bool) -> None:
+def test_every_parameter_as_in_memory(tmp_path, family, sharded):
     """Losses, and the exported weights under their first names, with all experts on the disk."""
     folder = checkpoint_of(family, tmp_path / "first", sharded=sharded)
     config = smallest(config_of(folder, tmp_path))
@@ -116,7 +116,7 @@ def test_every_parameter_as_in_memory(tmp_path: Path, family: Family, sharded: b
     ours.moe.close()  # type: ignore[union-attr]
 
 
-def test_goes_on_under_another_budget(tmp_path: Path) -> None:
+def test_goes_on_under_another_budget(tmp_path):
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     whole, _ = finetuned(config_of(folder, tmp_path, run={"output": str(tmp_path / "whole")}))
     config = config_of(folder, tmp_path)
@@ -130,7 +130,7 @@ def test_goes_on_under_another_budget(tmp_path: Path) -> None:
     assert losses == whole
 
 
-def test_a_base_that_has_changed_is_refused(tmp_path: Path) -> None:
+def test_a_base_that_has_changed_is_refused(tmp_path):
     """The run would go on from other frozen weights than it began with."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     config = config_of(folder, tmp_path, lora={"rank": 2, "places": ["experts"]})
@@ -156,7 +156,7 @@ def test_a_base_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS], ids=str)
-def test_adapters_as_in_memory(tmp_path: Path, family: Family) -> None:
+def test_adapters_as_in_memory(tmp_path, family):
     """PEFT's adapters on attention and ours on experts, against autograd over whole stacks."""
     folder = checkpoint_of(family, tmp_path / "first")
     config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5})
@@ -194,7 +194,7 @@ def test_adapters_as_in_memory(tmp_path: Path, family: Family) -> None:
             assert bound < 0.2 * (reference - old).norm()
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path, capsys):
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     kept = {"LICENSE", "modeling_own.py", "retrieval.json", "chat_template.jinja"}
     said = {"README.md", "eval_results.json", "all_results.json", "model-index.yml"}
@@ -236,12 +236,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-) -> None:
+def test_a_signal_leaves_a_checkpoint(tmp_path, capsys, monkeypatch, number):
     """The step in hand is finished, nothing half written stays, and --resume goes on."""
     from moe_runtime.training import loop
 
@@ -302,9 +297,7 @@ def test_a_signal_leaves_a_checkpoint(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], expected: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path, capsys, change, expected):
     family = MIXTRAL
     if change.get("model") == "dense":
         family = Family("qwen3", "Qwen3ForCausalLM", config=SIZES)

@@ -1,7 +1,6 @@
 """Every gate can be named in a configuration, and a model with it learns."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_model_learns_with_every_gate(gate: str) -> None:
+def test_a_model_learns_with_every_gate(gate):
     settings: dict[str, Any] = {"num_experts": 8, "top_k": 2, "intermediate_size": 16}
     moe = ExpertsConfig(gate=gate, **(settings | SPECIAL.get(gate, {})))
     config = LanguageModelConfig(
@@ -60,9 +59,7 @@ def test_a_model_learns_with_every_gate(gate: str) -> None:
 
 @pytest.mark.parametrize("memory", [None, "64MiB"], ids=["in memory", "offloaded"])
 @pytest.mark.parametrize("gate", ["sigmoid_topk", "dense_to_sparse"])
-def test_a_skipped_step_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str, memory: str | None
-) -> None:
+def test_a_skipped_step_changes_nothing(tmp_path, monkeypatch, gate, memory):
     """Gradients of the second step are infinite; the third finds what the first left."""
     options = "{ bias_update_rate = 0.01 }" if gate == "sigmoid_topk" else "{}"
     settings = [f"model.moe.gate={gate}", f"model.moe.gate_options={options}", "run.steps=3"]
@@ -98,7 +95,7 @@ def test_a_skipped_step_changes_nothing(
     assert {f"blocks.{n}.feed_forward.gate.{own}" for n in range(2)} <= moved
 
 
-def test_gate_and_options_come_from_the_file(tmp_path: Path) -> None:
+def test_gate_and_options_come_from_the_file(tmp_path):
     path, gate = write_run(tmp_path), "model.moe.gate=group_limited_topk"
 
     def model_of(*settings: str) -> LanguageModel:

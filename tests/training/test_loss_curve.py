@@ -1,6 +1,5 @@
 """The same model trained with transformers' own blocks and with ours: the same losses."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def their_curve(model: Any) -> list[float]:
 @pytest.mark.parametrize(
     "implementation", [pytest.param("eager", marks=pytest.mark.long), "grouped_mm"]
 )
-def test_same_curve_as_transformers(implementation: str, tmp_path: Path) -> None:
+def test_same_curve_as_transformers(implementation, tmp_path):
     from transformers import AutoModelForCausalLM
 
     config = LanguageModelConfig(

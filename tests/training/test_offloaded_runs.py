@@ -47,9 +47,7 @@ SHORTCUTS = {
 
 
 @pytest.mark.parametrize("changes", [{}, SHORTCUTS], ids=["plain", "shortcut"])
-def test_same_run_as_in_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str]
-) -> None:
+def test_same_run_as_in_memory(tmp_path, capsys, changes):
     """Losses and exported weights, to the bit, with all experts on the disk."""
     config = CONFIG.replace("[optimizer]", "[optimizer]\nclip_norm = 0.0")
     for old, new in changes.items():
@@ -70,7 +68,7 @@ def test_same_run_as_in_memory(
         assert all(bool((wanted[name] == found[name]).all()) for name in wanted)
 
 
-def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goes_on_under_another_budget(tmp_path, capsys):
     """A run of a constant rate that is stopped at step 5, and one that is not."""
     config = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace("short_", "# short_")
     whole = write_run(tmp_path / "whole", config=config)
@@ -90,9 +88,7 @@ SLOW = DiskSpeed(
 )
 
 
-def test_a_run_warns_of_a_slow_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
     """With the predicted time, before the first step; not where little moves, nor in memory."""
     monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 1"))
@@ -106,9 +102,7 @@ def test_a_run_warns_of_a_slow_disk(
         assert shown.index("step 1/1") > shown.find("a step will take about")
 
 
-def test_a_dry_run_warns_of_a_slow_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
     """The time is that of the bytes at the measured speed, where computation takes less."""
     monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path)
@@ -126,7 +120,7 @@ def test_a_dry_run_warns_of_a_slow_disk(
     assert "warning" not in shown.err
 
 
-def test_a_dry_run_says_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_will_move(tmp_path, capsys):
     """The plan's bytes are an upper bound that a step with tokens for all experts comes near."""
     config = write_run(tmp_path)
     small = smallest_budget(config, capsys)
@@ -163,14 +157,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, obje
     ],
 )
 def test_a_disk_that_fails_ends_the_run_with_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    undisturbed: list[dict[str, object]],
-    call: str,
-    code: int,
-    message: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, undisturbed, call, code, message
+):
     """In the fifth step; the checkpoint of the third is intact, and --resume goes on from it."""
     parts = write_run(tmp_path, config=SHORT)
     small = smallest_budget(parts, capsys)
@@ -204,9 +192,7 @@ def test_a_disk_that_fails_ends_the_run_with_one_line(
         (["run.host_memory=1GiB", "run.device_memory=1GiB"], "on the CPU"),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path, capsys, settings, message):
     config = write_run(tmp_path)
     options = [option for setting in settings for option in ("--set", setting)]
     assert main(["train", str(config), *options]) == 2
@@ -215,7 +201,7 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in error
 
 
-def test_compressed_states_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compressed_states_of_a_run(tmp_path, capsys):
     """The plan has fewer bytes, the run says so and trains; an unknown format names the nearest."""
     config = write_run(tmp_path)
     small = [*smallest_budget(config, capsys), "--json"]
@@ -232,7 +218,7 @@ def test_compressed_states_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "did you mean" in capsys.readouterr().err
 
 
-def test_activations_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_activations_of_a_run(tmp_path, capsys):
     """The plan needs less memory where experts keep nothing; whole blocks cannot be both."""
     config = write_run(tmp_path)
     sizes = {}

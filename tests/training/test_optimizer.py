@@ -25,7 +25,7 @@ def rates_of_torch(num_steps: int, end: float) -> list[float]:
     return rates
 
 
-def test_the_rate_warms_up_and_follows_the_cosine() -> None:
+def test_the_rate_warms_up_and_follows_the_cosine():
     config = OptimizerConfig(peak_rate=2.0, warmup_steps=4, final_share=0.1)
     rates = [learning_rate(config, step, 24) for step in range(24)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -40,9 +40,7 @@ def test_the_rate_warms_up_and_follows_the_cosine() -> None:
     ("warmup", "steps", "expected"),
     [(0, 1, [1.0]), (5, 3, [0.2, 0.4, 0.6]), (1, 1, [1.0]), (1, 2, [1.0, 1.0])],
 )
-def test_short_runs_have_a_rate(
-    warmup: int, steps: int, expected: list[float], final_share: float
-) -> None:
+def test_short_runs_have_a_rate(warmup, steps, expected, final_share):
     config = OptimizerConfig(peak_rate=1.0, warmup_steps=warmup, final_share=final_share)
     rates = [learning_rate(config, step, steps) for step in range(steps)]
     assert rates == pytest.approx(expected)
@@ -92,7 +90,7 @@ def adamw_by_hand(
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-def test_steps_are_adamw_with_clipping_and_decay_of_matrices(clip_norm: float) -> None:
+def test_steps_are_adamw_with_clipping_and_decay_of_matrices(clip_norm):
     config = OptimizerConfig(peak_rate=0.1, weight_decay=0.3, clip_norm=clip_norm)
     model = Toy()
     names = ["experts", "experts_bias", "gain"]
@@ -117,7 +115,7 @@ def test_steps_are_adamw_with_clipping_and_decay_of_matrices(clip_norm: float) -
     assert torch.equal(model.frozen, Toy().frozen)
 
 
-def test_gradients_that_are_not_finite_change_nothing_and_are_named() -> None:
+def test_gradients_that_are_not_finite_change_nothing_and_are_named():
     model = Toy()
     optimizer = Optimizer(model, OptimizerConfig(peak_rate=0.1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -133,12 +131,12 @@ def test_gradients_that_are_not_finite_change_nothing_and_are_named() -> None:
     assert not torch.equal(model.gain, before["gain"])
 
 
-def test_a_model_without_trainable_parameters_is_refused() -> None:
+def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         Optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig(peak_rate=1.0))
 
 
-def test_an_interrupted_step_leaves_no_gradients_to_the_next() -> None:
+def test_an_interrupted_step_leaves_no_gradients_to_the_next():
     def stop() -> torch.Tensor:
         raise KeyboardInterrupt
 

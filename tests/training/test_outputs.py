@@ -32,7 +32,7 @@ def partials(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.partial"))
 
 
-def test_what_killed_runs_left_goes_with_the_next_run(tmp_path: Path) -> None:
+def test_what_killed_runs_left_goes_with_the_next_run(tmp_path):
     path = write_run(tmp_path)
     output = tmp_path / "out"
     assert train(path, *FEW) == 0
@@ -49,7 +49,7 @@ def test_what_killed_runs_left_goes_with_the_next_run(tmp_path: Path) -> None:
     living.discard()
 
 
-def test_a_refused_run_leaves_the_trace(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_the_trace(tmp_path):
     path = write_run(tmp_path)
     trace = tmp_path / "trace.npz"
     assert train(path, *FEW) == 0
@@ -60,7 +60,7 @@ def test_a_refused_run_leaves_the_trace(tmp_path: Path) -> None:
     assert trace.read_bytes() == b"old"
 
 
-def test_a_name_of_no_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_no_file_is_no_trace(tmp_path, capsys):
     """As on the command line of other runs: a path alone has lost the slash at its end."""
     path = write_run(tmp_path)
     for setting, complaint in (
@@ -73,9 +73,7 @@ def test_a_name_of_no_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFix
     assert set(os.listdir(tmp_path)) == {path.name, "texts"}
 
 
-def test_a_full_disk_is_known_before_the_text_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_known_before_the_text_is_read(tmp_path, capsys, monkeypatch):
     path = write_run(tmp_path)
     (tmp_path / "out").mkdir()
 
@@ -91,11 +89,8 @@ def test_a_full_disk_is_known_before_the_text_is_read(
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_a_run_that_never_begins_leaves_nothing_in_a_new_folder(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, command
+):
     path, folder = write_run(tmp_path), tmp_path / "new" / "out"
     words = [str(path), *FEW, "--set", f"run.output={folder}", "--set", "run.host_memory=1GiB"]
     if command == "finetune":
@@ -136,9 +131,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_gets_too_large_is_one_line_with_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
     model, output = checkpoint_of(MIXTRAL, tmp_path / "model"), tmp_path / "out"
     words = ["finetune", str(model), str(write_text(tmp_path)), "-o", str(output), "--steps", "1"]
     words += ["--context", "16", "--sequences", "2", "--host-memory", "1GiB", "--lora", "2"]
@@ -168,7 +161,7 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(
     assert exported.is_dir()
 
 
-def test_adapters_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_written_are_named(tmp_path):
     adapted = nn.Module()
     adapted.register_parameter("lora_A", nn.Parameter(torch.zeros(4096)))
     model: Any = nn.Sequential(adapted)
@@ -180,9 +173,7 @@ def test_adapters_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(tmp_path, capsys):
     """The pocket model's: the message leads to the head of the file, which has the command."""
     path = tmp_path / "train.toml"
     path.write_text((pocket_path() / "train.toml").read_text())
@@ -192,11 +183,11 @@ def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(
     assert "moe_runtime.models.pocket.texts --output models/pocket/texts" in head
 
 
-def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path: Path) -> None:
+def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path):
     check_outputs(tmp_path / "out", tmp_path / "out" / "trace.npz")
 
 
-def test_a_run_s_places_are_known_before_its_work(tmp_path: Path) -> None:
+def test_a_run_s_places_are_known_before_its_work(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to("loop")
     out = tmp_path / "out"
@@ -219,7 +210,7 @@ def test_a_run_s_places_are_known_before_its_work(tmp_path: Path) -> None:
         check_outputs(out, None)
 
 
-def test_a_run_does_not_write_beside_its_gguf_file(tmp_path: Path) -> None:
+def test_a_run_does_not_write_beside_its_gguf_file(tmp_path):
     model = tmp_path / "model.gguf"
     model.write_bytes(b"")
     check_inputs_stay(tmp_path / "out", None, [], model)
@@ -232,9 +223,7 @@ def test_a_run_does_not_write_beside_its_gguf_file(tmp_path: Path) -> None:
         load_tokenizer(other)
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
     for number in (1, 2):
         (tmp_path / f"step-0000000{number}.pt").write_bytes(b"")
 
@@ -255,9 +244,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     ["run.output='texts'", "run.trace='texts/rules.txt'", "run.trace='train.toml'"],
     ids=["folder", "text", "configuration"],
 )
-def test_outputs_among_the_text_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
-) -> None:
+def test_outputs_among_the_text_are_refused(tmp_path, capsys, setting):
     path = write_run(tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert "would" in error_of(capsys, path, "--set", setting)

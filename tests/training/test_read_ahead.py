@@ -1,10 +1,7 @@
 """Frozen experts that a CPU trains adapters on: what is read ahead is what is used next."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +16,7 @@ from moe_runtime.training.offload.memory import FrozenMemory
 
 
 @pytest.mark.parametrize(("num_experts", "num_slots"), [(16, 12), (32, 40)])
-def test_no_expert_is_read_more_often_than_it_is_used(
-    tmp_path: Path, num_experts: int, num_slots: int
-) -> None:
+def test_no_expert_is_read_more_often_than_it_is_used(tmp_path, num_experts, num_slots):
     """But for one read that is under way at the end."""
     sizes = SIZES | {"num_hidden_layers": 2, "num_local_experts": num_experts}
     save(tiny_model(dataclasses.replace(MIXTRAL, config=sizes)), tmp_path / "base", sharded=False)

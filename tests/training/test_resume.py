@@ -47,7 +47,7 @@ def train_until(path: Path, step: int, *, resume: bool) -> None:
     trainer.close()
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """Killed between checkpoints: the steps after the last one are taken again, the same."""
     killed = write_run(tmp_path / "killed", config=NOISY)
     process = start_process(killed, *(word for key in ENDLESS for word in ("--set", key)))
@@ -127,7 +127,7 @@ for name in moment.split(","):
 MOMENTS = ("first_step", "half_a_checkpoint", "before_the_name", "half_a_record")
 
 
-def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path):
     few = NOISY.replace("tokens_per_step = 256", "tokens_per_step = 64")
     whole = write_run(tmp_path / "whole", config=few)
     assert train(whole) == 0
@@ -153,7 +153,7 @@ def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path: Path) -> 
         assert states_equal(out / final, whole.parent / "out" / final), moment
 
 
-def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
+def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
     path = write_run(tmp_path)
     process = start_process(path, "--set", ENDLESS[0], "--set", "run.checkpoint_every=0")
     wait_for_step(tmp_path / "out", 2, process)
@@ -175,7 +175,7 @@ STEADY = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace(
 )
 
 
-def test_a_run_that_is_extended_is_the_longer_run(tmp_path: Path) -> None:
+def test_a_run_that_is_extended_is_the_longer_run(tmp_path):
     whole = write_run(tmp_path / "whole", config=STEADY)
     assert train(whole) == 0
     parts = write_run(tmp_path / "parts", config=STEADY)
@@ -190,9 +190,7 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path: Path) -> None:
     assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)
 
 
-def test_a_run_that_began_with_another_course_of_the_rate_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_began_with_another_course_of_the_rate_is_refused(tmp_path, capsys, monkeypatch):
     path = write_run(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "COURSE", "a straight line")
@@ -204,9 +202,7 @@ def test_a_run_that_began_with_another_course_of_the_rate_is_refused(
     assert train(path, *more, "--reschedule") == 0
 
 
-def test_a_new_schedule_holds_for_the_steps_to_come(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_schedule_holds_for_the_steps_to_come(tmp_path, capsys):
     path = write_run(tmp_path)
     assert train(path, "--set", "run.steps=3") == 0
     before = training_records(tmp_path / "out")

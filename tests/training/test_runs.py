@@ -15,9 +15,7 @@ from moe_runtime.training.metrics import METRICS_FILE
 from moe_runtime.training.optimizer import Optimizer
 
 
-def test_a_run_learns_and_leaves_everything_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = write_run(tmp_path)
@@ -65,9 +63,7 @@ def test_a_run_learns_and_leaves_everything_behind(
     assert shown == pytest.approx([record["loss"] for record in steps], rel=1e-6)
 
 
-def test_a_model_that_no_architecture_expresses_says_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_no_architecture_expresses_says_where_it_is(tmp_path, capsys):
     settings = ("--set", "run.steps=1", "--set", "model.moe.capacity_factor=1.0")
     assert train(write_run(tmp_path), *settings) == 0
     shown = " ".join(capsys.readouterr().err.split())
@@ -76,9 +72,7 @@ def test_a_model_that_no_architecture_expresses_says_where_it_is(
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_a_dry_run_says_what_would_happen(
-    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_would_happen(words, tmp_path, capsys):
     assert train(write_run(tmp_path), "--dry-run", *words) == 0
     shown = capsys.readouterr().out
     assert not (tmp_path / "out").exists()
@@ -97,7 +91,7 @@ def test_a_dry_run_says_what_would_happen(
         assert "held out tokens" in " ".join(shown.split())
 
 
-def test_accumulation_takes_the_same_steps(tmp_path: Path) -> None:
+def test_accumulation_takes_the_same_steps(tmp_path):
     """Without gates' losses, which are means of micro-batches, only the order of sums differs."""
     plain = CONFIG.replace("load_balance = 0.01, z = 1e-3", "load_balance = 0.0")
     curves = []
@@ -109,18 +103,16 @@ def test_accumulation_takes_the_same_steps(tmp_path: Path) -> None:
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_caller_s_autocast_changes_nothing(precision: str, tmp_path: Path) -> None:
+def test_a_caller_s_autocast_changes_nothing(tmp_path):
     """Nor does one that an interrupt left entered: it would keep weights from before an update."""
-    alone = losses_of(tmp_path / "alone", precision)
-    for is_on in (False, True):
+    alone = {name: losses_of(tmp_path / name, name) for name in ("float32", "bfloat16")}
+    for precision, is_on in (("float32", True), ("bfloat16", False), ("bfloat16", True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
-            assert losses_of(tmp_path / f"inside {is_on}", precision) == alone
-    if precision == "bfloat16":
-        float32 = losses_of(tmp_path / "float32", "float32")
-        assert float32 != alone
-        # bfloat16 products have relative errors of 2^-9; losses lie near 5
-        assert float32 == pytest.approx(alone, abs=0.05)
+            found = losses_of(tmp_path / f"{precision} inside {is_on}", precision)
+        assert found == alone[precision]
+    assert alone["float32"] != alone["bfloat16"]
+    # bfloat16 products have relative errors of 2^-9; losses lie near 5
+    assert alone["float32"] == pytest.approx(alone["bfloat16"], abs=0.05)
 
 
 def losses_of(folder: Path, precision: str) -> list[float]:
@@ -138,9 +130,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_finished_run_is_not_overwritten_and_has_nothing_left_to_do(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_overwritten_and_has_nothing_left_to_do(finished, capsys):
     assert "--resume goes on" in error_of(capsys, finished, "--set", "run.steps=1")
     before = training_records(finished.parent / "out")
     assert train(finished, "--set", "run.steps=1", "--resume", "--json") == 0
@@ -148,9 +138,7 @@ def test_a_finished_run_is_not_overwritten_and_has_nothing_left_to_do(
     assert training_records(finished.parent / "out") == before
 
 
-def test_a_resumed_run_must_be_the_same_run(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_must_be_the_same_run(finished, capsys):
     line = error_of(capsys, finished, "--resume", "--set", "run.steps=2")
     assert "run.steps = 1, the configuration now says 2" in line
     rules = finished.parent / "texts" / "rules.txt"
@@ -161,9 +149,7 @@ def test_a_resumed_run_must_be_the_same_run(
     assert "text of source 'rules'" in line
 
 
-def test_a_run_starts_from_exported_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_starts_from_exported_weights(tmp_path, capsys):
     first = write_run(tmp_path / "first")
     assert train(first) == 0
     reached = training_records(first.parent / "out")[-1]["held_out_mean"]
@@ -211,9 +197,7 @@ def test_a_run_starts_from_exported_weights(
         (["CONFIG", "--rezume"], "--rezume"),
     ],
 )
-def test_bad_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(words, message, tmp_path, capsys):
     path = write_run(tmp_path)
     assert main(["train", *(word.replace("CONFIG", str(path)) for word in words)]) == 2
     shown = capsys.readouterr().err
@@ -231,18 +215,14 @@ def test_bad_input_is_one_line(
     ],
     ids=["blank", "not UTF-8", "short"],
 )
-def test_text_that_cannot_be_trained_on_is_named(
-    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_cannot_be_trained_on_is_named(content, message, tmp_path, capsys):
     path = write_run(tmp_path)
     (tmp_path / "texts" / "odd.txt").write_bytes(content)
     files = "data.sources={ odd = { files = ['texts/odd.txt'] } }"
     assert message in error_of(capsys, path, "--set", files)
 
 
-def test_scores_that_are_not_numbers_end_the_run_and_name_the_layer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_that_are_not_numbers_end_the_run_and_name_the_layer(tmp_path, capsys):
     path = write_run(tmp_path)
     assert train(path, "--set", "run.steps=1") == 0
     file = tmp_path / "out" / "model" / "model.safetensors"
@@ -256,18 +236,14 @@ def test_scores_that_are_not_numbers_end_the_run_and_name_the_layer(
     assert not (tmp_path / "again" / "model").exists()
 
 
-def test_a_run_that_diverges_ends_with_a_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_diverges_ends_with_a_reason(tmp_path, capsys):
     path = write_run(tmp_path)
     line = error_of(capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30")
     assert "10 steps in a row were not finite" in line
     assert "lower optimizer.peak_rate" in line
 
 
-def test_a_short_run_without_a_single_step_is_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_run_without_a_single_step_is_no_success(tmp_path, capsys, monkeypatch):
     path = write_run(tmp_path)
     step = Optimizer.step
 
@@ -286,9 +262,7 @@ DENSE = re.sub(r"\[model.moe\].*?\n\n", "", CONFIG, flags=re.S).replace(
 )
 
 
-def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(tmp_path, capsys):
     """Weights of 1e20 after step 6: no gate is there to stop it, and what resumes it fails too."""
     path = write_run(tmp_path, config=DENSE)
     assert train(path, "--set", "run.steps=4", "--set", "run.checkpoint_every=2") == 0
@@ -303,9 +277,7 @@ def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(
     assert "no weight was changed before it" in line
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
     path = write_run(tmp_path)
     save = torch.save
 

@@ -31,7 +31,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_all_parameters_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_all_parameters_of_a_checkpoint(tmp_path, name):
     """The emulated device computes with the CPU's kernels, but for attention and experts."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")
     found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def test_all_parameters_of_a_checkpoint(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("host_memory", [None, "1GiB"], ids=["in-memory", "offloaded"])
-def test_a_run_of_train(tmp_path: Path, name: str, host_memory: str | None) -> None:
+def test_a_run_of_train(tmp_path, name, host_memory):
     """Steps, held-out text, a checkpoint that is gone on from, and an exported model."""
     found: dict[str, list[float]] = {}
     file = write_run(tmp_path)
@@ -77,7 +77,7 @@ def test_a_run_of_train(tmp_path: Path, name: str, host_memory: str | None) -> N
         assert (tmp_path / kind / "model" / "model.safetensors").exists()
 
 
-def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path: Path) -> None:
+def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path):
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")
     config = config_of(folder, tmp_path, kind=ZerothOrderFinetuneConfig, zeroth_order={})
     with computing_on(NAME) as place:
@@ -86,9 +86,7 @@ def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path: Path) -
         assert prepare(with_run(config, device="auto")).device == torch.device("cpu")
 
 
-def test_command_and_configuration_compute_on_the_cpu_unless_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_and_configuration_compute_on_the_cpu_unless_told(tmp_path, monkeypatch):
     """Where there is a GPU too; "auto" takes it, but for forward passes alone."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -101,7 +99,7 @@ def test_command_and_configuration_compute_on_the_cpu_unless_told(
         assert device_of(with_run(config, device="auto")) == torch.device(there)
 
 
-def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(tmp_path: Path) -> None:
+def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(tmp_path):
     """Written while the next step computes: what it holds is what there was when it was taken."""
     settings = moe_runtime.AdamW()
     with computing_on(NAME) as place:
@@ -140,7 +138,7 @@ def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(tmp_
         training.close()
 
 
-def test_a_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")

@@ -134,8 +134,8 @@ def run(
     ],
 )
 def test_as_on_the_cpu_and_the_same_bits_whoever_is_in_a_slot(
-    tmp_path: Path, family: str, precision: str, places: list[str], parts: int
-) -> None:
+    tmp_path, family, precision, places, parts
+):
     """As many layers as micro-batches; what is nearly zero moves either way in half precision."""
     is_half = precision == "bfloat16"
     checkpoint(tmp_path / "first", family, num_layers=parts, is_half=is_half)
@@ -157,7 +157,7 @@ def test_as_on_the_cpu_and_the_same_bits_whoever_is_in_a_slot(
 
 
 @pytest.mark.skipif(IS_GPU, reason="it is looked at what is on its way")
-def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -> None:
+def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path):
     """While attention, the loss and the optimizer are computed: experts of the layer that is next,
     which is the same one at both ends of the way."""
     checkpoint(tmp_path / "first", "mixtral", num_layers=2, is_half=False, num_experts=16)
@@ -204,7 +204,7 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
 
 
 @pytest.mark.skipif(IS_GPU, reason="copies of an emulated device fail here")
-def test_what_ends_a_step_leaves_no_gradient(tmp_path: Path) -> None:
+def test_what_ends_a_step_leaves_no_gradient(tmp_path):
     """An interrupt between products, and copies that fail, at once or while they run."""
     checkpoint(tmp_path / "first", "mixtral", num_layers=1, is_half=False)
     preparation = prepared(

@@ -33,7 +33,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_the_same_trace_wherever_experts_live(tmp_path: Path) -> None:
+def test_the_same_trace_wherever_experts_live(tmp_path):
     """In memory; on the disk, micro-batches side by side; and with blocks that are recomputed."""
     in_memory = traced(tmp_path / "memory", "--set", "run.recompute=true")
     assert in_memory.step_update is not None
@@ -49,7 +49,7 @@ def test_the_same_trace_wherever_experts_live(tmp_path: Path) -> None:
     assert_same(traced(tmp_path / "disk", *budget), in_memory)
 
 
-def test_what_is_recorded_is_what_the_gates_chose(tmp_path: Path) -> None:
+def test_what_is_recorded_is_what_the_gates_chose(tmp_path):
     """Against the layers' own account of a forward pass with the first weights."""
     folder = tmp_path / "run"
     first = traced(folder).steps(0, 1)
@@ -66,7 +66,7 @@ def test_what_is_recorded_is_what_the_gates_chose(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gate", ["capacity", "moepp"])
-def test_choices_of_no_expert_are_not_recorded(tmp_path: Path, gate: str) -> None:
+def test_choices_of_no_expert_are_not_recorded(tmp_path, gate):
     options = {
         "capacity": "top_k = 2\ncapacity_factor = 0.5",
         "moepp": 'top_k = 2\ngate = "moepp"\nzero_experts = { zero = 1, copy = 1 }',
@@ -78,9 +78,7 @@ def test_choices_of_no_expert_are_not_recorded(tmp_path: Path, gate: str) -> Non
     assert (trace.gate_weights[absent] == 0).all()
 
 
-def test_a_run_that_goes_on_has_a_trace_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_has_a_trace_of_its_own(tmp_path, monkeypatch):
     """Ctrl-C after two steps writes what there is; the rest goes to another file."""
     from moe_runtime.training import loop
 
@@ -107,9 +105,7 @@ def test_a_run_that_goes_on_has_a_trace_of_its_own(
     assert after.step_update.tolist() == [3, 3]
 
 
-def test_the_report_says_how_tiers_follow_the_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_says_how_tiers_follow_the_use(tmp_path, capsys):
     traced(tmp_path)
     page = tmp_path / "page.html"
     command = ["report", str(tmp_path / "routing.npz"), "--predictor", "none", "--capacity", "50%"]
@@ -130,16 +126,14 @@ def test_the_report_says_how_tiers_follow_the_use(
         (["run.trace=routing.npz", "run.trace_steps=-1"], "at least 0"),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path, capsys, settings, message):
     options = [option for setting in settings for option in ("--set", setting)]
     assert main(["train", str(write_run(tmp_path)), *options]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert message in line
 
 
-def test_nothing_is_held_once_the_trace_is_written(tmp_path: Path) -> None:
+def test_nothing_is_held_once_the_trace_is_written(tmp_path):
     config = write_run(tmp_path, config=PLAIN)
     settings = ("run.trace=routing.npz", "run.trace_steps=1")
     preparation = prepare(read_tree(TrainConfig, config, settings=settings), tmp_path)

@@ -3,6 +3,7 @@
 #include "formats/int8_blocks.h"
 #include "formats/quantized_template.h"
 #include "isa/columns.h"
+#include "isa/rounded.h"
 #if HAS_BF16_DOT
 #include "formats/planes_vbmi2.h"
 #define DOT_PLANES dot_planes
@@ -112,4 +113,5 @@ const Isa ISA_SYMBOL = {
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
     .dot_planes = DOT_PLANES, .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = product_kind, .dequantize = dequantize,
+    .dot_rounded = dot_rounded, .mix_rounded = mix_rounded,
 };

@@ -35,10 +35,13 @@ typedef __m512 Vec;
 INLINE Vec vec_zero(void) { return _mm512_setzero_ps(); }
 INLINE Vec vec_all(float value) { return _mm512_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+INLINE Vec vec_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, acc); }
 INLINE Vec vec_load_f32(const float *src) { return _mm512_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm512_storeu_ps(dst, a); }
+
+INLINE Vec vec_load_i8(const char *src) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)src))); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)src)); }
 
@@ -92,10 +95,13 @@ typedef __m256 Vec;
 INLINE Vec vec_zero(void) { return _mm256_setzero_ps(); }
 INLINE Vec vec_all(float value) { return _mm256_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+INLINE Vec vec_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, acc); }
 INLINE Vec vec_load_f32(const float *src) { return _mm256_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm256_storeu_ps(dst, a); }
+
+INLINE Vec vec_load_i8(const char *src) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)src))); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)src)); }
 
@@ -127,6 +133,7 @@ typedef uint32_t Words __attribute__((vector_size(16)));
 INLINE Vec vec_zero(void) { return (Vec){0.0f, 0.0f, 0.0f, 0.0f}; }
 INLINE Vec vec_all(float value) { return (Vec){value, value, value, value}; }
 INLINE Vec vec_add(Vec a, Vec b) { return a + b; }
+INLINE Vec vec_mul(Vec a, Vec b) { return a * b; }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return acc + a * b; }
 
 INLINE Vec vec_load_f32(const float *src) {
@@ -136,6 +143,8 @@ INLINE Vec vec_load_f32(const float *src) {
 }
 
 INLINE void vec_store_f32(float *dst, Vec a) { memcpy(dst, &a, sizeof a); }
+
+INLINE Vec vec_load_i8(const char *src) { return (Vec){(int8_t)src[0], (int8_t)src[1], (int8_t)src[2], (int8_t)src[3]}; }
 
 INLINE Words load_words(const char *src) {
     Words words;

@@ -51,7 +51,7 @@ typedef struct {
 /* Where sequences of one length have keys and values, as attention_step.py writes it; the token is written to the last row. */
 typedef struct {
     Cached keys, values;
-    int64_t length;
+    int64_t length, dtype;
 } Place;
 
 /* The cosines and sines of each sequence's position; as many values of a head are turned, or twice as many. */
@@ -83,16 +83,25 @@ static void make_heads(const AttentionLayer *layer, int kind, const Angles *angl
     }
 }
 
-/* Makes the queries of one sequence, and writes its key and its value into their places. */
-static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *row, char *normed,
-                        char *queries, const Cached *keys, const Cached *values, int64_t last) {
-    const int64_t size = dtype_bytes((int)layer->dtype);
-    const char *key = row + layer->heads * layer->key_dim * size, *value = key + layer->key_heads * layer->key_dim * size;
-    make_heads(layer, QUERIES, angles, sequence, row, normed, queries, layer->key_dim * size);
-    make_heads(layer, KEYS, angles, sequence, key, normed, keys->data + last * keys->row, keys->inner);
-    for (int64_t h = 0; h < layer->key_heads; h++)
-        memcpy(values->data + h * values->inner + last * values->row, value + h * layer->value_dim * size,
-               (size_t)(layer->value_dim * size));
+/* Makes the queries of one sequence, and writes its key and its value into their places. Rounded keys are made in `row`. */
+static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, char *row, char *normed, char *queries,
+                        const Cached *keys, const Cached *values, int64_t last, int cached_dtype) {
+    const int dtype = (int)layer->dtype, is_rounded = cached_dtype == DTYPE_ROUNDED;
+    const int64_t size = dtype_bytes(dtype), key_bytes = layer->key_dim * size, value_bytes = layer->value_dim * size;
+    char *key = row + layer->heads * key_bytes, *value = key + layer->key_heads * key_bytes;
+    char *key_place = keys->data + last * keys->row, *value_place = values->data + last * values->row;
+    make_heads(layer, QUERIES, angles, sequence, row, normed, queries, key_bytes);
+    if (is_rounded && !layer->k_norm) memcpy(normed, key, (size_t)(layer->key_heads * key_bytes));
+    make_heads(layer, KEYS, angles, sequence, is_rounded && !layer->k_norm ? normed : key, normed, is_rounded ? key : key_place,
+               is_rounded ? key_bytes : keys->inner);
+    for (int64_t h = 0; h < layer->key_heads; h++, key_place += keys->inner, value_place += values->inner) {
+        if (is_rounded) {
+            moe_round_row(dtype, key + h * key_bytes, layer->key_dim, key_place);
+            moe_round_row(dtype, value + h * value_bytes, layer->value_dim, value_place);
+        } else {
+            memcpy(value_place, value + h * value_bytes, (size_t)value_bytes);
+        }
+    }
 }
 
 typedef struct {
@@ -165,7 +174,7 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
         keys.data += b % together * keys.outer;
         values.data += b % together * values.outer;
         place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values,
-                    place->length - 1);
+                    place->length - 1, (int)place->dtype);
     }
     for (int64_t p = 0; p < num_places; p++) {
         const Cached *keys = &places[p].keys, *values = &places[p].values;
@@ -173,7 +182,7 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
             queries + p * together * q_bytes, q_bytes, keys->data, keys->outer, keys->inner, keys->row, values->data,
             values->outer, values->inner, values->row, mask, layer->sinks, (int)layer->sinks_dtype,
             mixed + p * together * mixed_bytes, together, layer->key_heads, layer->heads / layer->key_heads, places[p].length,
-            layer->key_dim, layer->value_dim, (float)layer->scale, dtype, share_threads);
+            layer->key_dim, layer->value_dim, (float)layer->scale, dtype, (int)places[p].dtype, share_threads);
         if (status != STATUS_OK) return status;
     }
     return multiply(layer, mixed, layer->heads * layer->value_dim, batch, layer->output, layer->output_stride, layer->output_bias,

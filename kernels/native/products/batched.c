@@ -55,16 +55,46 @@ MOE_CLONES void moe_softmax(float *restrict scores, int64_t count, const float *
     for (int64_t k = 0; k < count; k++) scores[k] /= sum;
 }
 
-/* out[m, n] = dot(x[m], w[n]), by the kernel of linear layers, one row of x at a time. */
-static void multiply_transposed(const Batch *batch, const float *x, const char *w, float *out) {
-    const Isa *isa = current_isa();
-    const int kind = column_kind(isa, DTYPE_F32, batch->dtype);
-    char packed[packed_row_bytes(kind, batch->w_cols, isa->k_step)] __attribute__((aligned(64)));
-    const Matrix matrix = {.data = w, .stride = batch->row_stride}, none = {0};
-    for (int64_t m = 0; m < batch->num_rows; m++, x += batch->w_cols, out += batch->w_rows) {
-        isa->pack(kind, (const char *)x, DTYPE_F32, batch->w_cols, packed, 0, 0, 1, batch->w_cols);
-        isa->multiply(kind, matrix, batch->w_rows, batch->w_cols, packed, 1, out, batch->w_rows, none);
+/* ---- rows rounded to int8 ---- */
+
+INLINE void round_row_as(int dtype, const char *x, int64_t count, char *out) {
+    for (int64_t first = 0; first < count; first += ROUNDED_VALUES, out += ROUNDED_BYTES) {
+        float values[ROUNDED_VALUES], most = 0;
+        int has_nan = 0;
+        for (int i = 0; i < ROUNDED_VALUES; i++) {
+            values[i] = load_as(dtype, x, first + i);
+            most = fabsf(values[i]) > most ? fabsf(values[i]) : most;
+            has_nan |= values[i] != values[i];
+        }
+        const uint16_t half = f32_to_f16(has_nan ? NAN : most / 127.0f);
+        const float scale = f16_to_f32(half);
+        store_u16(out, half);
+        for (int i = 0; i < ROUNDED_VALUES; i++) {
+            const float code = rintf(values[i] / scale);
+            out[2 + i] = (char)(code > 127.0f ? 127 : code < -127.0f ? -127 : code == code ? (int)code : 0);
+        }
     }
+}
+
+MOE_CLONES void moe_round_row(int dtype, const char *x, int64_t count, char *out) {
+#define ROUND_ROW(type) round_row_as(type, x, count, out)
+    BY_DTYPE(dtype, ROUND_ROW)
+}
+
+/* ---- products ---- */
+
+/* out[m, n] = dot(x[m], w[n]), by the kernel of linear layers: a row of x has its bits whatever the others are. */
+static void multiply_transposed(const Batch *batch, const float *x, const char *w, char *packed, float *out) {
+    const Isa *isa = current_isa();
+    const Matrix matrix = {.data = w, .stride = batch->row_stride}, none = {0};
+    if (batch->dtype == DTYPE_ROUNDED) {
+        isa->dot_rounded(matrix, batch->w_rows, batch->w_cols, x, batch->num_rows, out);
+        return;
+    }
+    const int kind = column_kind(isa, DTYPE_F32, batch->dtype);
+    pack_panels(isa, kind, (const char *)x, 4 * batch->w_cols, DTYPE_F32, NULL, batch->num_rows, 0, batch->w_cols, batch->w_cols,
+                packed);
+    isa->multiply(kind, matrix, batch->w_rows, batch->w_cols, packed, batch->num_rows, out, batch->w_rows, none);
 }
 
 /* out[t] = sum over k of weights[t, k] * rows[t * choices + k], summed in the order of k. */
@@ -111,44 +141,52 @@ typedef struct {
     const char *sinks;  /* [inner * num_rows], a further score of each head, or NULL */
     char *out;          /* [outer, inner * num_rows, values.w_cols] without gaps */
     int64_t query_stride;
-    int sinks_dtype;
+    int dtype, sinks_dtype; /* of query and out, and of sinks */
     float scale;
     float *scratch;
-    int64_t scratch_floats; /* of one of outer * inner elements */
+    int64_t scratch_floats, packed_floats; /* of one of outer * inner elements, and of its packed queries */
 } Attention;
 
 static void attend_head(void *context, int thread, int64_t element, int64_t end) {
     Attention *call = context;
     const Batch *keys = &call->keys, *values = &call->values;
     const int64_t outer = element / keys->inner, inner = element % keys->inner, rows = keys->num_rows;
-    const int64_t length = keys->w_rows, dim = keys->w_cols, size = dtype_bytes(keys->dtype);
-    float *query = call->scratch + element * call->scratch_floats, *scores = query + rows * dim, *mixed = scores + rows * length;
+    const int64_t length = keys->w_rows, dim = keys->w_cols, size = dtype_bytes(call->dtype), count = rows * values->w_cols;
+    float *packed = call->scratch + element * call->scratch_floats, *query = packed + call->packed_floats;
+    float *scores = query + rows * dim, *mixed = scores + rows * length;
     const char *source = call->query + outer * call->query_stride + inner * rows * dim * size;
     (void)thread, (void)end; /* one at a time */
-    for (int64_t k = 0; k < rows * dim; k++) query[k] = load_as(keys->dtype, source, k) * call->scale;
-    multiply_transposed(keys, query, keys->w + outer * keys->outer_stride + inner * keys->inner_stride, scores);
+    for (int64_t k = 0; k < rows * dim; k++) query[k] = load_as(call->dtype, source, k) * call->scale;
+    multiply_transposed(keys, query, keys->w + outer * keys->outer_stride + inner * keys->inner_stride, (char *)packed, scores);
     const char *value = values->w + outer * values->outer_stride + inner * values->inner_stride;
-    for (int64_t m = 0; m < rows; m++, scores += length, mixed += values->w_cols) {
+    for (int64_t m = 0; m < rows; m++) {
+        float *own = scores + m * length;
         if (call->mask)
-            for (int64_t k = 0; k < length; k++) scores[k] += call->mask[outer * length + k];
+            for (int64_t k = 0; k < length; k++) own[k] += call->mask[outer * length + k];
         const float sink = call->sinks ? load_as(call->sinks_dtype, call->sinks, inner * rows + m) : 0;
-        moe_softmax(scores, length, call->sinks ? &sink : NULL);
-        mix(values, scores, value, mixed);
+        moe_softmax(own, length, call->sinks ? &sink : NULL);
+        if (values->dtype != DTYPE_ROUNDED) mix(values, own, value, mixed + m * values->w_cols);
     }
-    const int64_t count = rows * values->w_cols;
-    current_isa()->store(call->out + element * count * size, keys->dtype, mixed - count, count);
+    const Matrix rounded = {.data = value, .stride = values->row_stride};
+    if (values->dtype == DTYPE_ROUNDED) current_isa()->mix_rounded(rounded, length, values->w_cols, scores, rows, mixed);
+    current_isa()->store(call->out + element * count * size, call->dtype, mixed, count);
 }
 
-/* softmax(scale * query . keys + mask, sink of the head) . values; query, keys, values and out have one data type. */
+/* softmax(scale * query . keys + mask, sink of the head) . values; query and out have one data type, keys and values too. */
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
                                           int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
                                           int sinks_dtype, char *out, int64_t outer, int64_t inner, int64_t rows, int64_t length,
-                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int share_threads) {
-    Attention call = {.keys = {key, inner, rows, length, key_dim, key_outer, key_inner, key_row, dtype},
-                      .values = {value, inner, rows, length, value_dim, value_outer, value_inner, value_row, dtype},
-                      .query = query, .mask = mask, .sinks = sinks, .sinks_dtype = sinks_dtype, .out = out,
-                      .query_stride = query_stride, .scale = scale, .scratch_floats = rows * (key_dim + length + value_dim)};
+                                          int64_t key_dim, int64_t value_dim, float scale, int dtype, int cached_dtype,
+                                          int share_threads) {
+    Attention call = {.keys = {key, inner, rows, length, key_dim, key_outer, key_inner, key_row, cached_dtype},
+                      .values = {value, inner, rows, length, value_dim, value_outer, value_inner, value_row, cached_dtype},
+                      .query = query, .mask = mask, .sinks = sinks, .dtype = dtype, .sinks_dtype = sinks_dtype, .out = out,
+                      .query_stride = query_stride, .scale = scale};
+    const Isa *isa = current_isa();
+    if (cached_dtype != DTYPE_ROUNDED)
+        call.packed_floats = rows * packed_row_bytes(column_kind(isa, DTYPE_F32, cached_dtype), key_dim, isa->k_step) / 4;
+    call.scratch_floats = round_up(call.packed_floats + rows * (key_dim + length + value_dim), 16);
     pool_begin();
     call.scratch = pool_scratch(outer * inner * call.scratch_floats * (int64_t)sizeof(float));
     if (call.scratch) pool_each(attend_head, &call, outer * inner, 1, share_threads);

@@ -1,10 +1,13 @@
 """``moe-runtime chat``: a conversation in the terminal."""
 
 import contextlib
+import gc
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +16,12 @@ import typer
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.cli.streams import TextOutput
+from moe_runtime.cli.streams import TextOutput, say_at_once
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 
 if TYPE_CHECKING:
+    from moe_runtime.inference.pictures import Picture
     from moe_runtime.serving.conversation import Conversation
 
 _INTERRUPTED = 130
@@ -26,6 +30,8 @@ _HELP = (
     ("/reset", "begin a new conversation"),
     ("/undo", "take the last message and its answer back"),
     ("/image FILE", "put a picture before the next message"),
+    ("/model NAME", "go on with another model; without a name, say which one answers"),
+    ("/plain", "show answers as they are written, or as markdown again"),
     ("/stats", "what the answers cost so far"),
     ("/save FILE", "write the conversation, as a line that `moe-runtime generate` takes"),
     ("/quit", "leave, as Ctrl-D does"),
@@ -57,72 +63,176 @@ def chat(
             experts leave it.
     """
     console.quiet_transformers(ctx.obj)
-    console.fetch_model(model, weights=False)
-    import moe_runtime
-    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
-    from moe_runtime.inference.budget import known_positions
-    from moe_runtime.inference.generation import (
-        check_room,
-        encode_messages,
-        end_token_ids,
-        sampling_words,
-        stop_strings_of,
-    )
-    from moe_runtime.inference.pictures import PictureReader
-    from moe_runtime.serving.requests import SamplingOptions
 
-    chosen = find_sampling(ctx, model, sampling, is_engine=True)
-    tokenizer = load_tokenizer(model)
-    folder = find_checkpoint(model, weights=False)
-    model_config = read_config(folder)
-    check_room(model_config, "--max-tokens", max_tokens or 0)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    # a template that cannot be used is refused before weights are read
-    encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])
-    with console.loading_bar() as progress:
-        loaded: Any = moe_runtime.load(
-            model, **loading.settings(), max_tokens=max_tokens, progress=progress
+    def prepare(name: str) -> _Prepared:
+        return _Prepared(
+            name,
+            find_settings=lambda: find_sampling(ctx, name, sampling, is_engine=True),
+            loading={**loading.settings(), "max_tokens": max_tokens},
+            system=system,
+            seed=sampling.seed,
+            max_new_tokens=max_new_tokens,
         )
+
+    with contextlib.ExitStack() as stack:
+        _Terminal(_opened(prepare(model), stack), prepare, stack).run()
+
+
+class _Prepared:
+    """A model that can be talked to, before its weights are read.
+
+    Raises:
+        ValueError, MoERuntimeError: the checkpoint, its tokenizer or an option is unfit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        find_settings: Callable[[], dict[str, Any]],
+        loading: dict[str, Any],
+        system: str | None,
+        seed: int | None,
+        max_new_tokens: int,
+    ) -> None:
+        console.fetch_model(name, weights=False)
+        from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+        from moe_runtime.inference.generation import check_room
+        from moe_runtime.inference.pictures import PictureReader
+
+        self.name, self.loading, self.system, self.seed = name, loading, system, seed
+        self.max_new_tokens = max_new_tokens
+        self.chosen = find_settings()
+        self.tokenizer = load_tokenizer(name)
+        folder = find_checkpoint(name, weights=False)
+        self.config = read_config(folder)
+        check_room(self.config, "--max-tokens", loading["max_tokens"] or 0)
+        self.reader = PictureReader.of(folder, self.config, self.tokenizer)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        # a template that cannot be used is refused before weights are read
+        self._check([*first, {"role": "user", "content": "Hello"}], [])
+
+    def _check(self, messages: list[dict[str, Any]], pictures: "list[Picture]") -> None:
+        from moe_runtime.inference.generation import encode_messages
+        from moe_runtime.inference.pictures import Pictures
+
+        found = Pictures(self.reader, pictures) if self.reader and pictures else None
+        encode_messages(self.tokenizer, messages, found)
+
+    def pictures_of(self, talk: "Conversation") -> "list[Picture]":
+        """The pictures of another model's conversation, which this one could go on with."""
+        files = talk.files
+        if files and self.reader is None:
+            raise ValueError(
+                f"{self.name} takes no pictures, and the conversation has some; /reset first"
+            )
+        pictures = self.reader.open_all(files) if self.reader and files else []
+        if talk.turns:
+            self._check(talk.messages, pictures[: _num_shown(talk.messages)])
+        return pictures
+
+
+def _num_shown(messages: list[dict[str, Any]]) -> int:
+    contents = [message["content"] for message in messages]
+    return sum(len(content) - 1 for content in contents if isinstance(content, list))
+
+
+@dataclass
+class _Opened:
+    """A model in memory, and the conversation with it."""
+
+    prepared: _Prepared
+    loaded: Any
+    talk: "Conversation"
+
+
+class _Meter:
+    """What an answer costs, from its first token on."""
+
+    def __init__(self, opened: _Opened) -> None:
+        self._talk, self._moe = opened.talk, opened.loaded.moe
+        self._num_before, self._before = self._talk.num_generated, self._moe.stats()
+        self._first_s = self._last_s = 0.0
+        self._num = 0
+
+    def words(self) -> str:
+        """Tokens, tokens a second and the share of experts that were in memory."""
+        num, stats = self._talk.num_generated - self._num_before, self._moe.stats()
+        if num != self._num:
+            self._num, self._last_s = num, time.monotonic()
+            self._first_s = self._first_s or self._last_s
+        seconds = self._last_s - self._first_s
+        asked, found = (
+            sum(getattr(stats, name) - getattr(self._before, name) for name in names)
+            for names in (("hits", "late_hits", "misses"), ("hits",))
+        )
+        if not num:
+            return "reading the prompt"
+        parts = [f"{num} tokens"]
+        if seconds:
+            parts.append(f"{(num - 1) / seconds:.1f} tokens/s")
+        if asked:
+            parts.append(f"{found / asked:.0%} of experts in memory")
+        return "  ".join(parts)
+
+
+def _opened(prepared: _Prepared, stack: contextlib.ExitStack) -> _Opened:
+    """Loads a model; the stack closes it."""
+    import moe_runtime
+    from moe_runtime.inference.budget import known_positions
+    from moe_runtime.inference.generation import end_token_ids, stop_strings_of
     from moe_runtime.serving.conversation import Conversation
     from moe_runtime.serving.engine import Engine
+    from moe_runtime.serving.requests import SamplingOptions
 
-    with contextlib.closing(loaded.moe), Engine(loaded) as engine:
-        conversation = Conversation(
-            engine,
-            tokenizer,
-            end_ids=frozenset(end_token_ids(loaded, tokenizer)),
-            stops=stop_strings_of(loaded.generation_config),
-            sampling=SamplingOptions(
-                **chosen,
-                seed=sampling.seed,
-                repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
-            ),
-            max_new_tokens=max_new_tokens,
-            known_tokens=known_positions(model_config),
-            system=system,
-            reader=PictureReader.of(folder, model_config, tokenizer),
-        )
-        _Terminal(conversation, loaded, sampling_words(chosen)).run()
+    with console.loading_bar() as progress:
+        loaded: Any = moe_runtime.load(prepared.name, **prepared.loading, progress=progress)
+    stack.enter_context(contextlib.closing(loaded.moe))
+    engine = stack.enter_context(Engine(loaded))
+    talk = Conversation(
+        engine,
+        prepared.tokenizer,
+        end_ids=frozenset(end_token_ids(loaded, prepared.tokenizer)),
+        stops=stop_strings_of(loaded.generation_config),
+        sampling=SamplingOptions(
+            **prepared.chosen,
+            seed=prepared.seed,
+            repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
+        ),
+        max_new_tokens=prepared.max_new_tokens,
+        known_tokens=known_positions(prepared.config),
+        system=prepared.system,
+        reader=prepared.reader,
+    )
+    return _Opened(prepared, loaded, talk)
 
 
 class _Terminal:
     """Lines in, answers out."""
 
-    def __init__(self, conversation: "Conversation", loaded: Any, sampling: str) -> None:
-        self._conversation = conversation
-        self._sampling = sampling
-        self._loaded = loaded
+    def __init__(
+        self,
+        opened: _Opened,
+        prepare: Callable[[str], _Prepared],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._opened, self._prepare, self._stack = opened, prepare, stack
         self._saved: set[Path] = set()
         self._is_terminal = sys.stdin.isatty()
+        self._is_plain, self._is_loaded = False, True
+        self._speed = ""
 
     def run(self) -> None:
         """Until the lines end."""
         if self._is_terminal:
-            print(f"choice of tokens: {self._sampling}", file=sys.stderr)
-            context = self._loaded.moe.facts.context
-            print(f"context: {context.max_tokens} tokens, {context.reason}", file=sys.stderr)
+            self._introduce()
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
-        for line in _lines(is_terminal=self._is_terminal):
+            from moe_runtime.cli import terminal
+
+            lines = terminal.typed_messages([usage.split()[0] for usage, _ in _HELP], self._status)
+        else:
+            lines = _piped_lines()
+        for line in lines:
             if not line.strip():
                 continue
             try:
@@ -131,32 +241,90 @@ class _Terminal:
                 elif not self._obey(*_words_of(line)):
                     return
             except (ValueError, MoERuntimeError, OSError) as error:
-                # without a terminal the first error ends the command
-                if not self._is_terminal:
+                # without a terminal the first error ends the command, without a model any
+                if not (self._is_terminal and self._is_loaded):
                     raise
                 console.say_line(str(error))
 
+    def _introduce(self) -> None:
+        from moe_runtime.inference.generation import sampling_words
+
+        prepared, context = self._opened.prepared, self._opened.loaded.moe.facts.context
+        print(f"choice of tokens: {sampling_words(prepared.chosen)}", file=sys.stderr)
+        print(f"context: {context.max_tokens} tokens, {context.reason}", file=sys.stderr)
+
+    def _status(self) -> str:
+        """The line below what is typed: the model, what the last answer cost, the room."""
+        turns, name = self._opened.talk.turns, Path(self._opened.prepared.name).name
+        used = turns[-1].prompt_tokens + turns[-1].new_tokens if turns else 0
+        most = self._opened.loaded.moe.facts.context.max_tokens
+        return "  ".join(filter(None, (name, f"{used} of {most} tokens", self._speed)))
+
     def _answer(self, text: str) -> None:
-        output = TextOutput()
-        with stop_on_signals(_STOPPING) as stop:
+        talk = self._opened.talk
+        meter = _Meter(self._opened) if self._is_terminal else None
+        drawn = None
+        if meter and not self._is_plain:
+            from moe_runtime.cli.terminal import MarkdownOutput
+
+            drawn = MarkdownOutput.of_stdout(meter.words)
+        output = drawn or TextOutput()
+
+        def is_stopped() -> bool:
+            if drawn:
+                drawn.redraw()
+            return stop.is_set
+
+        with stop_on_signals(_STOPPING, say=drawn.say if drawn else say_at_once) as stop:
             try:
-                self._conversation.ask(text, output.write, lambda: stop.is_set)
+                talk.ask(text, output.write, is_stopped)
             finally:
                 output.end_line()
+                self._speed = meter.words() if meter else ""
         if stop.is_set and stop.exit_code != _INTERRUPTED:
             raise typer.Exit(stop.exit_code)
 
+    def _switch(self, name: str) -> None:
+        """Goes on with another model, or with this one where the other cannot be loaded."""
+        if not name:
+            said = [("model", self._opened.prepared.name)]
+            console.print_rows("what answers", said, to_stderr=True)
+            return
+        old, talk = self._opened.prepared, self._opened.talk
+        prepared = self._prepare(name)
+        pictures = prepared.pictures_of(talk)
+        console.fetch_model(name)
+        try:
+            self._open(prepared, talk, pictures)
+        except (ValueError, MoERuntimeError, OSError):
+            console.say_line(f"loading {old.name} again")
+            self._open(old, talk, old.pictures_of(talk))
+            raise
+        self._introduce()
+
+    def _open(self, prepared: _Prepared, talk: "Conversation", pictures: Any) -> None:
+        """Puts a model in the place of the one that is in memory, which has no room for both."""
+        self._is_loaded = False
+        vars(self).pop("_opened", None)
+        self._stack.close()
+        gc.collect()
+        self._opened = _opened(prepared, self._stack)
+        self._is_loaded = True
+        self._opened.talk.go_on_from(talk, pictures)
+        self._speed = ""
+
     def _obey(self, command: str, *given: str) -> bool:
         """Does what a command says; gives whether the conversation goes on."""
-        extra = given[command in ("/save", "/image") :]
+        extra = given[command in ("/save", "/image", "/model") :]
         if extra and command in _COMMANDS:
             raise ValueError(f"{command}: expected nothing more, got {' '.join(extra)!r}")
+        talk = self._opened.talk
         if command in ("/quit", "/exit"):
             return False
         if command == "/reset":
-            self._conversation.reset()
+            talk.reset()
         elif command == "/undo":
-            if not self._conversation.undo():
+            if not talk.undo():
                 raise ValueError("/undo: there is no message to take back")
         elif command == "/stats":
             self._show_statistics()
@@ -164,7 +332,11 @@ class _Terminal:
             self._save("".join(given))
         elif command == "/image":
             require_file_name("".join(given), "/image")
-            self._conversation.show("".join(given))
+            talk.show("".join(given))
+        elif command == "/model":
+            self._switch("".join(given))
+        elif command == "/plain":
+            self._is_plain = not self._is_plain
         elif command == "/help":
             console.print_rows("commands", _HELP, to_stderr=True)
         else:
@@ -175,7 +347,7 @@ class _Terminal:
         return True
 
     def _show_statistics(self) -> None:
-        turns = self._conversation.turns
+        turns = self._opened.talk.turns
         rows = [("answers", f"{len(turns)}, {sum(turn.new_tokens for turn in turns)} tokens")]
         if turns and turns[-1].ttft_s is not None:
             last = turns[-1]
@@ -183,7 +355,7 @@ class _Terminal:
             speed = "" if rate is None else f", {rate:.2f} tokens/s"
             prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
             rows += [("conversation", prompt), ("last answer", f"after {last.ttft_s:.2f} s{speed}")]
-        rows += runtime_rows(self._loaded.moe.stats())
+        rows += runtime_rows(self._opened.loaded.moe.stats())
         console.print_rows("what the runtime did", rows, to_stderr=True)
 
     def _save(self, name: str) -> None:
@@ -192,9 +364,9 @@ class _Terminal:
         check_output_path(path, "conversation")
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"/save {name}: is there already; give another name")
-        if not self._conversation.turns:
+        if not self._opened.talk.turns:
             raise ValueError("/save: there is no message to write yet")
-        messages = {"messages": self._conversation.messages}
+        messages = {"messages": self._opened.talk.messages}
         write_text(path, f"{json.dumps(messages, ensure_ascii=False)}\n")
         self._saved.add(path.resolve())
 
@@ -211,26 +383,10 @@ def _words_of(line: str) -> list[str]:
         raise ValueError(f"{command} {rest}: {str(error).lower()}") from None
 
 
-def _lines(*, is_terminal: bool) -> Iterator[str]:
-    """Lines of standard input; on a terminal with a history of what was typed."""
-    if not is_terminal:
-        try:
-            for line in sys.stdin:
-                line.encode()  # refuses bytes that Python let pass as halves of surrogate pairs
-                yield line.rstrip("\n")
-        except UnicodeError as error:
-            raise ValueError(f"standard input is not UTF-8 text: {error}") from None
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # gives input() a history
-
-        # a text of several lines that is pasted is one message
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    with contextlib.suppress(EOFError):
-        while True:
-            try:
-                line = input("> ")
-            except (EOFError, KeyboardInterrupt):
-                print(file=sys.stderr)  # what is said next does not stand after the prompt
-                raise
-            yield line
+def _piped_lines() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            line.encode()  # refuses bytes that Python let pass as halves of surrogate pairs
+            yield line.rstrip("\n")
+    except UnicodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text: {error}") from None

@@ -24,6 +24,7 @@ def inspect(
     max_tokens: options.Count | None = None,
     cache_code: options.CacheCode = "none",
     misses: options.Misses = "device",
+    kv_cache: options.KVCache = "exact",
     verify: bool = False,
     as_json: options.Json = False,
 ) -> None:
@@ -55,6 +56,7 @@ def inspect(
             max_tokens=max_tokens,
             cache_code=cache_code,
             misses=misses,
+            kv_cache=kv_cache,
             verify=verify,
             progress=progress,
         )

@@ -335,11 +335,19 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
         row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
         planned = f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
         rows.append(("misses", row + planned * bool(stats.planned_s)))
+    if stats.miss_cpu_s:
+        each = f"{stats.miss_cpu_s * 1e3:.2f} ms on the CPU"
+        rows.append(("a missing expert", f"{each}, {stats.miss_copy_s * 1e3:.2f} ms to copy"))
+    if steps := stats.resident_steps + stats.fetched_steps + stats.cut_steps:
+        whole = f"{stats.resident_steps} without misses, {stats.fetched_steps} that read misses"
+        rows.append(("recorded steps", f"{steps}: {whole}, {stats.cut_steps} cut in every layer"))
     changed = {
         "replaced": stats.replaced_choices,
         "by stand-ins": stats.stand_in_choices,
         "left out": stats.skipped_choices,
     }
+    if stats.kv_cache != "exact":
+        rows.append(("keys and values (lossy)", f"kept in {stats.kv_cache}"))
     if any(changed.values()):
         each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
         rows.append(("choices changed (lossy)", each))

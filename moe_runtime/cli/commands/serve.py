@@ -22,7 +22,8 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import read_bounded
 
 if TYPE_CHECKING:
-    from moe_runtime.serving.http.starting import Ready, ServeSettings
+    from moe_runtime.serving.http.model_loader import ServeSettings
+    from moe_runtime.serving.http.starting import Ready
 
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
@@ -39,6 +40,8 @@ def serve(
     *,
     models: Annotated[list[str], typer.Argument(metavar="MODEL...")],
     name: list[str] | None = None,
+    on_demand: bool = False,
+    unload_idle: Annotated[float | None, typer.Option(min=0.001, metavar="SECONDS")] = None,
     adapters: Annotated[list[str] | None, typer.Option("--adapter", metavar="NAME=FOLDER")] = None,
     adapter_memory: options.Size | None = None,
     host: str = "127.0.0.1",
@@ -67,7 +70,8 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does; experts that do not fit stream from disk.
 
-    Several models share one budget and take turns to compute.
+    Several models share one budget and take turns to compute. POST /models/load and /models/unload
+    load and unload them.
 
     Clients of that API work as they are: give them the address followed by /v1. The address itself
     has a page to chat and to watch hit rate and reads; /metrics has metrics for Prometheus.
@@ -80,6 +84,10 @@ def serve(
             name no model get the first.
         name: Name by which requests ask for the model, its folder's name when omitted; repeat it
             for several models, in their order.
+        on_demand: Load a model when a request asks for it, and unload the least recently used ones
+            where memory is short. Without it, all are loaded at the start.
+        unload_idle: Unload a model after so many seconds without a request; the next one loads it
+            again.
         adapters: LoRA adapter, in PEFT's format, that requests ask for by this name; repeatable.
             MODEL:NAME=FOLDER names its model where there are several.
         adapter_memory: Memory for the adapters of a model, part of --host-memory: adapters are read
@@ -103,8 +111,8 @@ def serve(
         prefix_cache: Keep the KV cache of prompts for later prompts that begin alike.
         share_prefixes: With --api-keys, requests of one key use the prefix cache of other keys.
             Their users can tell by cached_tokens and by time what others sent.
-        prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too: in
-            $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
+        prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too, and
+            requests that others preempt: in $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
         max_body: Longest body of a request. 1MiB by default, a text of 200,000 tokens; 64MiB if a
             model takes pictures.
         allow_remote_images: Fetch pictures from the http addresses in requests, as this machine
@@ -135,8 +143,9 @@ def serve(
     console.quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.http.dividing import is_on_cpu
+    from moe_runtime.serving.http.model_loader import ServeSettings
     from moe_runtime.serving.http.server import Access, Limits
-    from moe_runtime.serving.http.starting import ServeSettings, run_server
+    from moe_runtime.serving.http.starting import run_server
     from moe_runtime.serving.requests import EngineOptions
 
     if is_on_cpu({"device": loading.device}):
@@ -175,6 +184,8 @@ def serve(
         prefix_disk_bytes=disk_bytes,
         adapter_bytes=adapter_bytes,
         fetches_pictures=allow_remote_images,
+        on_demand=on_demand,
+        idle_s=unload_idle,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(console.loading_bar())
@@ -231,21 +242,22 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
             ServerLog(as_json=True)("warning", {"message": warning})
         else:
             console.say_line(f"warning: {warning}")
-    models = ready.models
+    models = [place.served[place.name] for place in ready.places if place.served]
     stats = [loaded.moe.stats() for loaded in ready.loaded]
+    adapters = {name: place.name for place in ready.places for name in place.adapters}
     if as_json:
-        described = [
-            {
-                "model": model.name,
+        described: dict[str, dict[str, Any]] = {
+            place.name: {"model": place.name, "status": place.status} for place in ready.places
+        }
+        for model, some in zip(models, stats, strict=True):
+            described[model.name] |= {
                 "max_request_tokens": model.engine.most_request_tokens,
                 "budget_bytes": some.budget_bytes,
                 "adapter_bytes": model.engine.statistics().adapter_bytes,
             }
-            for model, some in zip(models, stats, strict=True)
-        ]
-        adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
+        every = list(described.values())
         console.print_json(
-            {"address": ready.address, **described[0], "models": described, "adapters": adapters}
+            {"address": ready.address, **every[0], "models": every, "adapters": adapters}
         )
         return
     from moe_runtime.inference.generation import sampling_words
@@ -254,6 +266,9 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
     ]
+    for place in ready.places:
+        if not place.served:
+            rows.append(("model", f"{place.name}, loaded when it is asked for"))
     for model, some, loaded in zip(models, stats, ready.loaded, strict=True):
         working = model.engine.statistics()
         kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
@@ -274,10 +289,10 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         rows.append(("choice of tokens", f"{chosen}, unless a request says otherwise"))
         if working.adapter_bytes:
             rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
-    rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
+    rows += [("adapter", f"{name} of {parent}") for name, parent in adapters.items()]
     console.print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
-    if models[0].template is not None:
+    if models and models[0].template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     key = " -H 'authorization: Bearer KEY'" if settings.access.keys else ""
     print(

@@ -34,8 +34,10 @@ from moe_runtime.inference.known_classes import (
     class_name,
     is_theirs,
 )
+from moe_runtime.inference.kv_cache import Rounding
 from moe_runtime.inference.steps import OneThread
 from moe_runtime.kernels.decode_step.latent_attention import Tokens, native_latent_attention
+from moe_runtime.kernels.decode_step.rounded_rows import widen_rows
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.linear.op import keeps_code
 from moe_runtime.kernels.native import native_library, needs_torch
@@ -66,6 +68,14 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
         use_latents(model)
 
 
+def rounding_of(model: PreTrainedModel, kv_cache: str) -> Rounding | None:
+    """How a loaded model keeps keys and values: rounded to int8, where ``kv_cache`` says so."""
+    if kv_cache == "exact":
+        return None
+    takes_rows = private.attention_names(model) in ({ATTENTION}, {EAGER_ATTENTION})
+    return Rounding(private.attention_name(model) if takes_rows else None)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -90,6 +100,7 @@ def attend(
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None
+    key, value = as_computed(query, key, value)
     num_queries, value_dim = query.shape[2], value.shape[3]
     with_threads = torch_threads_for(query, key)
     if value_dim < key.shape[3]:
@@ -108,6 +119,12 @@ def attend(
             module, query, key, value, attention_mask, **options
         )
     return mixed[:, :num_queries, :, :value_dim], weights
+
+
+def as_computed(query: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values in the type of the queries, where they may be rounded to int8."""
+    wide = query.dtype
+    return [widen_rows(part, wide) if part.dtype is torch.uint8 else part for part in parts]
 
 
 def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -249,10 +266,12 @@ def attend_eagerly(
         or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2])
         or _shows_weights(module)
     ):
+        key, value = as_computed(query, key, value)
         return _own_attention(module, query, key, value, attention_mask, options)
     mixed = single_query_attention(query, key, value, attention_mask, others, sinks)
     if mixed is not None:
         return mixed, None
+    key, value = as_computed(query, key, value)
     scale = scale_of(query, options)
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
     parts = query, key, value, attention_mask

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import operator
 import warnings
 import weakref
@@ -128,6 +129,7 @@ class RecordedStep:
             self._store.recorded = None
         if not is_queued:
             return None
+        self._store.count_step(self._experts.way)
         there = {name: value for name, value in self._output.items() if value is not None}
         found = {name: torch.empty_like(value) for name, value in there.items()}
         _copy([*found.values()], [*there.values()])
@@ -156,7 +158,7 @@ class DecodeGraphs:
         self.__wrapped__ = self._forward  # whose signature it has
         self._names = [*inspect.signature(self._forward).parameters]
         self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call of a cache
-        self._is_refused = self._is_torn = False
+        self._refused, self._is_torn = 0.0, False  # calls that are not recorded
         self._caches = caches
         self._trusted: RecordedStep | None = None
         self._is_looked_at = False  # the recording, at the last call
@@ -170,7 +172,8 @@ class DecodeGraphs:
         recorded = recording_of(store, cache_of(kwargs), self._caches)
         is_trusted = recorded is self._trusted
         self._trusted, self._is_looked_at = None, False
-        call = None if self._is_refused else read_step(self._model, kwargs)
+        call = None if self._refused else read_step(self._model, kwargs)
+        self._refused = max(0.0, self._refused - 1)
         if call is None:
             return self._forward(**kwargs)
         if recorded is not None and not recorded.stands_for(call, looks=not is_trusted):
@@ -192,7 +195,9 @@ class DecodeGraphs:
                 )
                 self._is_torn = False
             except RuntimeError as error:
-                self._is_refused, store.recorded = True, None
+                # memory may be there later; what a graph cannot hold it never can
+                is_memory = isinstance(error, torch.OutOfMemoryError)
+                self._refused, store.recorded = _STEPS_WITHOUT if is_memory else math.inf, None
                 warnings.warn(
                     f"decode steps of this model are not recorded as CUDA graphs: {error}",
                     stacklevel=2,
@@ -230,6 +235,8 @@ class DecodeGraphs:
         return store
 
 
+_STEPS_WITHOUT = 256
+"""Calls until a recording that found no memory is tried again."""
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -501,6 +508,8 @@ class _OneGraph(ABC):
 class ResidentExperts(_OneGraph):
     """All experts are in slots of the device."""
 
+    way = "resident_steps"
+
     def __init__(
         self,
         store: DeviceStore[Any],
@@ -525,6 +534,8 @@ class ResidentExperts(_OneGraph):
 
 class FetchedExperts(_OneGraph):
     """Some experts are in host memory, from where the device fetches the chosen ones."""
+
+    way = "fetched_steps"
 
     def __init__(
         self,
@@ -570,6 +581,7 @@ class ExpertsInParts:
     """Misses of a layer are queued between two graphs."""
 
     is_over = is_one_graph = False
+    way = "cut_steps"
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
@@ -82,8 +83,9 @@ class DeviceExperts(OffloadedExperts):
     misses: Misses | None = None
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
-    def _make_step(self, weights: ExpertWeights) -> None:
-        """The short path of the host is not used."""
+    @override
+    def _make_step_kernel(self, weights: ExpertWeights) -> None:
+        """There is none: the host's kernel cannot read the device's memory."""
 
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -147,6 +149,8 @@ class DeviceExperts(OffloadedExperts):
             self._announce(self.experts_of(found.ids_TK), *told)
         if not self.listeners.demanded and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
+            if self.misses is not None:
+                self.misses.used(self.layer, ids)
             if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
@@ -239,7 +243,7 @@ class DeviceExperts(OffloadedExperts):
                 misses.speeds.queue.add((before_s - asked_s) / len(plan.copied))
                 is_asked = True
             if kept:  # now that the others are held
-                misses.store.bring(kept)
+                misses.keep(kept)
                 kept.clear()
             self._add(misses.store, products, residents, group)
             num_arrived = sum(key.expert not in residents for key, _ in group)
@@ -250,7 +254,7 @@ class DeviceExperts(OffloadedExperts):
         if others:
             self._lease_and_run(routing._replace(keys=others), add)
         else:
-            misses.store.bring(kept)
+            misses.keep(kept)
             for listener in self.listeners.demanded:
                 listener.demanded(routing)
         if keys:

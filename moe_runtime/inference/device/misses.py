@@ -6,8 +6,10 @@ Shape suffixes: T tokens, N rows of some experts, D model.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
@@ -42,8 +45,19 @@ class Misses:
         self.bind = bind
         self.clock = clock
         self.speeds = MissSpeeds()
+        self.uses = RecentUses()
         self._is_planned = is_planned
         self._given: tuple[int, float] | None = None
+
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        """A step has chosen these experts of a layer."""
+        self.uses.count(layer, experts)
+
+    def keep(self, keys: Sequence[ExpertKey]) -> None:
+        """Begins to copy experts that the CPU computes, where they are used more than others of
+        late."""
+        if self._is_planned:
+            self.store.bring(keys, self.uses)
 
     def rest(self) -> bool:
         """Whether the device computes whatever the next layer lacks."""
@@ -154,14 +168,17 @@ def open_misses(
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
+    store.miss_costs = misses.speeds.costs
     for module in modules:
         module.misses = misses
 
 
-WEIGHT = 0.1
-"""Of the latest measurement in a running mean: about the last ten count."""
+WINDOW, ENOUGH = 9, 3
+"""Measurements whose median counts, and how many make a speed known."""
 TRIED = 0.01
-"""Share of the planned time of an idle side that may go into measuring its speed."""
+"""Share of the planned time without copies that may go into measuring one."""
+RETRIED_LAYERS = 64
+"""Layers with misses until the CPU is measured anew; twice as many each time it stays idle."""
 IDLE_PLANS = RESTED_LAYERS = 16
 """Plans in a row without the CPU, after which so many layers do without a plan."""
 
@@ -194,7 +211,7 @@ class MissPlan(NamedTuple):
         copied: experts that are brought to the device.
         computed: experts that the CPU computes.
         seconds: predicted.
-        kept: those of `computed` that the link brings meanwhile, for the next time.
+        kept: those of `computed` that the link may bring meanwhile, for the next time.
     """
 
     copied: tuple[int, ...]
@@ -257,10 +274,11 @@ def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> Miss
 def _with_kept(
     copied: list[int], computed: list[int], seconds: float, worth: list[int], costs: MissCosts
 ) -> MissPlan:
-    """Adds as many of the worthwhile experts as the link has time for."""
+    """Adds as many of the experts in RAM as the link has time for: one where it is idle, though the
+    copy may last into the next layers."""
     idle_s = seconds - len(copied) * costs.copy_s
-    number = min(len(worth), int(idle_s / costs.copy_s)) if worth and costs.copy_s else 0
-    return MissPlan((*copied,), (*computed,), seconds, (*worth[:number],))
+    number = int(idle_s / costs.copy_s) if costs.copy_s else 0
+    return MissPlan((*copied,), (*computed,), seconds, (*worth[: max(number, not copied)],))
 
 
 def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) -> float:
@@ -292,15 +310,26 @@ def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], l
     return copied, computed
 
 
-class RunningMean:
-    """An exponential average in seconds; 0 before the first measurement."""
+class RecentSpeed:
+    """The median of the last measurements: neither a cold first one nor an outlier decides."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._last: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, seconds: float) -> None:
-        before = self.seconds or seconds
-        self.seconds = before + (seconds - before) * WEIGHT
+        self._last.append(seconds)
+
+    def forget(self) -> None:
+        self._last.clear()
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._last) >= ENOUGH
+
+    @property
+    def seconds(self) -> float:
+        """0 before the first measurement."""
+        return median(self._last) if self._last else 0.0
 
 
 class MissSpeeds:
@@ -310,14 +339,16 @@ class MissSpeeds:
         launch: of the product of an expert that was brought to the device.
         queue: of the host, for asking for the copy of an expert.
         back: from the CPU's last product until the device has its rows, and what comes after them.
+        copy_s: that a copy had the link for, at the last plan.
     """
 
     def __init__(self) -> None:
-        self.launch = RunningMean()
-        self.queue = RunningMean()
-        self.back = RunningMean()
-        self._cpu: dict[int, RunningMean] = {}  # by number of rows
-        self._no_cpu_s = self._no_copy_s = 0.0  # planned since the last one of each
+        self.launch, self.queue, self.back = RecentSpeed(), RecentSpeed(), RecentSpeed()
+        self.copy_s = 0.0
+        self._cpu: dict[int, RecentSpeed] = {}  # by number of rows
+        self._no_copy_s = 0.0  # planned since the last copy
+        self._no_cpu = 0  # layers with misses since the CPU last had a part
+        self._retry_after = RETRIED_LAYERS
         self._idle_plans = self._rested = 0
 
     def rests(self) -> bool:
@@ -327,18 +358,29 @@ class MissSpeeds:
     def rested(self) -> None:
         """A layer with misses had no plan."""
         self._rested += 1
+        self._no_cpu += 1
 
     def computed(self, num_rows: int, seconds: float) -> None:
-        self._cpu.setdefault(num_rows, RunningMean()).add(seconds)
+        self._cpu.setdefault(num_rows, RecentSpeed()).add(seconds)
 
     def cpu_s(self, num_rows: int) -> float:
-        """Seconds of one expert on the CPU; for unmeasured numbers of rows, by the nearest."""
-        known = self._cpu.get(num_rows)
-        if known is not None:
-            return known.seconds
-        nearest = min(self._cpu, key=lambda number: (abs(number - num_rows), number))
+        """Seconds of one expert on the CPU; for unmeasured numbers of rows, by the nearest. 0 where
+        too few were measured."""
+        known = [number for number, speed in self._cpu.items() if speed.is_known]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda number: (abs(number - num_rows), number))
         # reading the weights takes most of the time, so fewer rows are hardly quicker
         return self._cpu[nearest].seconds * max(1.0, num_rows / nearest)
+
+    def costs(self) -> MissCosts:
+        """The measured seconds; those of the CPU are of one row."""
+        return MissCosts(
+            cpu_s=self.cpu_s,
+            copy_s=max(self.copy_s, self.queue.seconds),
+            launch_s=self.launch.seconds,
+            return_s=self.back.seconds,
+        )
 
     def plan(
         self,
@@ -358,29 +400,30 @@ class MissSpeeds:
             read_s: seconds of a read from disk into RAM.
             has_residents: whether the device has others of the layer to compute.
         """
+        self.copy_s = copy_s
         heaviest_first = sorted(rows, key=lambda expert: (-rows[expert], expert))
-        if not self._cpu or not copy_s:
+        is_known = self.cpu_s(1) > 0.0
+        if not is_known or not copy_s:
             # one side is measured at a time: the CPU first, by the expert of fewest rows
-            number = 0 if self._cpu else 1
-            split = len(rows) - number
+            split = len(rows) - (not is_known)
             return MissPlan((*heaviest_first[:split],), (*heaviest_first[split:],), 0.0)
-        copy_s = max(copy_s, self.queue.seconds)
-        costs = MissCosts(
-            cpu_s=self.cpu_s,
-            copy_s=copy_s,
-            launch_s=self.launch.seconds,
-            read_s=read_s,
-            return_s=self.back.seconds,
-            residents_s=self.launch.seconds * has_residents,
-        )
-        plan = plan_misses(rows, on_disk, costs)
-        self._idle_plans, self._rested = 0 if plan.computed else self._idle_plans + 1, 0
-        self._no_cpu_s = 0.0 if plan.computed else self._no_cpu_s + plan.seconds
+        costs = self.costs()
+        residents_s = costs.launch_s * has_residents
+        plan = plan_misses(rows, on_disk, replace(costs, read_s=read_s, residents_s=residents_s))
+        self._rested = 0
         self._no_copy_s = 0.0 if plan.copied or plan.kept else self._no_copy_s + plan.seconds
-        if plan.copied and TRIED * self._no_cpu_s > self.cpu_s(rows[heaviest_first[-1]]):
-            self._no_cpu_s = 0.0
-            return MissPlan((*heaviest_first[:-1],), (heaviest_first[-1],), 0.0)
-        if plan.computed and TRIED * self._no_copy_s > copy_s:
+        if plan.computed:
+            self._idle_plans = self._no_cpu = 0
+            self._retry_after = RETRIED_LAYERS
+        else:
+            self._idle_plans += 1
+            self._no_cpu += 1
+            if self._no_cpu > self._retry_after:
+                self._idle_plans = self._no_cpu = 0
+                self._retry_after *= 2
+                for speed in self._cpu.values():
+                    speed.forget()
+        if plan.computed and TRIED * self._no_copy_s > costs.copy_s:
             self._no_copy_s = 0.0
             return MissPlan((heaviest_first[0],), (*heaviest_first[1:],), 0.0)
         return plan

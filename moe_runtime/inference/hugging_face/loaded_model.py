@@ -167,7 +167,13 @@ class LoadedModel(CalledInSteps):
 
         Raises:
             CapacityError: the settings need room for more tokens than memory was set aside for.
+            UnsupportedUseError: the model keeps keys and values in int8, and this does not.
         """
+        if self.moe.facts.kv_cache != "exact":
+            raise UnsupportedUseError(
+                "continuous batching of transformers has a cache of its own, which kv_cache int8 "
+                "does not reach: load the model with kv_cache exact, or use the server"
+            )
         model, make = cast(Any, self), cast(Any, super()).init_continuous_batching
         given = generation_config or model.generation_config
         if continuous_batching_config is None:
@@ -325,6 +331,7 @@ class LoadedFacts:
         load_s: seconds that loading took.
         choice: the eviction policy, and why ``auto`` took it.
         context: tokens that memory is set aside for, and why so many.
+        kv_cache: how keys and values are kept, as ``load`` was told.
     """
 
     signature: ModelSignature
@@ -336,6 +343,7 @@ class LoadedFacts:
     load_s: float
     choice: PolicyChoice
     context: Context
+    kv_cache: str = "exact"
 
 
 class RuntimeHandle:
@@ -399,6 +407,7 @@ class RuntimeHandle:
             shares="adaptive" if facts.choice.adaptive else "even",
             policy_reason=facts.choice.reason,
             prefetch="off" if self.prefetcher is None else self.prefetcher.describe(),
+            kv_cache=facts.kv_cache,
             predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
         )
 

@@ -208,7 +208,13 @@ class CudaDevice:
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """Locks host memory of slots until it goes; CapacityError where the system refuses."""
-        pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+        with torch.cuda.device(self.place):
+            try:
+                pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+            except CapacityError:
+                if self._runtime is not None:
+                    self._runtime.cudaGetLastError()  # else the next launch of a kernel tells of it
+                raise
 
     def reads_host(self, memory: torch.Tensor) -> bool:
         """Whether kernels can read pinned host memory at its addresses on the host."""

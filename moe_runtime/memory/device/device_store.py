@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from moe_runtime.memory.device.cuda_device import CudaDevice, Event
+from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.store import Entry, Lease, is_resident
 from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
@@ -23,6 +24,8 @@ R = TypeVar("R")
 
 _MOST_UNCOUNTED = 64
 """Uses of residents that wait to be counted."""
+BROUGHT_MARGIN = 1.0
+"""Uses by which a missing expert must be ahead to be brought; chosen by replaying routes."""
 
 Slots = npt.NDArray[np.int32]
 """``[E]``: the slot of each expert of a layer, below 0 for none."""
@@ -162,6 +165,7 @@ class DeviceStore(TierStore[W]):
         stacks: how kernels take the slots, if they do.
         recorded: a step that is replayed over these slots.
         host_tables: of experts that steps read in the host's memory.
+        miss_costs: what misses cost, where the CPU may compute some.
     """
 
     def __init__(self, device: CudaDevice, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
@@ -170,9 +174,11 @@ class DeviceStore(TierStore[W]):
         self.stacks: Any = None
         self.recorded: Any = None
         self.host_tables: Any = None
+        self.miss_costs: Callable[[], Any] | None = None
         self._residents: dict[int, Residents] = {}
         self._slots: dict[int, Slots] = {}  # of each layer's experts
         self._planned: deque[Planned] = deque()
+        self._brought: list[Read] = []
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
         if isinstance(fetcher.lower, LowerStore):
             own = weakref.ref(self)
@@ -302,21 +308,30 @@ class DeviceStore(TierStore[W]):
         self.count_later(event, keys)
         return True
 
-    def bring(self, keys: Sequence[ExpertKey]) -> None:
+    def bring(self, keys: Sequence[ExpertKey], uses: RecentUses) -> None:
         """Copies experts after all demands, and keeps them as if a lease had asked.
 
-        For experts that were computed elsewhere and may be asked for again. A policy that decides
-        after a use gets nothing.
+        For experts that were computed elsewhere and may be asked for again. Each needs a free slot,
+        or one of an expert that was used less by `BROUGHT_MARGIN`. Nothing is copied while earlier
+        ones are under way, or where a policy decides after a use.
         """
         self._count_uses(waits=False)  # an expert that was just used gives no slot
         with self._monitor:
-            for key in keys if not self.decides_later else ():
+            self._brought = [read for read in self._brought if not read.ended_s]
+            if self._brought or self.decides_later:
+                return
+            for key in keys:
                 if key in self._entries:
                     continue
+                if not self._free and not self._unadmitted:
+                    victim = self._victim(key)
+                    if victim is None or uses.of(key) <= uses.of(victim) + BROUGHT_MARGIN:
+                        continue
                 slot = self._take_slot(key, keep=True)
                 if slot is None:
                     return
                 self._start(key, slot, keep=True, priority=Priority.READAHEAD)
+                self._brought.append(self._entries[key].read)
 
     def count_misses(
         self,
@@ -348,7 +363,18 @@ class DeviceStore(TierStore[W]):
         self._count_uses(waits=True)
         with self._monitor:
             self._count_plans()
-        return super().stats()
+        found = super().stats()
+        if self.miss_costs is not None:
+            costs = self.miss_costs()
+            found.miss_cpu_s, found.miss_copy_s = costs.cpu_s(1), costs.copy_s
+            found.miss_return_s, found.miss_launch_s = costs.return_s, costs.launch_s
+        return found
+
+    def count_step(self, way: str) -> None:
+        """Counts a recorded decode step: ``"resident_steps"``, ``"fetched_steps"`` or
+        ``"cut_steps"``."""
+        with self._monitor:
+            setattr(self._counters, way, getattr(self._counters, way) + 1)
 
     def reset_stats(self) -> None:
         self._count_uses(waits=True)

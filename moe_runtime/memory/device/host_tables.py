@@ -23,14 +23,15 @@ from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.memory.device.cuda_device import Event
 from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
+from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.store import divide, is_resident
 from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 
-DECAY, MARGIN = 0.98, 2.0
-"""A use counts half after 34 steps. Replaying recorded routes chose both: more experts that come to
-stay cross the link twice, fewer leave those there that are wanted again and again."""
+MARGIN = 2.0
+"""Uses by which an expert must be ahead; chosen by replaying routes. With less, more experts that
+come to stay cross the link twice; with more, those stay out that are wanted again and again."""
 LANDING_SHARE = 4
 """What is fetched takes at most one of so many slots."""
 
@@ -73,8 +74,7 @@ class HostTables:
         self._listed: dict[int, Residents] = {}
         self._stream: int | None = None
         self._kernels: Sequence[Event] = ()
-        num_experts = max(len(places.keys) for places in layers.values())
-        self._uses_LE = np.zeros((1 + max(layers), num_experts), np.float32)
+        self._uses = RecentUses()
 
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
@@ -109,17 +109,16 @@ class HostTables:
         """
         store = self._store
         with store._monitor:
-            self._uses_LE *= DECAY
             for layer, chosen in ids.items():
                 places = self.layers[layer]
-                self._uses_LE[layer, [*chosen]] += 1
+                self._uses.count(layer, chosen)
                 for expert in chosen:
                     if expert in listed[layer].experts:
                         store._count_use(places.keys[expert])
                         continue
                     store._counters.misses += 1
                     store._counters.demand_bytes += places.expert_bytes
-                    if self._uses_LE[layer, expert] > MARGIN:
+                    if self._uses.of(places.keys[expert]) > MARGIN:
                         self._admit(places.keys[expert])
 
     # What follows is called with the lock held.
@@ -157,8 +156,7 @@ class HostTables:
                     victim = store._victim(key)
                     if victim is None:
                         return
-                    uses, others = (self._uses_LE[k.layer, k.expert] for k in (key, victim))
-                    if uses <= others + MARGIN:
+                    if self._uses.of(key) <= self._uses.of(victim) + MARGIN:
                         return
                 if not lower.has(victim):
                     # first: it must not be in neither memory meanwhile

@@ -83,20 +83,24 @@ def _asked(loading: Mapping[str, Any]) -> Budget:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs of a budget, in bytes: to run, and beyond that until all experts fit."""
+    """What a model needs of a budget, in bytes: to run, and beyond that until all experts fit.
+
+    ``adapter_bytes`` are that part of the former which is not the model's own.
+    """
 
     smallest_bytes: int
     experts_bytes: int
+    adapter_bytes: int = 0
 
 
-def divide_host_memory(
+def needs_of(
     names: Sequence[str],
     folders: Sequence[Path],
     adapters: Sequence[Mapping[str, AdapterFolder]],
     loading: Mapping[str, Any],
     adapter_bytes: int | None = None,
-) -> list[Budget]:
-    """The share of each model in the budget of all, without that of its adapters.
+) -> dict[str, Need]:
+    """What each model needs with its adapters, from its files' headers.
 
     Raises CapacityError, UnsupportedModelError for a GPU, or ValueError for ``adapter_bytes``.
     """
@@ -105,20 +109,34 @@ def divide_host_memory(
             "several models, and adapters, are served from the CPU, got --device "
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
-    budget = _host_budget(loading)
-    options = {
-        option: loading[option] for option in ("dtype", "max_tokens", "cache_code", "misses")
-    }
-    needs, taken = {}, []
+    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses")
+    options = {option: loading[option] for option in names_of_options}
+    needs = {}
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
-        taken.append(workspace + resident_bytes(own, adapter_bytes))
-        needs[name] = Need(smallest + taken[-1], max(0, whole - smallest))
-    shares = divide(budget, needs, server_bytes(loading["max_tokens"], len(names)))
-    return [_part(loading, share - own) for share, own in zip(shares, taken, strict=True)]
+        beside = workspace + resident_bytes(own, adapter_bytes)
+        needs[name] = Need(smallest + beside, max(0, whole - smallest), beside)
+    return needs
+
+
+def budget_of_models(loading: Mapping[str, Any], num_models: int) -> int:
+    """What models that are loaded together may take, in bytes: not what the server needs."""
+    return _host_budget(loading) - server_bytes(loading["max_tokens"], num_models)
+
+
+def divide_host_memory(needs: Mapping[str, Need], loading: Mapping[str, Any]) -> list[Budget]:
+    """The share of each model in the budget of all, without that of its adapters."""
+    own = server_bytes(loading["max_tokens"], len(needs))
+    shares = divide(_host_budget(loading), needs, own)
+    return [part_for(loading, *each) for each in zip(shares, needs.values(), strict=True)]
+
+
+def part_for(loading: Mapping[str, Any], share_bytes: int, need: Need) -> Budget:
+    """The budget of a model that has a share of the bytes of all."""
+    return _part(loading, share_bytes - need.adapter_bytes)
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:
@@ -156,20 +174,36 @@ class _Member:
 
     handle: RuntimeHandle
     last_s: float
+    adapter_bytes: int = 0
     is_asking: bool = False
+
+    @property
+    def _fixed_bytes(self) -> int:
+        plan = self.handle.facts.host_plan
+        return plan.dense_bytes + plan.reserve_bytes + self.adapter_bytes
 
     @property
     def taken_bytes(self) -> int:
         """What it takes of the budget, whether it is filled or not."""
         plan = self.handle.facts.host_plan
-        return plan.dense_bytes + plan.reserve_bytes + plan.num_slots * plan.slot_bytes
+        return self._fixed_bytes + plan.num_slots * plan.slot_bytes
 
     def need(self, *, works: bool) -> Need:
-        """Without work it needs no more than the least."""
+        """Without work it needs no more than the least; slots that cannot be moved it keeps."""
+        if not is_resizable(self.handle):
+            return Need(self.taken_bytes, 0)
         plan, signature = self.handle.facts.host_plan, self.handle.facts.signature
         smallest = smallest_budget(plan.dense_bytes, plan.reserve_bytes, plan.slot_bytes)
         num_more = signature.num_layers * signature.num_experts - MIN_SLOTS
-        return Need(smallest, max(0, num_more) * plan.slot_bytes if works else 0)
+        more_bytes = max(0, num_more) * plan.slot_bytes if works else 0
+        return Need(smallest + self.adapter_bytes, more_bytes)
+
+    def slots_of(self, share_bytes: int) -> int:
+        """Slots that a share of the budget has room for."""
+        plan = self.handle.facts.host_plan
+        if not is_resizable(self.handle):
+            return plan.num_slots
+        return (share_bytes - self._fixed_bytes) // plan.slot_bytes
 
 
 class SlotSharing:
@@ -178,32 +212,68 @@ class SlotSharing:
     Each keeps the least that it runs with. The rest of idle models goes to those that work, as far
     as their experts fill it. A slot is freed before another is made of its bytes. Only the engine
     whose turn it is moves slots, so no model computes meanwhile.
+
+    The budget is ``budget_bytes``, or what the models brought where that is more.
     """
 
     def __init__(
-        self, turns: Turns, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        turns: Turns,
+        budget_bytes: int = 0,
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._turns = turns
         self._idle_s = idle_s
         self._clock = clock
         self._members: list[_Member] = []
         self._working: list[_Member] | None = None  # for whom the budget was divided last
-        self._budget_bytes = 0
+        self._budget_bytes = budget_bytes
+        self._room_bytes = 0  # set aside for a model that is being loaded
 
-    def add(self, handle: RuntimeHandle) -> Turns:
-        """Adds a model with its budget; gives the turns of its engine. Slots that cannot be moved
-        stay."""
-        if not is_resizable(handle):
-            return self._turns
-        member = _Member(handle, self._clock())
-        self._members.append(member)
-        self._budget_bytes += member.taken_bytes
-        self._working = list(self._members)
+    def add(self, handle: RuntimeHandle, adapter_bytes: int = 0) -> Turns:
+        """Adds a model with its budget; gives the turns of its engine."""
+        with self._turns.turn():
+            member = _Member(handle, self._clock(), adapter_bytes)
+            self._members.append(member)
+            self._room_bytes = 0
+            self._budget_bytes = max(self._budget_bytes, self._taken_bytes())
+            self._working = list(self._members)
         return _MemberTurns(self._turns, lambda: self._turn(member))
+
+    def remove(self, handle: RuntimeHandle) -> None:
+        """What a closed model took is for the others from now on."""
+        with self._turns.turn():
+            self._members = [some for some in self._members if some.handle is not handle]
+            self._working = None
+
+    def make_room(self, need: Need) -> int:
+        """Takes slots of models for one that is to be loaded, and sets their bytes aside.
+
+        Gives the bytes; 0 where models that keep only the least leave too few. They are set aside
+        until ``add``, or the next call.
+        """
+        with self._turns.turn():
+            self._room_bytes, self._working = 0, None
+            needs = [*(some.need(works=True) for some in self._members), need]
+            try:
+                *shares, own = self._shares(needs)
+            except CapacityError:
+                return 0
+            self._move(shares, only_fewer=True)
+            room = min(own, self._budget_bytes - self._taken_bytes())
+            self._room_bytes = room if room >= need.smallest_bytes else 0
+            return self._room_bytes
+
+    def leave_room(self) -> None:
+        """Gives back what was set aside for a model that could not be loaded."""
+        with self._turns.turn():
+            self._room_bytes, self._working = 0, None
 
     def check(self) -> None:
         """Asserts that the models take no more than they brought."""
-        assert sum(member.taken_bytes for member in self._members) <= self._budget_bytes
+        assert self._taken_bytes() + self._room_bytes <= self._budget_bytes
         for member in self._members:
             member.handle.check()
             assert member.handle.stats().expert_slots == member.handle.facts.host_plan.num_slots
@@ -226,28 +296,35 @@ class SlotSharing:
         if working != self._working and self._divide(working):
             self._working = working
 
+    def _taken_bytes(self) -> int:
+        return sum(member.taken_bytes for member in self._members)
+
+    def _shares(self, needs: Sequence[Need]) -> list[int]:
+        budget_bytes = self._budget_bytes - self._room_bytes
+        return divide(budget_bytes, {str(number): need for number, need in enumerate(needs)})
+
     def _divide(self, working: Collection[_Member]) -> bool:
         """Moves slots; gives whether all are where they belong."""
-        needs = [some.need(works=some in working) for some in self._members]
-        shares = divide(self._budget_bytes, {str(n): need for n, need in enumerate(needs)})
+        shares = self._shares([some.need(works=some in working) for some in self._members])
         # what those that work have no use for stays with the others
         rest = [
             Need(share, 0 if some in working else some.need(works=True).experts_bytes)
             for share, some in zip(shares, self._members, strict=True)
         ]
-        shares = divide(self._budget_bytes, {str(n): need for n, need in enumerate(rest)})
-        wanted = []
-        for some, share in zip(self._members, shares, strict=True):
-            plan = some.handle.facts.host_plan
-            num_slots = (share - plan.dense_bytes - plan.reserve_bytes) // plan.slot_bytes
-            wanted.append((some, plan, num_slots))
+        return self._move(self._shares(rest))
+
+    def _move(self, shares: Sequence[int], *, only_fewer: bool = False) -> bool:
+        wanted = [
+            (some, some.handle.facts.host_plan, some.slots_of(share))
+            for some, share in zip(self._members, shares, strict=True)
+        ]
         is_whole = True
         for some, plan, num_slots in wanted:
             if num_slots < plan.num_slots:
                 is_whole &= resize_cache(some.handle, num_slots) == num_slots
-        for some, plan, num_slots in wanted:
+        for some, plan, num_slots in wanted if not only_fewer else ():
             if num_slots > plan.num_slots:
-                left_bytes = self._budget_bytes - sum(one.taken_bytes for one in self._members)
+                left_bytes = self._budget_bytes - self._room_bytes - self._taken_bytes()
                 most = min(num_slots, plan.num_slots + left_bytes // plan.slot_bytes)
                 is_whole &= resize_cache(some.handle, most) == num_slots
         return is_whole

@@ -45,6 +45,7 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
+    ModelBody,
     TokenizeBody,
     known_place,
     parse_body,
@@ -151,6 +152,13 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 _MOST_USER = 100
+_PAGE = "/page/"
+"""Where the files of the page are; anybody may read them."""
+_PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 class Endpoints:
@@ -167,6 +175,9 @@ class Endpoints:
             Route(_MESSAGES, self.message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
+            Route("/models", self.models, methods=get),
+            Route("/models/load", self.load_model, methods=post),
+            Route("/models/unload", self.unload_model, methods=post),
             Route("/v1/models/{name:path}", self.one_model, methods=get),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
@@ -176,6 +187,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=get),
             Route("/version", self.version, methods=get),
             Route("/", self.page, methods=get),
+            Route(f"{_PAGE}{{name}}", self.page, methods=get),
         ]
 
     async def chat(self, request: Request) -> Response:
@@ -200,21 +212,50 @@ class Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await self._body(request, MessagesBody)
-        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         found = await self._server.prepare(asked, messages.count_tokens, body, model)
         return json_response({"input_tokens": found})
 
     async def models(self, request: Request) -> Response:
-        found = [_described(model) for model in self._server.models.values()]
+        found = [self._described(name) for name in self._server.models.names]
         return json_response({"object": "list", "data": found})
 
     async def one_model(self, request: Request) -> Response:
-        return json_response(_described(self._server.model(request.path_params["name"])))
+        name = self._server.name_of(request.path_params["name"])
+        return json_response(self._described(name))
+
+    async def load_model(self, request: Request) -> Response:
+        body = await self._body(request, ModelBody)
+        self._server.models.load(self._server.name_of(body.model))
+        return json_response({"success": True})
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await self._body(request, ModelBody)
+        self._server.models.unload(self._server.name_of(body.model))
+        return json_response({"success": True})
+
+    def _described(self, name: str) -> Mapping[str, Any]:
+        place, model = self._server.models.place(name), self._server.models.get(name)
+        status = {"value": place.status, **({"failed": True} if place.failure else {})}
+        inputs = ["text", "image"] if place.takes_pictures else ["text"]
+        return {
+            "id": name,
+            "object": "model",
+            "created": place.created_s,
+            "owned_by": "moe-runtime",
+            "root": place.name,
+            "parent": None if name == place.name else place.name,
+            "max_model_len": None if model is None else model.engine.most_request_tokens,
+            "status": status,
+            "architecture": {"input_modalities": inputs, "output_modalities": ["text"]},
+        }
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)
-        model = self._server.model(body.model)
-        ids = await self._server.prepare(Asked.of(request.scope), _tokens_of, body, model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
+        ids = await self._server.prepare(asked, _tokens_of, body, model)
         texts = None
         if body.return_token_strs:
             texts = model.vocabulary.tokenizer.convert_ids_to_tokens(ids)
@@ -225,15 +266,16 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
-        model = self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        asked = Asked.of(request.scope)
         text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        model = self._server.model(request.query_params.get("model"))
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, request.query_params.get("model"))
         tokenizer = model.vocabulary.tokenizer
         return json_response(
             {
@@ -262,14 +304,17 @@ class Endpoints:
         return json_response({"version": moe_runtime.__version__})
 
     async def page(self, request: Request) -> Response:
-        text = (importlib.resources.files("moe_runtime.serving.http") / "page.html").read_bytes()
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-            "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
-            "form-action 'none'"
+        name = request.path_params.get("name", "index.html")
+        folder = importlib.resources.files("moe_runtime.serving.http") / "page"
+        found = next((file for file in folder.iterdir() if file.name == name), None)
+        if found is None:
+            raise HTTPException(404)
+        kind = _PAGE_KINDS[name.rpartition(".")[2]]
+        return Response(
+            found.read_bytes(),
+            media_type=f"{kind}; charset=utf-8",
+            headers={"content-security-policy": _PAGE_POLICY, "cache-control": "no-cache"},
         )
-        headers = {"content-security-policy": policy}
-        return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     async def _answer(
         self,
@@ -278,7 +323,8 @@ class Endpoints:
         prepare: Callable[..., Prepared],
     ) -> Response:
         body = await self._body(request, kind)
-        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        asked = Asked.of(request.scope)
+        model = await self._server.hold(asked, body.model)
         most = self._server.limits.choices
         choices, answers_to = await self._server.prepare(
             asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
@@ -349,18 +395,6 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
 
-def _described(model: ServedModel) -> Mapping[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "moe-runtime",
-        "root": model.parent or model.name,
-        "parent": model.parent,
-        "max_model_len": model.engine.most_request_tokens,
-    }
-
-
 def make_app(server: Server) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
@@ -393,7 +427,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _CLOSING = {"connection": "close"}
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/models", f"{_PAGE}{{name}}"})
 
 
 class RequestGate:
@@ -447,6 +481,7 @@ class RequestGate:
             else:
                 await self._app(scope, receive_some, answer)
         finally:
+            self._server.release(asked)
             self._server.forget_body(asked)
             self._record(request, status, asked, time.perf_counter() - started_s)
 
@@ -479,7 +514,8 @@ class RequestGate:
             return _too_long(most)
         asked.client = request.client.host if request.client else ""
         key = _given_key(request)
-        if access.keys and request.scope["path"] not in _OPEN_PATHS:
+        path = request.scope["path"]
+        if access.keys and path not in _OPEN_PATHS and not path.startswith(_PAGE):
             # all are compared, so that the time tells nothing
             same = [hmac.compare_digest(key.encode(), known.encode()) for known in access.keys]
             if not any(same):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.pictures import PlacedPicture
@@ -396,7 +397,13 @@ class ChoiceAnswers(Answers):
 
     def _frame(self, kind: str) -> dict[str, Any]:
         name = self.generation.model.name
-        return {"id": self._id, "object": kind, "created": self._created_s, "model": name}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created_s,
+            "model": name,
+            "system_fingerprint": f"moe-runtime-{moe_runtime.__version__}",
+        }
 
     def _ids(self, tokens: Iterable[AnswerToken]) -> dict[str, Any]:
         return {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}

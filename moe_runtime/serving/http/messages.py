@@ -414,6 +414,8 @@ class MessageAnswers(PartAnswers):
     def _close(self) -> Iterator[dict[str, Any]]:
         if self._is_open:
             self._is_open = False
+            if self._blocks[-1]["type"] == "thinking":  # clients wait for one, if an empty one
+                yield self._delta({"type": "signature_delta", "signature": ""})
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _usage(self) -> dict[str, Any]:

@@ -68,15 +68,20 @@ _EXPERT_COUNTERS = {
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
     "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
 }
-_EXPERT_GAUGES = {"moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier.")}
+_EXPERT_GAUGES = {
+    "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
+    "moe:expert_slot_bytes": ("slot_bytes", "Bytes of each of these."),
+    "moe:expert_bytes": ("expert_bytes", "Bytes of all experts of the model."),
+    "moe:memory_budget_bytes": ("budget_bytes", "Bytes that the model may take on the host."),
+}
 
 
 class EngineCollector:
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        found = {name: engine.statistics() for name, engine in self._engines.items()}
+        found = {name: engine.statistics() for name, engine in self._engines().items()}
         experts = {name: one.experts for name, one in found.items()}
         for kind, table, counted in (
             (GaugeMetricFamily, _GAUGES, found),
@@ -95,6 +100,9 @@ class EngineCollector:
         text = "How experts are kept; always 1."
         policies = {(name, one.policy): 1.0 for name, one in experts.items()}
         yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
+        text = "How keys and values are kept; always 1."
+        forms = {(name, one.kv_cache): 1.0 for name, one in experts.items()}
+        yield _family(GaugeMetricFamily, "moe:kv_cache_info", text, forms, "form")
 
 
 def _family(
@@ -112,9 +120,9 @@ def _family(
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of one server; ``engines`` gives those of models that are loaded, by name."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
         self.seconds, self.tokens = (

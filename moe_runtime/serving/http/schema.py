@@ -351,6 +351,12 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
+class ModelBody(Body):
+    """Of a request to load or unload a model."""
+
+    model: str
+
+
 BodyT = TypeVar("BodyT", bound=Body)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,7 +171,6 @@ class ServedModel:
     template: ChatTemplate | None
     grammars: Grammars
     defaults: Mapping[str, float] = field(default_factory=_OPENAI.copy)
-    created_s: int = field(default_factory=lambda: int(time.time()))
     parent: str | None = None
     pictures: PictureReader | None = None
     fetches_pictures: bool = False

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
+from moe_runtime.serving.http.model_table import ModelTable, Place
 from moe_runtime.serving.http.responses import KeptResponses
 from moe_runtime.serving.http.served_model import ServedModel
 
@@ -76,7 +78,8 @@ class Asked:
     """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
 
     ``client`` is whose turn it takes: the number of a key, or an address. ``owner`` is whose
-    prefixes and grammars it finds. ``body_bytes`` count as long as they are held.
+    prefixes and grammars it finds. ``body_bytes`` count as long as they are held. ``place`` has the
+    model that it holds.
     """
 
     request_id: str
@@ -85,6 +88,7 @@ class Asked:
     owner: str = ""
     body_bytes: int = 0
     user: str = ""
+    place: Place | None = None
     generation: Generation | None = None
     failure: ApiError | None = None
     is_stream: bool = False
@@ -102,7 +106,7 @@ class Server:
     that are held now, until the engine has the tokens.
     """
 
-    models: Mapping[str, ServedModel]
+    models: ModelTable
     limits: Limits
     access: Access
     log: Log
@@ -121,30 +125,46 @@ class Server:
     _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
-        models = {name: model for name, model in self.models.items() if model.parent is None}
-        self.metrics = Metrics({name: model.engine for name, model in models.items()})
+        self.metrics = Metrics(self._engines)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._turns = ClientTurns(), ClientTurns()
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
-    def model(self, name: str | None) -> ServedModel:
-        if self.is_draining:
-            raise shutting_down()
-        if name is None:
-            return next(iter(self.models.values()))
-        if name not in self.models:
+    def _engines(self) -> dict[str, Engine]:
+        """Those of loaded models."""
+        return {model.name: model.engine for model in self.models.values() if model.parent is None}
+
+    def name_of(self, name: str | None) -> str:
+        """The name that a request gives a model, which it may leave out."""
+        names = self.models.names
+        if name is not None and name not in names:
             raise ApiError(
-                f"model: {clipped(name)} is not served here; there is {', '.join(self.models)}",
+                f"model: {clipped(name)} is not served here; there is {', '.join(names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        return self.models[name]
+        return names[0] if name is None else name
+
+    async def hold(self, asked: Asked, name: str | None) -> ServedModel:
+        """The model that a request names, once it is loaded; it stays so until the request ends."""
+        if self.is_draining:
+            raise shutting_down()
+        name = self.name_of(name)
+        late = too_slow(self.limits.seconds)
+        async with self._until(asked.deadline_s, self._preparing, late):
+            asked.place = await self.models.hold(name)
+        return asked.place.served[name]
+
+    def release(self, asked: Asked) -> None:
+        if asked.place is not None:
+            self.models.release(asked.place)
+            asked.place = None
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes requests: it does not drain, and no engine has ended by itself."""
-        return not self.is_draining and all(one.engine.is_open for one in self.models.values())
+        return not self.is_draining and all(engine.is_open for engine in self._engines().values())
 
     def drain(self) -> None:
         """Takes no more requests, and waits for no more bodies."""

@@ -10,40 +10,28 @@ import gc
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import h11
-import platformdirs
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
-from moe_runtime.checkpoints.adapter_files import AdapterFolder
-from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer, read_config
-from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
-from moe_runtime.files import at_home
-from moe_runtime.inference.adapters import Adapters
+from moe_runtime.checkpoints.opening import find_checkpoint
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
-from moe_runtime.inference.pictures import PictureReader
-from moe_runtime.kernels.native import native_library
-from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.http.dividing import (
-    SlotSharing,
-    divide_host_memory,
-    rest_for_model,
-    with_server,
-)
 from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.served_model import ServedModel, serve_model
-from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
-from moe_runtime.serving.prefixes import PrefixDisk, identity_of
-from moe_runtime.serving.requests import EngineOptions
+from moe_runtime.serving.http.model_loader import (
+    ModelLoader,
+    ServeSettings,
+    adapters_of,
+    names_of,
+)
+from moe_runtime.serving.http.model_table import ModelTable, Place
+from moe_runtime.serving.http.server import Asked, Log, Server
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
@@ -204,6 +192,7 @@ def serve(
         serving = asyncio.ensure_future(running.serve([listening]))
         giving = asyncio.ensure_future(_give_back_memory())
         while not is_stopping() and not serving.done():
+            server.models.unload_idle()
             await asyncio.sleep(_LOOK_S)
         server.drain()
         server.log("draining", {})
@@ -222,7 +211,7 @@ def serve(
         await serving
         giving.cancel()
 
-    with server.worker, server.grammar_worker:
+    with contextlib.closing(server.models), server.worker, server.grammar_worker:
         asyncio.run(run())
 
 
@@ -246,102 +235,16 @@ def _collect_garbage() -> None:
     give_back_free_pages()
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterChoice:
-    """An adapter that requests can name, and the name of its model."""
-
-    name: str
-    model: str
-    folder: Path
-
-
-def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names by which requests ask for models, in their order."""
-    if names and len(names) != len(models):
-        raise ValueError(
-            f"--name: expected one for each of {len(models)} models in their order, or none, "
-            f"got {len(names)}"
-        )
-    found = list(names) or [Path(model).resolve().name for model in models]
-    twice = _twice(found)
-    if twice is not None:
-        raise ValueError(
-            f"--name: two models are called {twice!r}; give each model a name of its own"
-        )
-    return found
-
-
-def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoice]:
-    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models."""
-    found = []
-    for word in words:
-        name, equals, folder = word.partition("=")
-        model = next((model for model in models if name.startswith(f"{model}:")), None)
-        if model is not None:
-            name = name.removeprefix(f"{model}:")
-        is_other = model is None and (len(models) > 1 or ":" in name)
-        if not (name and equals and folder) or is_other:
-            form = "NAME=FOLDER" if len(models) == 1 else "MODEL:NAME=FOLDER"
-            other, colon, _ = name.partition(":")
-            no_model = f"; there is no model {other!r}" if colon and model is None else ""
-            raise ValueError(
-                f"--adapter {word}: expected {form}, with a model of {', '.join(models)}{no_model}"
-            )
-        found.append(AdapterChoice(name, model or models[0], Path(at_home(folder))))
-    twice = _twice([*models, *(choice.name for choice in found)])
-    if twice is not None:
-        whose = "the name of a model" if twice in models else "the name of two"
-        raise ValueError(f"--adapter: {twice!r} is {whose}; give each adapter a name of its own")
-    return found
-
-
-def _twice(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
-
-
 _BACKLOG = 2048
 _BODY_WITH_PICTURES = 64 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeSettings:
-    """All that is said about a server before it starts.
-
-    Attributes:
-        adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
-        loading: options of ``moe_runtime.load``; the budget is that of all models together.
-        drain_s: seconds for taken requests once the server stops; None for as long as they take.
-        prefix_disk_bytes: of prefixes in the user's cache; None for none.
-        adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
-        body_bytes: of the longest body; None for what `Limits` has, more where a model takes
-            pictures.
-        fetches_pictures: from addresses that requests name.
-    """
-
-    models: Sequence[str]
-    names: Sequence[str]
-    adapters: Sequence[str]
-    host: str
-    port: int
-    loading: Mapping[str, Any]
-    engine: EngineOptions
-    limits: Limits
-    access: Access
-    drain_s: float | None
-    prefix_disk_bytes: int | None = None
-    adapter_bytes: int | None = None
-    body_bytes: int | None = None
-    fetches_pictures: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that answers; ``loaded`` are the models themselves."""
+    """A server that answers; ``loaded`` are the models themselves, of places that have one."""
 
     address: str
-    models: Sequence[ServedModel]
-    adapters: Sequence[ServedModel]
+    places: Sequence[Place]
     loaded: Sequence[Any]
 
 
@@ -380,73 +283,26 @@ def run_server(
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(settings.host, settings.port))
         folders = [find_checkpoint(model, progress=progress) for model in settings.models]
-        tokenizers = [load_tokenizer(folder) for folder in folders]
-        readers = [
-            PictureReader.of(folder, read_config(folder), tokenizer)
-            for folder, tokenizer in zip(folders, tokenizers, strict=True)
-        ]
-        given = {choice.name: AdapterFolder(choice.folder) for choice in choices}
-        own = [
-            {choice.name: given[choice.name] for choice in choices if choice.model == name}
-            for name in names
-        ]
-        is_alone = len(folders) == 1 and not choices
-        budgets = [rest_for_model(settings.loading)]
-        if not is_alone:
-            budgets = divide_host_memory(
-                names, folders, own, settings.loading, settings.adapter_bytes
-            )
-        templates, trials = (
-            stack.enter_context(contextlib.closing(LimitedProcess(kind)))
-            for kind in ("templates", "grammars")
+        loader = stack.enter_context(
+            contextlib.closing(ModelLoader(settings, names, folders, choices, progress))
         )
-        if any(tokenizer.chat_template is not None for tokenizer in tokenizers):
-            templates.start()  # it is ready when the models are
-        sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
-        for index, folder in enumerate(folders):
-            options = {**settings.loading, "host_memory": budgets[index]}
-            try:
-                loaded: Any = moe_runtime.load(folder, progress=progress, **options)
-            except CapacityError as error:
-                raise with_server(error, settings.loading) if is_alone else error from None
-            stack.enter_context(contextlib.closing(loaded.moe))
-            turns = sharing.add(loaded.moe) if len(folders) > 1 else None
-            engine = Engine(
-                loaded,
-                settings.engine,
-                turns=turns,
-                adapters=Adapters(loaded, own[index], max_bytes=settings.adapter_bytes),
-                prefix_disk=_prefix_disk(settings, folder, loaded),
-            )
-            stack.enter_context(engine)
-            with blamed_on(f"{folder}: the chat template cannot be used"):
-                model = serve_model(
-                    names[index],
-                    engine,
-                    tokenizers[index],
-                    loaded,
-                    templates,
-                    trials,
-                    readers[index],
-                    fetches_pictures=settings.fetches_pictures,
-                )
-            models.append(model)
-            adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
-            all_loaded.append(loaded)
+        if not settings.on_demand:
+            loader.load_all()
         most_open = settings.engine.most_running + settings.engine.most_waiting
         limits = replace(settings.limits, choices=min(settings.limits.choices, most_open))
         body_bytes = settings.body_bytes
         if body_bytes is None:
-            body_bytes = _BODY_WITH_PICTURES if any(readers) else limits.body_bytes
+            is_seeing = any(place.takes_pictures for place in loader.places)
+            body_bytes = _BODY_WITH_PICTURES if is_seeing else limits.body_bytes
         server = Server(
-            models={model.name: model for model in (*models, *adapters)},
+            models=ModelTable(loader.places, loader, idle_s=settings.idle_s, log=log),
             limits=replace(limits, body_bytes=body_bytes),
             access=settings.access,
             log=log,
         )
         # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)
-        on_ready(Ready(address_of(listening), models, adapters, all_loaded))
+        on_ready(Ready(address_of(listening), loader.places, loader.loaded()))
         serve(
             server,
             listening,
@@ -455,19 +311,3 @@ def run_server(
             drain_s=settings.drain_s,
         )
         on_answered()
-
-
-def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
-    if settings.prefix_disk_bytes is None:
-        return None
-    library = native_library()
-    computing = (
-        str(model.dtype),
-        str(model.device),
-        str(settings.loading.get("activations", "exact")),
-        "torch" if library is None else library.isa,
-        "exact" if settings.engine.exact else "",
-        *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
-    )
-    folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
-    return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))

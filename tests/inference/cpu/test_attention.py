@@ -93,7 +93,7 @@ def test_narrow_values_are_given_to_torch_as_wide_as_keys(mask, dtype, monkeypat
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
 
 
-def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
+def test_options_that_ask_for_more_are_passed_on(monkeypatch):
     passed: list[dict[str, object]] = []
 
     def sdpa(_: object, query: torch.Tensor, *__: object, **options: object):

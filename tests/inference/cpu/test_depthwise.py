@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def bounds(plain: torch.nn.Conv1d, x: torch.Tensor, pad: int) -> tuple[torch.Ten
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_values_are_the_exact_ones_rounded_once(dtype: torch.dtype, bias: bool):
+def test_values_are_the_exact_ones_rounded_once(dtype, bias):
     plain, layer = layers(dtype, bias=bias)
     for batch, length, pad in [(1, TAPS, 0), (3, TAPS, 0), (1, 1, 3), (2, 13, 3), (1, 47, 1)]:
         wide = torch.randn(batch, length, 12).to(dtype)
@@ -95,7 +94,7 @@ def test_values_are_the_exact_ones_rounded_once(dtype: torch.dtype, bias: bool):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_gradients(dtype: torch.dtype):
+def test_gradients(dtype):
     plain, layer = layers(dtype)
     layer.requires_grad_()
     x = torch.randn(2, 6, 31).to(dtype)
@@ -154,7 +153,7 @@ def test_what_is_no_such_convolution_has_torchs_bits():
 
 
 @torch.no_grad()
-def test_where_onednn_computes_half_precision_torch_does(monkeypatch: pytest.MonkeyPatch):
+def test_where_onednn_computes_half_precision_torch_does(monkeypatch):
     _, layer = layers(torch.bfloat16)
     monkeypatch.setattr(depthwise, "_slow_types", lambda: frozenset((torch.float16,)))
     with Operations() as operations:
@@ -186,7 +185,7 @@ def test_layers_are_copied_stored_and_converted_like_torchs():
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Jamba", "Lfm2Moe"])
 @torch.no_grad()
-def test_models_are_as_near_the_truth_as_transformers(name: str, tmp_path: Path):
+def test_models_are_as_near_the_truth_as_transformers(name, tmp_path):
     family = next(row for row in FAMILIES if str(row) == f"{name}ForCausalLM")
     original = tiny_checkpoints.tiny_model(family)
     torch.manual_seed(0)

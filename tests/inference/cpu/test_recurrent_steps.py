@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import pickle
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -30,7 +29,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("batch", "heads", "groups"), [(1, 1, 1), (3, 4, 2), (2, 3, 3), (0, 2, 1)])
-def test_mamba2_against_fp64(batch: int, heads: int, groups: int):
+def test_mamba2_against_fp64(batch, heads, groups):
     torch.manual_seed(0)
     dim, num_states = 5, 11
     state = torch.randn(batch, heads, dim, num_states)
@@ -80,9 +79,7 @@ def watch(layer: torch.nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_models_step_as_transformers_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_models_step_as_transformers_does(name, tmp_path, monkeypatch):
     """In fp32 both differ by roundings alone."""
     family = family_of(name)
     original = tiny_checkpoints.tiny_model(family)
@@ -105,7 +102,7 @@ def test_models_step_as_transformers_does(
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "NemotronH"])
-def test_what_ours_cannot_do_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_ours_cannot_do_is_left_to_transformers(name, monkeypatch):
     """Gradients, and autocast."""
     family = family_of(name)
     torch.manual_seed(0)
@@ -126,7 +123,7 @@ def test_what_ours_cannot_do_is_left_to_transformers(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 128), (16, 128), (3, 20)])
-def test_a_sequence_has_the_same_bits_beside_others(heads: int, width: int):
+def test_a_sequence_has_the_same_bits_beside_others(heads, width):
     torch.manual_seed(0)
     batch = 8
     state = torch.randn(batch, heads, width, width)
@@ -141,7 +138,7 @@ def test_a_sequence_has_the_same_bits_beside_others(heads: int, width: int):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 70])
-def test_chunks_of_a_scan_are_small(num_tokens: int):
+def test_chunks_of_a_scan_are_small(num_tokens):
     """In fp32 chunks of any size differ by roundings alone: sums over up to 70 positions."""
     torch.manual_seed(0)
     x, dt = torch.randn(2, num_tokens, 4, 3), torch.rand(2, num_tokens, 4)
@@ -183,7 +180,7 @@ def test_rows_between_multiples_of_16_bytes_have_the_same_bits_too():
         assert torch.equal(own[0], states[row])
 
 
-def test_whoever_changes_the_code_of_a_layer_is_heard(monkeypatch: pytest.MonkeyPatch):
+def test_whoever_changes_the_code_of_a_layer_is_heard(monkeypatch):
     """The functions of its module, and the `forward` of its class, once it has ours."""
     family = family_of("Qwen3Next")
     model = tiny_checkpoints.tiny_model(family)

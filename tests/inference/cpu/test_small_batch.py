@@ -113,7 +113,7 @@ def takes_native(rows: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
+def test_what_is_bound_computes_the_bits_of_what_is_not(dtype):
     """Rows beyond the limits, rows apart in memory and gradients take the other way."""
     for layer, small in small_layers(dtype):
         for rows in (torch.randn(3, 24), torch.randn(2, 1, 24), torch.randn(700, 24)):

@@ -51,7 +51,7 @@ def test_one_thread_inside_and_as_before_outside():
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch):
     for library, limit in ((None, UNLIMITED), (native_library(), 16)):
         monkeypatch.setattr(attention, "native_library", lambda library=library: library)
         monkeypatch.setattr(attention, "native_row_limit", lambda *_, limit=limit, **__: limit)
@@ -63,7 +63,7 @@ def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits: bool):
+def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits):
     """Torch gives a thread the number that any thread set last, when it first computes."""
     steps, one_thread = Steps([make_store(FakeTier(), 1)]), OneThread()
     inside, go = threading.Event(), threading.Event()
@@ -103,9 +103,7 @@ def test_one_thread_that_was_asked_for_stays():
     assert torch.get_num_threads() == 1
 
 
-def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(monkeypatch):
     """Bits of one thread; a short prompt keeps one; also after an exception torch has one again."""
     library = native_library()
     if library is None:

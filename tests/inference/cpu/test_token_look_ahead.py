@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_it_takes_few_tokens_of_its_widths_and_types() -> None:
+def test_it_takes_few_tokens_of_its_widths_and_types():
     estimator = NextGate(Shape(num_layers=2, num_experts=6, top_k=2))
     gates = [GateRanking(torch.zeros(6, 8), None, estimator.num_ranks) for _ in range(2)]
     look_ahead = make_token_look_ahead(estimator, [gates], torch.float32, 0.1, None)
@@ -34,7 +34,7 @@ def test_it_takes_few_tokens_of_its_widths_and_types() -> None:
     assert not look_ahead.takes(ids.t(), torch.zeros(8, 2).t())
 
 
-def test_gates_of_a_type_that_only_torch_knows_have_none() -> None:
+def test_gates_of_a_type_that_only_torch_knows_have_none():
     estimator = NextGate(Shape(num_layers=1, num_experts=6, top_k=2))
     gate = GateRanking(torch.zeros(6, 8, dtype=torch.float16), None, estimator.num_ranks)
     assert make_token_look_ahead(estimator, [[gate]], torch.float16, 0.1, None) is None

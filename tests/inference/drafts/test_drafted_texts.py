@@ -1,6 +1,5 @@
 """With drafts, texts and logits have the bits that they have without."""
 
-from pathlib import Path
 from typing import Any
 
 import moe_families
@@ -75,9 +74,7 @@ def generated(model: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("family", "dtype"), _cases())
-def test_bits_are_those_of_one_token_at_a_time(
-    family: moe_families.Family, dtype: str, tmp_path: Path
-) -> None:
+def test_bits_are_those_of_one_token_at_a_time(family, dtype, tmp_path):
     folder = save(tiny_model(family), tmp_path, sharded=False)
     settings = {"device": "cpu", "dtype": dtype, "host_memory": "64MiB", "max_tokens": 256}
     plain: Any = moe_runtime.load(folder, **settings)
@@ -123,9 +120,7 @@ def drafted() -> Any:
         {"temperature": 1.0, "min_p": 0.1, "no_repeat_ngram_size": 3},
     ],
 )
-def test_a_seed_gives_the_text_that_it_gives_without_drafts(
-    plain: Any, drafted: Any, options: dict[str, float]
-) -> None:
+def test_a_seed_gives_the_text_that_it_gives_without_drafts(plain, drafted, options):
     texts = []
     for model in (plain, drafted):
         if texts:
@@ -138,7 +133,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(
 
 
 @torch.no_grad()
-def test_a_cache_may_be_cut_and_continued_between_calls(plain: Any, drafted: Any) -> None:
+def test_a_cache_may_be_cut_and_continued_between_calls(plain, drafted):
     """Kept rows belong to the cache as it was: another token, or fewer of them, void these."""
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     length = PROMPT.shape[1]
@@ -161,7 +156,7 @@ def test_a_cache_may_be_cut_and_continued_between_calls(plain: Any, drafted: Any
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_cache_that_the_model_makes_has_drafts_too(plain: Any, drafted: Any, mode: Any) -> None:
+def test_a_cache_that_the_model_makes_has_drafts_too(plain, drafted, mode):
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     told(drafted, whole)
     logits: list[list[torch.Tensor]] = [[], []]
@@ -176,7 +171,7 @@ def test_a_cache_that_the_model_makes_has_drafts_too(plain: Any, drafted: Any, m
 
 
 @torch.no_grad()
-def test_what_a_draft_cannot_go_with_is_computed_as_always(plain: Any, drafted: Any) -> None:
+def test_what_a_draft_cannot_go_with_is_computed_as_always(plain, drafted):
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     told(drafted, whole)
     for options in (
@@ -193,7 +188,7 @@ def test_what_a_draft_cannot_go_with_is_computed_as_always(plain: Any, drafted: 
     assert drafted._drafts.control.counts()["drafted_tokens"] == 0
 
 
-def test_drafts_keep_within_the_tokens_that_memory_is_set_aside_for(plain: Any) -> None:
+def test_drafts_keep_within_the_tokens_that_memory_is_set_aside_for(plain):
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     settings = {**SETTINGS, "max_tokens": PROMPT.shape[1] + NEW}
     with (model := moe_runtime.load(pocket_path(), draft="lookup", **settings)).moe:
@@ -201,9 +196,7 @@ def test_drafts_keep_within_the_tokens_that_memory_is_set_aside_for(plain: Any) 
         assert generated(model, do_sample=False).sequences[0].tolist() == whole
 
 
-def test_a_failed_read_within_a_verification_fails_the_call_alone(
-    plain: Any, drafted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_within_a_verification_fails_the_call_alone(plain, drafted, monkeypatch):
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     told(drafted, whole)
     layer = drafted.get_submodule("model.layers.1.mlp")
@@ -227,9 +220,7 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
-def test_the_text_of_a_prompt_is_that_without_drafts(
-    plain: Any, drafted: Any, settings: dict[str, Any]
-) -> None:
+def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
     """As `run` generates it, with what is passed on to the model by the way."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
     drafted._drafts.new_drafter, drafted._drafts.control = Lookup, EveryDraft(16)
@@ -252,9 +243,7 @@ def test_the_text_of_a_prompt_is_that_without_drafts(
         ({"draft": "lookup", "placement": "map.json"}, "is for one process"),
     ],
 )
-def test_drafts_that_nothing_could_verify_are_refused(
-    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_that_nothing_could_verify_are_refused(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         moe_runtime.load(pocket_path(), **options)

@@ -27,7 +27,7 @@ def brute_force(text: list[int], most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 7])
-def test_a_lookup_drafts_what_followed_the_last_place_of_the_latest_tokens(vocabulary: int) -> None:
+def test_a_lookup_drafts_what_followed_the_last_place_of_the_latest_tokens(vocabulary):
     draw = random.Random(vocabulary)
     lookup, text, num_found = Lookup(), [], 0
     for _ in range(120):
@@ -40,7 +40,7 @@ def test_a_lookup_drafts_what_followed_the_last_place_of_the_latest_tokens(vocab
     assert num_found > 40
 
 
-def test_a_longer_agreement_is_another_grade() -> None:
+def test_a_longer_agreement_is_another_grade():
     lookup = Lookup()
     lookup.extend([1, 2, 9, 3, 1, 2])
     assert lookup.draft(3) == Draft([9, 3, 1], 1)
@@ -76,7 +76,7 @@ def run(
     return spent, control
 
 
-def test_right_drafts_are_verified_as_many_as_pay() -> None:
+def test_right_drafts_are_verified_as_many_as_pay():
     spent, control = run(lambda rows: 1 + 0.1 * (rows - 1), lambda _: True, 400)
     # 16 tokens in 2.5 seconds; at first and from time to time a step goes without
     assert spent < 400 * 2.5 / 16 * 1.35
@@ -91,9 +91,7 @@ def test_right_drafts_are_verified_as_many_as_pay() -> None:
 @pytest.mark.parametrize("row_s", [0.02, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("grade", [1, 2, 4])
-def test_wrong_drafts_take_no_more_than_a_fiftieth_of_the_time(
-    row_s: float, share: float, grade: int
-) -> None:
+def test_wrong_drafts_take_no_more_than_a_fiftieth_of_the_time(row_s, share, grade):
     draw = random.Random(1)
     right = [draw.random() < share for _ in range(1200)]
     spent, control = run(lambda rows: 1 + row_s * (rows - 1), right.__getitem__, 1000, grade=grade)
@@ -103,25 +101,25 @@ def test_wrong_drafts_take_no_more_than_a_fiftieth_of_the_time(
 
 @pytest.mark.parametrize("row_s", [0.02, 0.1, 0.2])
 @pytest.mark.parametrize("grade", [0, 1, 2, 3])
-def test_a_text_of_some_sentences_pays_no_more_than_long_ones(row_s: float, grade: int) -> None:
+def test_a_text_of_some_sentences_pays_no_more_than_long_ones(row_s, grade):
     spent, _ = run(lambda rows: 1 + row_s * (rows - 1), lambda _: False, 64, grade=grade)
     assert spent <= 64 * 1.02
 
 
-def test_drafts_begin_again_when_a_text_starts_to_repeat_itself() -> None:
+def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
     spent, control = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: place >= 1000, 2000)
     begun, _ = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: False, 1000)
     assert control.counts()["accepted_drafts"] > 600
     assert spent < begun + 1000 * 0.6
 
 
-def test_several_sequences_share_the_rows() -> None:
+def test_several_sequences_share_the_rows():
     spent, control = run(lambda rows: 1 + 0.05 * rows, lambda _: True, 200, num_sequences=3)
     assert spent < 200 * 1.15 * 0.45
     assert control.choose([Draft([0] * 15, 2)] * 20) == [0] * 20
 
 
-def test_times_that_are_not_known_come_from_those_that_are() -> None:
+def test_times_that_are_not_known_come_from_those_that_are():
     control = DraftControl(MOST)
     offer = [Draft([0] * 15, 4)]
     assert control.choose(offer) == [0]  # how long a step takes is not known

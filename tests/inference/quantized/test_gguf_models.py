@@ -4,14 +4,11 @@ Experts and dense weights must have the values of the `gguf` package's dequantis
 the model the logits that `transformers` computes from these values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -67,7 +64,7 @@ def reference_of(written: Written, **settings: Any) -> Any:
     ).eval()
 
 
-def test_experts_have_the_values_of_gguf(written: Written) -> None:
+def test_experts_have_the_values_of_gguf(written):
     checkpoint = open_checkpoint(written.folder, "auto")
     is_f16 = written.sample.name.endswith("-f16")
     assert checkpoint.dtype == (torch.float16 if is_f16 else torch.bfloat16)
@@ -90,7 +87,7 @@ def test_experts_have_the_values_of_gguf(written: Written) -> None:
     source.close()
 
 
-def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: Written) -> None:
+def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written):
     family = written.sample.family
     reference = reference_of(written)
     expected = tiny_checkpoints.prompt_and_step_logits(reference, family)
@@ -116,7 +113,7 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
 
 @asks_for_a_tokenizer
 @pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
-def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
+def test_the_tokenizer_of_a_file_has_its_vocabulary(written):
     tokenizer = load_tokenizer(written.folder)
     assert len(tokenizer) == len(gguf_checkpoints.VOCABULARY)
     assert tokenizer.eos_token_id == 95
@@ -126,7 +123,7 @@ def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
 
 @asks_for_a_tokenizer
 @pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
-def test_the_command_run_takes_a_file(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_run_takes_a_file(written, capsys):
     words = ["--prompt", "#ab!", "--max-new-tokens", "2", "--host-memory", "64MiB", "--json"]
     assert main(["run", str(written.folder), *words]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 3
@@ -154,7 +151,7 @@ KEYS = [
 ]
 
 
-def test_every_key_of_an_architecture_is_a_setting_or_refused(written: Written) -> None:
+def test_every_key_of_an_architecture_is_a_setting_or_refused(written):
     def settings(changed: dict[str, Any]) -> dict[str, Any]:
         again = GgufHeader(file, header.metadata | changed, header.tensors)
         return settings_of(again, architecture_of(again))
@@ -178,7 +175,7 @@ def test_every_key_of_an_architecture_is_a_setting_or_refused(written: Written) 
     assert not silent, silent
 
 
-def test_tensors_that_no_part_takes_are_refused_by_name(written: Written, tmp_path: Path) -> None:
+def test_tensors_that_no_part_takes_are_refused_by_name(written, tmp_path):
     """A bias of every matrix and norm of a layer that has none."""
     there = tensors_of(written.folder)
     added = {
@@ -213,9 +210,7 @@ SCALED = {
 
 @pytest.mark.parametrize("scaled", SCALED)
 @pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
-def test_positions_are_extended_as_the_metadata_say(
-    written: Written, tmp_path: Path, scaled: str
-) -> None:
+def test_positions_are_extended_as_the_metadata_say(written, tmp_path, scaled):
     metadata, positions = SCALED[scaled]
     keys = {key: f"qwen3moe.rope.scaling.{key}" for key in metadata}
     keys["linear"] = "qwen3moe.rope.scale_linear"
@@ -232,7 +227,7 @@ def test_positions_are_extended_as_the_metadata_say(
 
 
 @pytest.mark.parametrize("written", ["qwen3moe-f16"], indirect=True)
-def test_a_model_of_a_file_is_not_saved_in_another_format(written: Written, tmp_path: Any) -> None:
+def test_a_model_of_a_file_is_not_saved_in_another_format(written, tmp_path):
     model = load(written)
     with model.moe, pytest.raises(UnsupportedModelError, match="GGUF"):
         model.save_pretrained(tmp_path / "saved")

@@ -1,7 +1,5 @@
 """`load(activations="int8")`: rows rounded to int8 before weights in codes multiply them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def logits_of(folder: Path, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("written", NAMES, indirect=True)
-def test_near_the_exact_ones_and_the_same_at_every_budget(written: Written) -> None:
+def test_near_the_exact_ones_and_the_same_at_every_budget(written):
     """A row is `sqrt(32) / 254` off at most relative to its norm, at every product it meets."""
     smallest = inspect_checkpoint(written.folder, dtype="float32").smallest_budget_bytes
     exact = logits_of(written.folder)
@@ -52,7 +50,7 @@ def test_near_the_exact_ones_and_the_same_at_every_budget(written: Written) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen2moe-q8_0", "olmoe-q4_k"])
-def test_blocks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+def test_blocks_of_a_gguf_file(name, tmp_path):
     """Near the exact ones, as above: files with blocks of 32 and of 256 codes."""
     (sample,) = [sample for sample in gguf_checkpoints.SAMPLES if sample.name == name]
     file = gguf_checkpoints.write(sample, tmp_path).folder
@@ -64,9 +62,7 @@ def test_blocks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["deepseek_v3-fp8"], indirect=True)
-def test_what_has_no_such_weights_is_refused(
-    written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_such_weights_is_refused(written, tmp_path, capsys):
     for folder in (written.folder, pocket_path()):
         with pytest.raises(UnsupportedModelError, match="needs weights in GGUF's blocks"):
             logits_of(folder, activations="int8")

@@ -1,7 +1,5 @@
 """What products of quantised experts take with them: gates that are formulas, and memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native library was not built")
-def test_a_formula_is_not_called_in_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_formula_is_not_called_in_python(folder, monkeypatch):
     model: Any = moe_runtime.load(folder, device="cpu")
     experts = [layer.mlp.experts for layer in model.model.layers]
     assert all(module._activation == GPT_OSS for module in experts)
@@ -43,7 +41,7 @@ def test_a_formula_is_not_called_in_python(folder: Path, monkeypatch: pytest.Mon
     assert all(module._step_kernel is not None for module in experts)
 
 
-def test_a_gate_with_values_of_its_own_is_called(folder: Path) -> None:
+def test_a_gate_with_values_of_its_own_is_called(folder):
     """What training changes is no constant of a formula."""
     model: Any = moe_runtime.load(folder, device="cpu")
     experts = model.model.layers[0].mlp.experts
@@ -52,9 +50,7 @@ def test_a_gate_with_values_of_its_own_is_called(folder: Path) -> None:
     assert not isinstance(experts._activation, ActivationSpec)
 
 
-def test_the_reserve_holds_the_values_of_the_largest_matrix(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reserve_holds_the_values_of_the_largest_matrix(folder, monkeypatch):
     """A prompt's products write them out, one matrix at a time."""
     asked: list[int] = []
     own = budget.reserve_for

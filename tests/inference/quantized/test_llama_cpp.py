@@ -5,8 +5,6 @@ writes it anew: `PYTHONPATH=tests/support:tests/support/checkpoints:tests/suppor
 python tests/inference/quantized/test_llama_cpp.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import tempfile
@@ -81,9 +79,7 @@ with np.load(LOGITS) as archive:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_logits_are_those_of_llama_cpp(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_llama_cpp(name, tmp_path, monkeypatch):
     sample = SAMPLES[name]
     if sample.architecture == "gpt-oss":
         # llama.cpp begins and ends YaRN's ramp at whole dimensions, OpenAI's model between them

@@ -1,7 +1,5 @@
 """Dense layers of quantised checkpoints, which stay in memory as codes and scales."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -64,7 +62,7 @@ def packed_in(model: nn.Module) -> dict[str, PackedTensor]:
     return {name: p for name, p in named if isinstance(p, PackedTensor)}
 
 
-def test_columns_that_a_gguf_file_moves_in_whole_blocks_stay_packed(tmp_path: Path) -> None:
+def test_columns_that_a_gguf_file_moves_in_whole_blocks_stay_packed(tmp_path):
     """llama.cpp has value heads in another order: their columns are blocks of 32 codes here."""
     sample = next(row for row in gguf_checkpoints.SAMPLES if row.architecture == "qwen35moe")
     written = gguf_checkpoints.write(sample, tmp_path)
@@ -78,7 +76,7 @@ def test_columns_that_a_gguf_file_moves_in_whole_blocks_stay_packed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_dense_bytes_are_those_that_lie_in_memory(tmp_path: Path, name: str) -> None:
+def test_dense_bytes_are_those_that_lie_in_memory(tmp_path, name):
     folder = write(SAMPLES[name], tmp_path)
     model = moe_runtime.load(folder, device="cpu", host_memory="1GiB")
     with model.moe:
@@ -97,7 +95,7 @@ def test_dense_bytes_are_those_that_lie_in_memory(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
-def test_products_are_those_with_the_values(name: str, num_rows: int) -> None:
+def test_products_are_those_with_the_values(name, num_rows):
     """In fp32 no weight is rounded: bf16 would leave errors of 2**-9, a hundred times as large."""
     generator = torch.Generator().manual_seed(0)
     matrix = random_matrix(KINDS[name], 96, 256, generator)
@@ -117,7 +115,7 @@ def test_products_are_those_with_the_values(name: str, num_rows: int) -> None:
 
 @pytest.mark.skipif(native_library() is None, reason="torch multiplies by rounded values")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_half_precision_are_rounded_once(layer: nn.Linear, dtype: torch.dtype) -> None:
+def test_products_of_half_precision_are_rounded_once(layer, dtype):
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight: Any = layer.weight
     exact = x.double() @ weight.matrix.dequantize(torch.float64).T
@@ -130,7 +128,7 @@ def test_products_of_half_precision_are_rounded_once(layer: nn.Linear, dtype: to
     assert ((found - exact).abs() <= half * exact.abs() + 1e-5 * exact.abs().max()).all()
 
 
-def test_gradients_are_those_of_the_values() -> None:
+def test_gradients_are_those_of_the_values():
     generator = torch.Generator().manual_seed(1)
     matrix = random_matrix(PUBLISHED["fp8-block"], 160, 136, generator)
     layer = nn.Linear(136, 160)
@@ -159,9 +157,7 @@ READING: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", READING)
-def test_whoever_reads_the_weight_has_its_values(
-    layer: nn.Linear, name: str, is_inference: bool
-) -> None:
+def test_whoever_reads_the_weight_has_its_values(layer, name, is_inference):
     weight: Any = layer.weight
     plain = weight.matrix.dequantize(torch.bfloat16)
     torch.manual_seed(0)
@@ -191,9 +187,7 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_would_change_the_weight_is_refused_in_one_line(
-    layer: nn.Linear, name: str, is_inference: bool
-) -> None:
+def test_what_would_change_the_weight_is_refused_in_one_line(layer, name, is_inference):
     refused = pytest.raises(UnsupportedUseError, match="and stays so")
     with torch.inference_mode(is_inference), refused as caught:
         CHANGING[name](layer.weight)
@@ -201,7 +195,7 @@ def test_what_would_change_the_weight_is_refused_in_one_line(
     assert isinstance(layer.weight, PackedTensor)
 
 
-def test_a_state_can_be_put_back_and_no_other(model: Any) -> None:
+def test_a_state_can_be_put_back_and_no_other(model):
     before = model(PROMPT).logits
     state = model.state_dict()
     model.load_state_dict(state)
@@ -211,7 +205,7 @@ def test_a_state_can_be_put_back_and_no_other(model: Any) -> None:
     assert torch.equal(model(PROMPT).logits, before)
 
 
-def test_a_layer_is_converted_to_what_it_is_and_to_nothing_else(model: Any) -> None:
+def test_a_layer_is_converted_to_what_it_is_and_to_nothing_else(model):
     attention = model.model.layers[0].self_attn
     assert attention.to("cpu", torch.bfloat16) is attention
     with pytest.raises(UnsupportedUseError, match="and stays so"):
@@ -219,14 +213,14 @@ def test_a_layer_is_converted_to_what_it_is_and_to_nothing_else(model: Any) -> N
     assert isinstance(attention.q_proj.weight, PackedTensor)
 
 
-def test_a_copy_of_a_layer_computes_the_same(layer: nn.Linear) -> None:
+def test_a_copy_of_a_layer_computes_the_same(layer):
     x = torch.randn(2, 160).bfloat16()
     other = copy.deepcopy(layer)
     assert torch.equal(other(x), layer(x))
     assert isinstance(other.weight, PackedTensor)
 
 
-def test_adapters_stand_beside_codes_and_are_not_merged(model: Any) -> None:
+def test_adapters_stand_beside_codes_and_are_not_merged(model):
     places = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"]
     before = model(PROMPT).logits
     settings = peft.LoraConfig(r=2, target_modules=places, init_lora_weights=False)
@@ -243,7 +237,7 @@ def test_adapters_stand_beside_codes_and_are_not_merged(model: Any) -> None:
     assert torch.equal(model(PROMPT).logits, before)
 
 
-def test_compiled_layers_have_the_same_bits(layer: nn.Linear) -> None:
+def test_compiled_layers_have_the_same_bits(layer):
     x = torch.randn(2, 160).bfloat16()
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
@@ -254,8 +248,8 @@ def test_compiled_layers_have_the_same_bits(layer: nn.Linear) -> None:
     "sample", [SAMPLES["olmoe-mxfp8"], SAMPLES["qwen3_moe-int4-zeros"], BIASED], ids=str
 )
 def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Quantized
-) -> None:
+    tmp_path, monkeypatch, sample
+):
     """Whose queries, keys and values have one format."""
     step, calls = step_layers.attention_step, []
 
@@ -283,7 +277,7 @@ def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
             assert torch.equal(own, logits)
 
 
-def test_layers_that_others_share_a_weight_with_have_values(tmp_path: Path) -> None:
+def test_layers_that_others_share_a_weight_with_have_values(tmp_path):
     """The head of a model is tied to its embedding, which looks rows up."""
     packers = {**MXFP8.packers, "embed_tokens": next(iter(MXFP8.packers.values()))}
     tied = Quantized("tied", MXFP8.family, MXFP8.config, packers)

@@ -5,11 +5,8 @@ it must have the values of that packer's dequantiser to the bit, and the logits 
 `transformers` computes from these values.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,11 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
 
 
 @pytest.fixture
-def written(
-    request: pytest.FixtureRequest,
-    folders: dict[str, Written],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Written:
+def written(request, folders, tmp_path_factory) -> Written:
     sample: Quantized = SAMPLES[request.param]
     if sample.name not in folders:
         folder = tmp_path_factory.mktemp("quantized")
@@ -134,7 +127,7 @@ def expected_values(reference: Any, experts: ExpertMap, key: ExpertKey) -> dict[
 
 
 @every
-def test_values_are_those_of_the_packers_dequantiser(written: Written) -> None:
+def test_values_are_those_of_the_packers_dequantiser(written):
     checkpoint = open_checkpoint(written.folder, "auto")
     assert checkpoint.dtype == written.sample.dtype
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
@@ -149,7 +142,7 @@ def test_values_are_those_of_the_packers_dequantiser(written: Written) -> None:
 
 
 @every
-def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: Written) -> None:
+def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written):
     """And dense values are those of the packer's dequantiser."""
     family, reference = written.sample.family, reference_of(written)
     expected = tiny_checkpoints.prompt_and_step_logits(reference, family)
@@ -173,9 +166,7 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
 
 @pytest.mark.skipif(native_library() is None, reason="torch multiplies by rounded values")
 @pytest.mark.parametrize("written", ["qwen3_moe-gptq"], indirect=True)
-def test_half_precision_is_multiplied_by_codes(
-    written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_is_multiplied_by_codes(written, monkeypatch):
     """In fp16, which checkpoints of integers are published in: as good as transformers' fp16."""
     family = written.sample.family
     exact = tiny_checkpoints.prompt_and_step_logits(reference_of(written), family)
@@ -196,7 +187,7 @@ def test_half_precision_is_multiplied_by_codes(
 
 
 @others_long
-def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
+def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written):
     """In the checkpoint's own type."""
     family = written.sample.family
     expected: list[Tensor] = []
@@ -226,7 +217,7 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Wr
 
 
 @some
-def test_gradients_equal_those_of_transformers(written: Written) -> None:
+def test_gradients_equal_those_of_transformers(written):
     """Of what the embedding gives, of PEFT's adapters and of every dense parameter that is not
     quantised, through weights that are frozen."""
     family, reference = written.sample.family, reference_of(written)
@@ -244,7 +235,7 @@ def test_gradients_equal_those_of_transformers(written: Written) -> None:
 
 
 @every
-def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None:
+def test_what_is_said_of_bytes_is_what_is_in_the_files(written):
     summary = inspect_checkpoint(written.folder)
     checkpoint = open_checkpoint(written.folder, "auto")
     parts = [
@@ -280,7 +271,7 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
         assert handle.stats().dense_bytes == summary.dense_bytes
 
 
-def test_a_format_in_a_file_of_its_own(folders: dict[str, Written], tmp_path: Path) -> None:
+def test_a_format_in_a_file_of_its_own(folders, tmp_path):
     """ModelOpt says in `hf_quant_config.json` what others say in `config.json`."""
     sample = SAMPLES["qwen3_moe-nvfp4-modelopt"]
     written = quantized_checkpoints.write(sample, tmp_path)

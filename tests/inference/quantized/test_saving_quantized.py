@@ -3,8 +3,6 @@
 Quantised tensors are those of the checkpoint, byte for byte; packed ones become plain again.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -92,7 +90,7 @@ def said(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantised_tensors_are_written_as_they_were(tmp_path: Path, kind: str) -> None:
+def test_quantised_tensors_are_written_as_they_were(tmp_path, kind):
     if not SAMPLES[kind].family.computes_in_bf16:
         pytest.skip("this transformers computes the family in fp32 alone")
     written = quantized_checkpoints.write(SAMPLES[kind], tmp_path)
@@ -106,7 +104,7 @@ def test_quantised_tensors_are_written_as_they_were(tmp_path: Path, kind: str) -
         assert torch.equal(again(PROMPT).logits, logits)
 
 
-def test_transformers_loads_what_is_saved_with_the_same_values(tmp_path: Path) -> None:
+def test_transformers_loads_what_is_saved_with_the_same_values(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["gpt_oss-mxfp4"], tmp_path)
     saved(written.folder, tmp_path / "saved")
     states = [
@@ -120,7 +118,7 @@ def test_transformers_loads_what_is_saved_with_the_same_values(tmp_path: Path) -
     assert states[0]["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
 
 
-def test_a_quantisation_said_in_a_file_of_its_own_goes_with_it(tmp_path: Path) -> None:
+def test_a_quantisation_said_in_a_file_of_its_own_goes_with_it(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["qwen3_moe-nvfp4-modelopt"], tmp_path)
     config = said(written.folder)
     del config["quantization_config"]
@@ -133,7 +131,7 @@ def test_a_quantisation_said_in_a_file_of_its_own_goes_with_it(tmp_path: Path) -
     load(tmp_path / "saved").moe.close()
 
 
-def test_plain_weights_may_change_beside_quantised_ones_and_those_may_not(tmp_path: Path) -> None:
+def test_plain_weights_may_change_beside_quantised_ones_and_those_may_not(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["deepseek_v3-fp8"], tmp_path)
     model = load(written.folder)
     with model.moe, torch.no_grad():
@@ -156,7 +154,7 @@ def test_plain_weights_may_change_beside_quantised_ones_and_those_may_not(tmp_pa
         assert torch.equal(again(PROMPT).logits, expected)
 
 
-def test_a_quantised_checkpoint_may_be_written_over_itself(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_may_be_written_over_itself(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["deepseek_v3-int4"], tmp_path)
     shutil.copytree(written.folder, tmp_path / "before")
     saved(written.folder, written.folder)
@@ -168,9 +166,7 @@ def test_a_quantised_checkpoint_may_be_written_over_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("family", "code"), [*zip(PACKED, ("planes", "none", "planes"), strict=True)], ids=str
 )
-def test_a_packed_model_is_written_as_it_was_before(
-    tmp_path: Path, family: Family, code: Any
-) -> None:
+def test_a_packed_model_is_written_as_it_was_before(tmp_path, family, code):
     save(tiny_model(family).bfloat16(), tmp_path / "first", sharded=False)
     pack_checkpoint(tmp_path / "first", tmp_path / "packed", code)
     saved(tmp_path / "packed", tmp_path / "second")
@@ -183,7 +179,7 @@ def test_a_packed_model_is_written_as_it_was_before(
     assert said(tmp_path / "second") == said(tmp_path / "first")
 
 
-def test_a_packed_folder_is_not_made_a_plain_one_in_place(tmp_path: Path) -> None:
+def test_a_packed_folder_is_not_made_a_plain_one_in_place(tmp_path):
     save(tiny_model(PACKED[0]).bfloat16(), tmp_path / "first", sharded=False)
     pack_checkpoint(tmp_path / "first", tmp_path / "packed")
     before = {path: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
@@ -192,7 +188,7 @@ def test_a_packed_folder_is_not_made_a_plain_one_in_place(tmp_path: Path) -> Non
     assert {path: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
 
 
-def test_names_that_were_lost_in_packing_are_not_made_up(tmp_path: Path) -> None:
+def test_names_that_were_lost_in_packing_are_not_made_up(tmp_path):
     """A family whose experts transformers does not have under an interface of its own."""
     family = next(family for family in ADAPTED if family.folder == "jetmoe")
     save(tiny_model(family).bfloat16(), tmp_path / "first", sharded=False)

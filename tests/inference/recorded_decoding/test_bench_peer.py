@@ -48,9 +48,7 @@ def side_by_side(peer: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 @emulated
 @pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
-def test_steps_are_recorded_once_and_say_what_they_say_on_a_cpu(
-    checkpoint: Path, slots: int
-) -> None:
+def test_steps_are_recorded_once_and_say_what_they_say_on_a_cpu(checkpoint, slots):
     """Of prompts of any length, since all have the room that is asked for."""
     with peer_of(checkpoint) as peer:
         expected = one_by_one(peer)
@@ -62,7 +60,7 @@ def test_steps_are_recorded_once_and_say_what_they_say_on_a_cpu(
 
 
 @emulated
-def test_layers_of_a_window_are_recorded_too(tmp_path: Path) -> None:
+def test_layers_of_a_window_are_recorded_too(tmp_path):
     windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     family = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2, **windows})
     folder = save(tiny_model(family), tmp_path, sharded=True)
@@ -74,7 +72,7 @@ def test_layers_of_a_window_are_recorded_too(tmp_path: Path) -> None:
 
 
 @emulated
-def test_sequences_side_by_side_say_what_they_say_on_a_cpu(checkpoint: Path) -> None:
+def test_sequences_side_by_side_say_what_they_say_on_a_cpu(checkpoint):
     """Recorded where their prompts are of one length; others are filled up, and computed."""
     even, uneven = [ids[:2] for ids in PROMPTS[:2]], PROMPTS[:2]
     alone = PROMPTS[2:]  # as the last batch of a run
@@ -87,7 +85,7 @@ def test_sequences_side_by_side_say_what_they_say_on_a_cpu(checkpoint: Path) -> 
 
 
 @emulated
-def test_a_model_with_states_keeps_its_own_cache(tmp_path: Path) -> None:
+def test_a_model_with_states_keeps_its_own_cache(tmp_path):
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     family = Family("qwen3_next", "Qwen3NextForCausalLM", kinds)
     folder = save(tiny_model(family), tmp_path, sharded=True)

@@ -22,6 +22,7 @@ from transformers import DynamicCache, GenerationConfig
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.errors import CapacityError, MoERuntimeError
+from moe_runtime.inference.device import decode_graphs
 from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.types import ExpertKey
 
@@ -305,6 +306,28 @@ def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
             found = Request(model).steps(NEW_TOKENS)
         assert recorded(model) is None
         assert all(map(torch.equal, found, Request(without_graphs(other)).steps(NEW_TOKENS)))
+
+
+@emulated
+def test_a_recording_that_finds_no_memory_is_tried_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for the graph")
+
+    monkeypatch.setattr(decode_graphs, "_STEPS_WITHOUT", 4)
+    with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
+        request = Request(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_graphs, "RecordedStep", refuse)
+            with pytest.warns(UserWarning, match="no memory"):
+                found = request.steps(3)
+        assert recorded(model) is None
+        found += request.steps(6)
+        assert recorded(model) is not None
+        assert model.moe.stats().cut_steps > 0
+        expected = Request(without_graphs(other))
+        assert all(map(torch.equal, found, expected.steps(3) + expected.steps(6)))
 
 
 @pytest.mark.gpu

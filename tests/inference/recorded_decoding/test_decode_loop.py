@@ -1,7 +1,5 @@
 """Steps that are queued before the last token is known, beside the loop of transformers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -147,14 +145,14 @@ CASES = {
     ("case", "slots"),
     [*((case, NUM_EXPERTS) for case in CASES), ("several", FETCHED), ("sampled", 3), ("padded", 3)],
 )
-def test_all_is_as_by_the_loop_of_transformers(checkpoint: Path, case: str, slots: int) -> None:
+def test_all_is_as_by_the_loop_of_transformers(checkpoint, case, slots):
     with loaded(checkpoint, slots) as model:
         compare(model, **CASES[case])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_a_gpu_gives_what_the_loop_of_transformers_gives(checkpoint: Path, case: str) -> None:
+def test_a_gpu_gives_what_the_loop_of_transformers_gives(checkpoint, case):
     with loaded(checkpoint) as model:
         compare(model, **CASES[case])
 
@@ -170,20 +168,18 @@ def check_ends(checkpoint: Path) -> None:
 
 
 @emulated
-def test_sequences_that_have_ended_are_padded(checkpoint: Path) -> None:
+def test_sequences_that_have_ended_are_padded(checkpoint):
     check_ends(checkpoint)
 
 
 @pytest.mark.gpu
-def test_a_gpu_pads_sequences_that_have_ended(checkpoint: Path) -> None:
+def test_a_gpu_pads_sequences_that_have_ended(checkpoint):
     check_ends(checkpoint)
 
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED, 3])
-def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
-    checkpoint: Path, slots: int
-) -> None:
+def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(checkpoint, slots):
     """And no expert is brought for a step that may be in vain."""
     order: list[str] = []
 
@@ -213,9 +209,7 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED])
-def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(
-    checkpoint: Path, slots: int
-) -> None:
+def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint, slots):
     """From the third step on, which replays: the model, its cache and the choice included."""
     waits, counts = list[str](), list[tuple[int, int, int]]()
     synchronize, download = EmulatedEvent.synchronize, EmulatedDevice.download
@@ -250,7 +244,7 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint: Path) -> None:
+def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint):
     with loaded(checkpoint) as model, torch.no_grad():
         cache, ids = StaticCache(model.config, max_cache_len=20), THREE[:1]
         try:
@@ -288,18 +282,18 @@ def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
 
 @emulated
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_that_are_not_finite_are_refused(checkpoint: Path, *, do_sample: bool) -> None:
+def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
     check_refusal(checkpoint, do_sample=do_sample)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint: Path, *, do_sample: bool) -> None:
+def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint, *, do_sample):
     check_refusal(checkpoint, do_sample=do_sample)
 
 
 @emulated
-def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint: Path) -> None:
+def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint):
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
         expected, forward, calls = model.generate(THREE, **settings), model.forward, [0]
@@ -315,7 +309,7 @@ def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint: Path) -> None
 
 
 @emulated
-def test_a_streamer_may_have_the_model_generate_something_else(checkpoint: Path) -> None:
+def test_a_streamer_may_have_the_model_generate_something_else(checkpoint):
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
         ours, others = (model.generate(THREE[n : n + 1], **settings) for n in range(2))
@@ -328,7 +322,7 @@ def test_a_streamer_may_have_the_model_generate_something_else(checkpoint: Path)
 
 
 @emulated
-def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint: Path) -> None:
+def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint):
     """Behind it is no room for a step that is queued in vain."""
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
@@ -345,7 +339,7 @@ def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint: Path)
 
 
 @emulated
-def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint: Path) -> None:
+def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint):
     def fail(number: int) -> None:
         if number == 6:
             raise KeyboardInterrupt
@@ -360,7 +354,7 @@ def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint: P
 
 
 @emulated
-def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint: Path) -> None:
+def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint):
     lines, first = inspect.getsourcelines(RecordedStep.__init__)
     number = first + next(n for n, line in enumerate(lines) if "recording = None" in line)
     with loaded(checkpoint) as model:

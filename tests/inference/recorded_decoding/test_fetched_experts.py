@@ -1,7 +1,5 @@
 """Steps that read missing experts in host memory by themselves, with an emulated device."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace
@@ -56,12 +54,8 @@ FAMILIES = [
     ("num_sequences", "host_slots", "margin"), [(1, ENOUGH, 2.0), (3, EVERY, -1.0)]
 )
 def test_one_graph_gives_the_bits_of_resident_experts(
-    checkpoint: Path,
-    num_sequences: int,
-    host_slots: int,
-    margin: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    checkpoint, num_sequences, host_slots, margin, monkeypatch
+):
     """Also where everybody who was missing comes to stay."""
     monkeypatch.setattr(host_tables, "MARGIN", margin)
     with warmed(checkpoint, host_slots=host_slots) as model:
@@ -84,7 +78,7 @@ def test_one_graph_gives_the_bits_of_resident_experts(
 
 @emulated
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_other_families(family: Family, tmp_path: Path) -> None:
+def test_other_families(family, tmp_path):
     checkpoint = save(tiny_model(family).bfloat16(), tmp_path, sharded=True)
     with warmed(checkpoint) as model:
         request = Request(model).until_fetched()
@@ -96,7 +90,7 @@ def test_other_families(family: Family, tmp_path: Path) -> None:
 
 
 @emulated
-def test_experts_of_which_some_lie_in_two_files(tmp_path: Path) -> None:
+def test_experts_of_which_some_lie_in_two_files(tmp_path):
     """As of published checkpoints: such an expert comes in more parts than the others."""
     save(tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM", TWO)), tmp_path, sharded=False)
     whole = tmp_path / "model.safetensors"
@@ -120,7 +114,7 @@ def test_experts_of_which_some_lie_in_two_files(tmp_path: Path) -> None:
 
 
 @emulated
-def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint: Path) -> None:
+def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint):
     """As those that warming up makes."""
     with warmed(checkpoint) as model:
         with torch.inference_mode():
@@ -132,7 +126,7 @@ def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint: P
 
 
 @emulated
-def test_quantised_experts_are_fetched_packed(tmp_path: Path) -> None:
+def test_quantised_experts_are_fetched_packed(tmp_path):
     sample = next(s for s in quantized_checkpoints.SAMPLES if s.name == "deepseek_v3-int4")
     family = replace(sample.family, config=sample.family.config | {"num_hidden_layers": 3})
     checkpoint = quantized_checkpoints.write(replace(sample, family=family), tmp_path).folder
@@ -143,7 +137,7 @@ def test_quantised_experts_are_fetched_packed(tmp_path: Path) -> None:
 
 
 @emulated
-def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoint: Path) -> None:
+def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoint):
     """With one prompt again and again, what it wants is on the device in the end."""
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
@@ -161,7 +155,7 @@ def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoi
 
 
 @emulated
-def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint: Path) -> None:
+def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint):
     with warmed(checkpoint) as model:
         request, refused = Request(model).until_fetched(), 0
         with patch.object(store_of(model).host_tables, "_list", return_value=False):
@@ -180,9 +174,7 @@ def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint: Path) -> None
 
 @emulated
 @pytest.mark.parametrize("mode", [None, PrefetchMode.OBSERVE, PrefetchMode.AUTO])
-def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(
-    checkpoint: Path, mode: PrefetchMode | None
-) -> None:
+def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(checkpoint, mode):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         model.moe.prefetcher = mode and Mock(mode=mode)
         store = store_of(model)
@@ -213,7 +205,7 @@ class Heard(Listener):
 
 
 @emulated
-def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint: Path) -> None:
+def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint):
     with warmed(checkpoint) as model:
         request, heard = Request(model).until_fetched(), Heard()
         with experts_modules_of(model)[0].listeners.also(heard):
@@ -232,7 +224,7 @@ def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint: Path)
 
 @emulated
 @pytest.mark.parametrize("slots", [3, NUM_EXPERTS])
-def test_few_slots_and_enough_of_them_have_other_ways(checkpoint: Path, slots: int) -> None:
+def test_few_slots_and_enough_of_them_have_other_ways(checkpoint, slots):
     """A quarter of six slots is less than two; where all are resident there is nothing to fetch."""
     with warmed(checkpoint, slots=slots) as model:
         request = Request(model)
@@ -245,7 +237,7 @@ def test_few_slots_and_enough_of_them_have_other_ways(checkpoint: Path, slots: i
 
 
 @emulated
-def test_a_device_that_cannot_read_the_host(checkpoint: Path) -> None:
+def test_a_device_that_cannot_read_the_host(checkpoint):
     with patch.object(EmulatedDevice, "reads_host", lambda *_: False), warmed(checkpoint) as model:
         request = Request(model)
         request.steps(2 * MOST_REFUSED)
@@ -266,9 +258,7 @@ def decode_and_count(model: Any) -> None:
 
 @emulated
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_a_step_that_fails_leaves_the_next_request_right(
-    checkpoint: Path, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_leaves_the_next_request_right(checkpoint, kind, monkeypatch):
     error = kind("unplugged")
     monkeypatch.setattr(host_tables, "MARGIN", -1.0)
     with warmed(checkpoint) as model:
@@ -296,7 +286,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_a_gpu_reads_experts_in_host_memory(checkpoint: Path, num_sequences: int) -> None:
+def test_a_gpu_reads_experts_in_host_memory(checkpoint, num_sequences):
     prompt, found = THREE[:num_sequences].to("cuda"), []
     for num_slots in (EVERY, LAYERS * SLOTS):
         model = load_with_slots(checkpoint, num_slots)

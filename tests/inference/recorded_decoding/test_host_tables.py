@@ -1,10 +1,7 @@
 """Tables of experts that kernels read in host memory: who may write there, and when."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -72,7 +69,7 @@ def bring_back(lower: Any, key: Any) -> None:
         assert len([*lease]) == 1
 
 
-def test_the_disk_writes_behind_kernels(checkpoint: Path) -> None:
+def test_the_disk_writes_behind_kernels(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         lower, order = store_of(model).fetcher.lower, []
@@ -90,9 +87,7 @@ def test_the_disk_writes_behind_kernels(checkpoint: Path) -> None:
         assert order == [True]
 
 
-def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(
-    checkpoint: Path,
-) -> None:
+def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(checkpoint):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
         store = store_of(model)
@@ -107,7 +102,7 @@ def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(
         assert max(event.time_s for event in lower._fetcher._leaving.values()) > kernels
 
 
-def test_closing_waits_for_kernels(checkpoint: Path) -> None:
+def test_closing_waits_for_kernels(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         (late,) = launch(model)
@@ -115,7 +110,7 @@ def test_closing_waits_for_kernels(checkpoint: Path) -> None:
         assert late.is_over
 
 
-def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint: Path) -> None:
+def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint):
     """Tables and the slots for what is fetched are there once."""
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
@@ -128,7 +123,7 @@ def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint: Pa
         assert last.is_over
 
 
-def test_who_is_nowhere_is_seen_at_once(checkpoint: Path) -> None:
+def test_who_is_nowhere_is_seen_at_once(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, queued = store_of(model), []
@@ -143,7 +138,7 @@ def test_who_is_nowhere_is_seen_at_once(checkpoint: Path) -> None:
         assert_listed(model)
 
 
-def test_nobody_comes_or_goes_while_work_is_queued(checkpoint: Path) -> None:
+def test_nobody_comes_or_goes_while_work_is_queued(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, seen = store_of(model), deque[str]()
@@ -167,9 +162,7 @@ def test_nobody_comes_or_goes_while_work_is_queued(checkpoint: Path) -> None:
         assert seen[0] == "queued"
 
 
-def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(
-    checkpoint: Path,
-) -> None:
+def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(checkpoint):
     waited: list[EmulatedEvent] = []
     synchronize = EmulatedEvent.synchronize
 
@@ -199,7 +192,7 @@ def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(
         model.moe.check()
 
 
-def test_after_closing_uses_are_counted_and_nothing_else(checkpoint: Path) -> None:
+def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
     with warmed(checkpoint) as model:
         request = Request(model).until_fetched()
         request.steps(3)
@@ -211,7 +204,7 @@ def test_after_closing_uses_are_counted_and_nothing_else(checkpoint: Path) -> No
             tables.launch(lambda: None)
 
 
-def test_who_leaves_is_who_was_compared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_is_who_was_compared(checkpoint, monkeypatch):
     """A policy that names another victim at every call; and all are kept in memory."""
     monkeypatch.setattr("emulated_models.LRU", RandomChoice)
     monkeypatch.setattr(host_tables, "MARGIN", -1.0)
@@ -242,7 +235,7 @@ def test_who_leaves_is_who_was_compared(checkpoint: Path, monkeypatch: pytest.Mo
         assert all(key == victim for key, victim in left)
 
 
-def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint: Path) -> None:
+def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint):
     with warmed(checkpoint) as model:
         store_of(model)._policy.may_decline = True
         Request(model).steps(20)
@@ -250,7 +243,7 @@ def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint: Path) 
         assert not model.forward.is_one_graph
 
 
-def test_a_step_is_not_queued_ahead_while_experts_are_nowhere(checkpoint: Path) -> None:
+def test_a_step_is_not_queued_ahead_while_experts_are_nowhere(checkpoint):
     with warmed(checkpoint) as model:
         request = Request(model).until_fetched()
         store = store_of(model)
@@ -267,15 +260,13 @@ def test_a_step_is_not_queued_ahead_while_experts_are_nowhere(checkpoint: Path) 
     ("device", "host", "expected"),
     [(SLOTS * LAYERS, EVERY, True), (8, 8, True), (8, 7, False), (12, 12, False), (7, 12, False)],
 )
-def test_room(device: int, host: int, expected: bool) -> None:
+def test_room(device, host, expected):
     """All in two memories and one of each layer in both; not on the device; a quarter for two."""
     given = {"num_experts": EVERY, "num_layers": LAYERS, "num_choices": 2}
     assert host_tables.has_room(device, host, **given) == expected
 
 
-def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(
-    checkpoint: Path,
-) -> None:
+def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(checkpoint):
     experts = map_of(checkpoint)
 
     def policy(device: int, host: int) -> str:

@@ -1,8 +1,6 @@
 """Static caches of `generate` and recorded steps that are used again, what a call leaves to the
 next one, and who may change a model in its midst."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -85,7 +83,7 @@ class Failing(StoppingCriteria):
 
 @emulated
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint: Path, at: int) -> None:
+def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint, at):
     expected = alone(checkpoint, PROMPTS[1])
     with loaded(checkpoint) as model:
         for _ in range(2):
@@ -97,7 +95,7 @@ def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint: Path, at: 
 
 
 @emulated
-def test_what_a_call_returns_stays_as_it_was(checkpoint: Path) -> None:
+def test_what_a_call_returns_stays_as_it_was(checkpoint):
     with loaded(checkpoint) as model:
         options = {"return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
         found = model.generate(PROMPTS[0], do_sample=False, **options)
@@ -109,7 +107,7 @@ def test_what_a_call_returns_stays_as_it_was(checkpoint: Path) -> None:
 
 
 @emulated
-def test_a_cache_goes_with_the_first_call_that_has_another_one(checkpoint: Path) -> None:
+def test_a_cache_goes_with_the_first_call_that_has_another_one(checkpoint):
     with loaded(checkpoint) as model:
         other = StaticCache(model.config, max_cache_len=20)
         calls = (
@@ -130,7 +128,7 @@ def test_a_cache_goes_with_the_first_call_that_has_another_one(checkpoint: Path)
 
 
 @emulated
-def test_threads_have_caches_of_their_own(checkpoint: Path) -> None:
+def test_threads_have_caches_of_their_own(checkpoint):
     expected = [alone(checkpoint, prompt) for prompt in PROMPTS]
     found: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(PROMPTS))}
     with loaded(checkpoint) as model:
@@ -149,7 +147,7 @@ def test_threads_have_caches_of_their_own(checkpoint: Path) -> None:
         assert all(torch.equal(each, expected[number]) for each in logits)
 
 
-def test_room_is_rounded_up_within_what_memory_was_set_aside_for() -> None:
+def test_room_is_rounded_up_within_what_memory_was_set_aside_for():
     config, caches = tiny_model(FAMILY).config, StaticCaches()
     lengths = {1: 64, 64: 64, 65: 128, 500: 512, 600: 640, 1025: 1152, 4000: 4000, 4100: 4100}
     for asked, expected in lengths.items():
@@ -172,7 +170,7 @@ class Steering(LogitsProcessor):
 
 
 @emulated
-def test_who_runs_code_of_his_own_may_change_the_model_between_steps(checkpoint: Path) -> None:
+def test_who_runs_code_of_his_own_may_change_the_model_between_steps(checkpoint):
     found = []
     for is_recorded in (True, False):
         with loaded(checkpoint, is_recorded=is_recorded) as model:
@@ -186,7 +184,7 @@ def test_who_runs_code_of_his_own_may_change_the_model_between_steps(checkpoint:
 
 
 @emulated
-def test_a_hook_of_the_model_may_change_it_between_steps(checkpoint: Path) -> None:
+def test_a_hook_of_the_model_may_change_it_between_steps(checkpoint):
     found = []
     for is_recorded in (True, False):
         with loaded(checkpoint, is_recorded=is_recorded) as model:
@@ -197,7 +195,7 @@ def test_a_hook_of_the_model_may_change_it_between_steps(checkpoint: Path) -> No
 
 
 @emulated
-def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint: Path) -> None:
+def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint):
     looks, holds = [], Structure.holds
 
     def look(self: Structure) -> bool:
@@ -212,7 +210,7 @@ def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint: Path) -
 
 @emulated
 @pytest.mark.parametrize("by", ["option", "configuration"])
-def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint: Path, by: str) -> None:
+def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint, by):
     """Unless the model's own settings ask for it."""
     with loaded(checkpoint) as model:
         given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -232,9 +230,7 @@ def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint: Path, by: str)
 
 
 @emulated
-def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
-    checkpoint: Path,
-) -> None:
+def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(checkpoint):
     """As a server has them, one for each number of sequences; `generate` between their steps."""
     made: list[Any] = []
     replay = decode_graphs.RecordedStep.replay
@@ -273,7 +269,7 @@ def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
 
 
 @emulated
-def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint: Path) -> None:
+def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint):
     with loaded(checkpoint) as model, torch.no_grad():
         (own,) = model.new_cache(1, 20, {}).values()
         caches = [own, *(StaticCache(model.config, max_cache_len=20) for _ in range(2))]
@@ -299,7 +295,7 @@ def flip_logits(model: Any) -> None:
 
 
 @emulated
-def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint: Path) -> None:
+def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
     with loaded(checkpoint, 2) as model, counted_recordings() as made:
         first = model.generate(PROMPT, **SETTINGS)
         for length in (0, 1, 3, 0):
@@ -310,7 +306,7 @@ def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint: Path) -> No
 
 @emulated
 @SLOTS
-def test_hooks_hear_of_every_step(checkpoint: Path, slots: int) -> None:
+def test_hooks_hear_of_every_step(checkpoint, slots):
     """None is called by a replay: such a model is recorded at every call."""
     with loaded(checkpoint, slots) as model:
         model.generate(PROMPT, **SETTINGS)
@@ -329,7 +325,7 @@ def test_hooks_hear_of_every_step(checkpoint: Path, slots: int) -> None:
 
 @emulated
 @SLOTS
-def test_what_changes_between_calls_is_seen(checkpoint: Path, slots: int) -> None:
+def test_what_changes_between_calls_is_seen(checkpoint, slots):
     found = []
     for is_recorded in (True, False):
         with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
@@ -342,9 +338,7 @@ def test_what_changes_between_calls_is_seen(checkpoint: Path, slots: int) -> Non
 
 @emulated
 @SLOTS
-def test_what_a_function_changes_that_a_processor_calls_is_seen(
-    checkpoint: Path, slots: int
-) -> None:
+def test_what_a_function_changes_that_a_processor_calls_is_seen(checkpoint, slots):
     found = []
     for is_recorded in (True, False):
         with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
@@ -361,7 +355,7 @@ def test_what_a_function_changes_that_a_processor_calls_is_seen(
 
 
 @emulated
-def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoint: Path) -> None:
+def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoint):
     found, options = [], {"guidance_scale": 1.5, **SETTINGS}
     with loaded(checkpoint, 2) as model, counted_recordings() as made:
         found.append(model.generate(PROMPT, **options))
@@ -372,7 +366,7 @@ def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoi
 
 
 @emulated
-def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint: Path) -> None:
+def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         prompt = PROMPT.to(model.device)
         expected = model.generate(prompt, **SETTINGS)
@@ -399,7 +393,7 @@ def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint: Path) -> No
 
 
 @emulated
-def test_one_cache_is_kept_and_goes_with_the_model(checkpoint: Path) -> None:
+def test_one_cache_is_kept_and_goes_with_the_model(checkpoint):
     with loaded(checkpoint, NUM_EXPERTS) as model:
         made, take = list[Any](), StaticCaches.take
 
@@ -435,7 +429,7 @@ def test_one_cache_is_kept_and_goes_with_the_model(checkpoint: Path) -> None:
 
 
 @emulated
-def test_two_threads_never_take_one_cache(checkpoint: Path) -> None:
+def test_two_threads_never_take_one_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         caches = model._caches
         model.generate(PROMPT, **SETTINGS)

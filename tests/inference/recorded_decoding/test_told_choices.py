@@ -1,7 +1,5 @@
 """What the host hears of a recorded step whose experts may be missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,8 +59,8 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
 @emulated
 @pytest.mark.parametrize(("slots", "misses"), [(3, "device"), (3, "cpu"), (NUM_EXPERTS, "device")])
 def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
-    checkpoint: Path, slots: int, misses: str
-) -> None:
+    checkpoint, slots, misses
+):
     ways = [decode(checkpoint, slots, misses, is_recorded=one) for one in (True, False)]
     assert torch.equal(ways[0][0], ways[1][0])
     assert ways[0][1] == ways[1][1]
@@ -71,9 +69,7 @@ def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
 
 
 @emulated
-def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
-    checkpoint: Path,
-) -> None:
+def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(checkpoint):
     """Two layers of six experts, four of which have slots, and five a place below."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=4)
     store: Any = experts_modules_of(model)[0].store
@@ -98,7 +94,7 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
 
 
 @emulated
-def test_the_commands_defaults_leave_a_step_one_graph(checkpoint: Path) -> None:
+def test_the_commands_defaults_leave_a_step_one_graph(checkpoint):
     """Those are `--policy auto --prefetch auto`, which listen to what is not all resident."""
     found = []
     for options in ({"policy": "auto", "prefetch": "auto"}, {}):
@@ -125,7 +121,7 @@ class OfAnotherStream:
 
 
 @emulated
-def test_uses_that_are_counted_late_are_those_of_their_step(checkpoint: Path) -> None:
+def test_uses_that_are_counted_late_are_those_of_their_step(checkpoint):
     """What another stream has yet to tell is counted before: a step must not tell anew meanwhile,
     nor must a lease wait for a layer that is yet to come."""
     found = list[tuple[Any, ...]]()

@@ -1,7 +1,5 @@
 """`expert_ffn` against fp64, and the promise that an expert's result depends on itself alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +10,6 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import ACTIVATION_NAMES, ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import ExpertImpl, activation_function
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
-from moe_runtime.kernels.native import NativeLibrary
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 DTYPES = list(UNIT_ROUNDOFF)
@@ -111,32 +108,26 @@ def assert_as_good_as_torch(layer: Layer, activation: str = "silu") -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no-gate"])
-def test_native_against_fp64(
-    isa: str, dtype: torch.dtype, activation: str, gate: bool, generator: torch.Generator
-) -> None:
+def test_native_against_fp64(isa, dtype, activation, gate, generator):
     layer = make_layer(generator, dtype, gate=gate, bias=activation != "relu")
     assert_as_good_as_torch(layer, activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "hidden"), [(1, 1), (7, 1), (1, 63), (63, 1000), (1000, 130)])
-def test_native_odd_sizes(
-    isa: str, dtype: torch.dtype, dim: int, hidden: int, generator: torch.Generator
-) -> None:
+def test_native_odd_sizes(isa, dtype, dim, hidden, generator):
     assert_as_good_as_torch(make_layer(generator, dtype, dim=dim, hidden=hidden, counts=(1, 6, 33)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_native_fp32_rows_with_narrow_weights(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_native_fp32_rows_with_narrow_weights(isa, dtype, generator):
     layer = make_layer(generator, dtype, x_dtype=torch.float32)
     # torch computes this in fp32 throughout: the narrow weights are exact, so fp32 errors remain
     assert_as_good_as_torch(layer)
 
 
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
-def test_activations_over_the_whole_range(isa: str, activation: str) -> None:
+def test_activations_over_the_whole_range(isa, activation):
     """Weights of one let every value through an activation; fp64 is the judge.
 
     Allowed are four units in the last place of the result, what saturates below exp(-87), and for
@@ -164,7 +155,7 @@ def test_activations_over_the_whole_range(isa: str, activation: str) -> None:
     assert ((out[:, 0].double() - exact).abs() <= allowed).all()
 
 
-def test_views_of_fused_and_interleaved_tensors(isa: str, generator: torch.Generator) -> None:
+def test_views_of_fused_and_interleaved_tensors(isa, generator):
     fused = torch.randn(2 * 40, 50, generator=generator).bfloat16()
     down = torch.randn(30, 40, generator=generator).bfloat16()
     x = torch.randn(5, 50, generator=generator).bfloat16()
@@ -181,7 +172,7 @@ def test_views_of_fused_and_interleaved_tensors(isa: str, generator: torch.Gener
         assert torch.equal(*results)
 
 
-def test_strided_rows(isa: str, generator: torch.Generator) -> None:
+def test_strided_rows(isa, generator):
     layer = make_layer(generator, torch.bfloat16, dim=40, hidden=30)
     expected = layer.run("native")
     wide = torch.randn(20, 100, generator=generator).bfloat16()
@@ -206,9 +197,7 @@ def test_strided_rows(isa: str, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", ["auto", "native", "torch"])
-def test_an_expert_does_not_depend_on_the_others(
-    library: NativeLibrary, dtype: torch.dtype, impl: ExpertImpl, generator: torch.Generator
-) -> None:
+def test_an_expert_does_not_depend_on_the_others(library, dtype, impl, generator):
     """Alone, in any order, in any grouping, with any number of threads: the same bits.
 
     One expert has more rows than the native kernel takes, or than it takes in one call.
@@ -236,7 +225,7 @@ def test_an_expert_does_not_depend_on_the_others(
             assert torch.equal(out, expected)
 
 
-def test_a_function_as_activation(library: NativeLibrary, generator: torch.Generator) -> None:
+def test_a_function_as_activation(library, generator):
     """The names are shorthands for functions; `auto` takes both."""
     layer = make_layer(generator, torch.float32)
     exact = layer.exact("silu")
@@ -257,7 +246,7 @@ def test_a_function_as_activation(library: NativeLibrary, generator: torch.Gener
         assert relative_error(out, exact) <= 1e-6
 
 
-def test_nothing_to_do(library: NativeLibrary, generator: torch.Generator) -> None:
+def test_nothing_to_do(library, generator):
     x, out = torch.ones(2, 8), torch.full((3, 8), torch.nan)
     expert_ffn(x, [], [], [], [], out, activation="silu")
     weights = ExpertWeights(None, torch.ones(4, 8), torch.ones(8, 4))
@@ -268,9 +257,7 @@ def test_nothing_to_do(library: NativeLibrary, generator: torch.Generator) -> No
 
 @pytest.mark.parametrize("impl", ["auto", "native"])
 @pytest.mark.parametrize(("token", "destination"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
-def test_row_numbers_out_of_range(
-    library: NativeLibrary, impl: ExpertImpl, token: int, destination: int
-) -> None:
+def test_row_numbers_out_of_range(library, impl, token, destination):
     weights = ExpertWeights(None, torch.ones(4, 8), torch.ones(8, 4))
     with pytest.raises(ValueError, match="token_ids must be in"):
         expert_ffn(
@@ -285,7 +272,7 @@ def test_row_numbers_out_of_range(
         )
 
 
-def test_arguments_that_do_not_fit() -> None:
+def test_arguments_that_do_not_fit():
     weights = ExpertWeights(None, torch.ones(4, 8), torch.ones(8, 4))
     other = ExpertWeights(None, torch.ones(5, 8), torch.ones(8, 5))
     x, out = torch.ones(2, 8), torch.ones(3, 8)
@@ -305,7 +292,7 @@ def test_arguments_that_do_not_fit() -> None:
         expert_ffn(x, [weights], [1], [0], [0], out, activation="silu", impl="x")  # type: ignore[arg-type]
 
 
-def test_weights_that_do_not_fit() -> None:
+def test_weights_that_do_not_fit():
     up, down = torch.ones(4, 8), torch.ones(8, 4)
     for arguments, message in (
         ((None, torch.ones(4), down), "two dimensions"),
@@ -319,7 +306,7 @@ def test_weights_that_do_not_fit() -> None:
             ExpertWeights(*arguments)
 
 
-def test_transposed_weights_take_torch(library: NativeLibrary, generator: torch.Generator) -> None:
+def test_transposed_weights_take_torch(library, generator):
     up = torch.randn(8, 4, generator=generator).T
     weights = ExpertWeights(None, up, torch.ones(8, 4))
     out = torch.empty(1, 8)

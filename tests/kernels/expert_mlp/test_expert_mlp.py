@@ -1,7 +1,5 @@
 """`expert_mlp`: the specification against a brute force, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, LAYOUTS, make_experts, make_routing, mlp_by_hand
@@ -12,7 +10,7 @@ from moe_runtime.kernels.expert_mlp.op import grouped_expert_mlp
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["random", "gaps", "one"])
-def test_reference_against_brute_force(layout: dict[str, bool], kind: str) -> None:
+def test_reference_against_brute_force(layout, kind):
     experts = make_experts(5, **layout)
     x = torch.randn(7, DIM_MODEL, dtype=torch.float64)
     ids, weights = make_routing(7, 3, 5, kind=kind, dtype=torch.float64)
@@ -21,7 +19,7 @@ def test_reference_against_brute_force(layout: dict[str, bool], kind: str) -> No
     torch.testing.assert_close(out, mlp_by_hand(x, ids, weights, experts), rtol=1e-12, atol=1e-12)
 
 
-def test_slot_table() -> None:
+def test_slot_table():
     table = torch.tensor([6, 0, 3, 5])
     experts = make_experts(4, num_slots=7, slot_of_expert=table)
     x = torch.randn(9, DIM_MODEL, dtype=torch.float64)
@@ -31,7 +29,7 @@ def test_slot_table() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_reference_gradcheck(layout: dict[str, bool]) -> None:
+def test_reference_gradcheck(layout):
     experts = make_experts(3, dim_model=5, dim_hidden=4, **layout)
     ids, weights = make_routing(4, 2, 3, kind="gaps", dtype=torch.float64)
     x = torch.randn(4, 5, dtype=torch.float64)
@@ -46,7 +44,7 @@ def test_reference_gradcheck(layout: dict[str, bool]) -> None:
     assert torch.autograd.gradcheck(function, inputs)
 
 
-def test_grouped_leaves_zeros_after_the_last_row() -> None:
+def test_grouped_leaves_zeros_after_the_last_row():
     experts = make_experts(3)
     x = torch.randn(8, DIM_MODEL, dtype=torch.float64)
     x[6:] = torch.nan
@@ -58,7 +56,7 @@ def test_grouped_leaves_zeros_after_the_last_row() -> None:
     assert (out[6:] == 0).all()
 
 
-def test_gpt_oss_formula() -> None:
+def test_gpt_oss_formula():
     spec = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
     gate, up = torch.randn(50, dtype=torch.float64) * 6, torch.randn(50, dtype=torch.float64) * 6
     low_gate, low_up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -80,7 +78,7 @@ BAD_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:30])
-def test_bad_arguments(change: dict, message: str) -> None:
+def test_bad_arguments(change, message):
     arguments = {
         "x": torch.zeros(4, DIM_MODEL, dtype=torch.float64),
         "ids": torch.zeros(4, 2, dtype=torch.int64),
@@ -93,7 +91,7 @@ def test_bad_arguments(change: dict, message: str) -> None:
         expert_mlp(*positional, **arguments)
 
 
-def test_experts_that_do_not_fit() -> None:
+def test_experts_that_do_not_fit():
     good = make_experts(3)
     with pytest.raises(ValueError, match=r"down must be \[3, 37, 21\].*got \[3, 21, 37\]"):
         StackedExperts(gate_up=good.gate_up, down=good.down.mT)

@@ -1,9 +1,5 @@
 """`expert_mlp` inside torch.compile, under autocast, and in torch's own check of operators."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing
@@ -37,7 +33,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_compiles_without_a_break(impl: str) -> None:
+def test_compiles_without_a_break(impl):
     layer = Layer(impl)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for num_tokens in (11, 3):
@@ -66,7 +62,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_looks_at_operators_sees_one_and_the_same_values() -> None:
+def test_who_looks_at_operators_sees_one_and_the_same_values():
     """Without a gradient and an observer no operator is called."""
     experts = make_experts(3, dtype=torch.float32)
     ids, weights = make_routing(6, 2, 3, dtype=torch.float32)
@@ -87,7 +83,7 @@ def test_who_looks_at_operators_sees_one_and_the_same_values() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["formula", "function"])
 @pytest.mark.parametrize("trained", ["x", "weights", "gate_up", "down", "all"])
-def test_operations_are_counted(activation: Any, recompute: bool, trained: str) -> None:
+def test_operations_are_counted(activation, recompute, trained):
     """As many as those of the reference's own products; recomputation adds the first product.
 
     Gate weights alone cost the second once more: the reference keeps what it gave.
@@ -112,7 +108,7 @@ def test_operations_are_counted(activation: Any, recompute: bool, trained: str) 
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_operator_check(impl: str) -> None:
+def test_operator_check(impl):
     """Schema, shapes under the compiler, and registration of the gradient, as torch checks them."""
     experts = make_experts(3, dtype=torch.float32)
     ids, weights = make_routing(6, 2, 3, dtype=torch.float32)
@@ -131,7 +127,7 @@ def test_operator_check(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_autocast(impl: str) -> None:
+def test_autocast(impl):
     """Parameters stay fp32, products run in bf16, the output has the dtype of the input."""
     experts = make_experts(4, dtype=torch.float32, dim_model=64, dim_hidden=32)
     ids, weights = make_routing(10, 2, 4, dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Every implementation of `expert_mlp` against the specification in fp64: output and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -83,7 +81,7 @@ FP32 = 2e-5
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["random", "gaps", "one"])
-def test_layouts(impl: str, layout: dict[str, bool], kind: str) -> None:
+def test_layouts(impl, layout, kind):
     experts = make_experts(6, **layout)
     ids, weights = make_routing(31, 3, 6, kind=kind, dtype=torch.float64)
     x = torch.randn(31, DIM_MODEL, dtype=torch.float64)
@@ -96,7 +94,7 @@ def test_layouts(impl: str, layout: dict[str, bool], kind: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("has_gate", [True, False])
-def test_activations(impl: str, spec: ActivationSpec, has_gate: bool) -> None:
+def test_activations(impl, spec, has_gate):
     experts = make_experts(4, has_gate=has_gate)
     ids, weights = make_routing(40, 2, 4, dtype=torch.float64)
     x = 2 * torch.randn(40, DIM_MODEL, dtype=torch.float64)
@@ -111,7 +109,7 @@ def test_activations(impl: str, spec: ActivationSpec, has_gate: bool) -> None:
     ("num_tokens", "top_k"), [(1, 1), (1, 8), (63, 8), (1000, 2), (0, 2)], ids=str
 )
 @pytest.mark.parametrize("recompute", [False, True])
-def test_sizes_slots_and_recompute(impl: str, num_tokens: int, top_k: int, recompute: bool) -> None:
+def test_sizes_slots_and_recompute(impl, num_tokens, top_k, recompute):
     table = torch.randperm(11)[:8]
     experts = make_experts(8, num_slots=11, slot_of_expert=table)
     ids, weights = make_routing(num_tokens, top_k, 8, kind="skewed", dtype=torch.float64)
@@ -133,13 +131,7 @@ def test_sizes_slots_and_recompute(impl: str, num_tokens: int, top_k: int, recom
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
 @pytest.mark.parametrize("widens", [True, False])
-def test_half_precision(
-    layout: dict[str, bool],
-    dtype: torch.dtype,
-    unit: float,
-    widens: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_precision(layout, dtype, unit, widens, monkeypatch):
     """Products as they are, and widened a few rows of a matrix at a time."""
     monkeypatch.setattr(products, "is_faster_widened", lambda *_: widens)
     monkeypatch.setattr(products, "_BLOCK_BYTES", 0)
@@ -159,7 +151,7 @@ def test_half_precision(
         assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_two_experts_in_one_slot() -> None:
+def test_two_experts_in_one_slot():
     """Replicas: both add to the gradient of the slot they share."""
     experts = make_experts(4, num_slots=3, slot_of_expert=torch.tensor([0, 2, 2, 1]))
     ids, weights = make_routing(17, 2, 4, dtype=torch.float64)
@@ -171,7 +163,7 @@ def test_two_experts_in_one_slot() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_grouped(impl: str) -> None:
+def test_grouped(impl):
     dtype = torch.float64 if impl == "torch" else torch.float32
     experts = make_experts(4, dtype=dtype)
     counts = torch.tensor([3, 0, 7, 2])
@@ -191,7 +183,7 @@ def test_grouped(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_frozen_parameters_get_no_gradient_tensor(impl: str) -> None:
+def test_frozen_parameters_get_no_gradient_tensor(impl):
     """LoRA beside frozen experts: the backward pass allocates nothing of the experts' size."""
     experts = make_experts(8, dtype=torch.float32, dim_model=64, dim_hidden=128)
     ids, weights = make_routing(20, 2, 8, dtype=torch.float32)
@@ -216,7 +208,7 @@ def test_frozen_parameters_get_no_gradient_tensor(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_two_runs_give_the_same_bits(impl: str) -> None:
+def test_two_runs_give_the_same_bits(impl):
     experts = make_experts(8, dtype=torch.float32)
     ids, weights = make_routing(200, 4, 8, dtype=torch.float32)
     x = torch.randn(200, DIM_MODEL)
@@ -228,9 +220,7 @@ def test_two_runs_give_the_same_bits(impl: str) -> None:
 @needs_native
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inference_by_the_c_kernels(
-    layout: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inference_by_the_c_kernels(layout, dtype, monkeypatch):
     """Experts with few rows go together, those with many one by one, into the same sums."""
     experts = make_experts(6, dtype=dtype, **layout)
     ids, weights = make_routing(40, 2, 6, kind="skewed", dtype=torch.float32)
@@ -254,7 +244,7 @@ def test_inference_by_the_c_kernels(
 
 
 @needs_native
-def test_native_refuses_what_it_cannot() -> None:
+def test_native_refuses_what_it_cannot():
     experts = make_experts(2)
     ids, weights = make_routing(3, 1, 2, dtype=torch.float64)
     x = torch.randn(3, DIM_MODEL, dtype=torch.float64)
@@ -267,9 +257,7 @@ def test_native_refuses_what_it_cannot() -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-def test_the_default_dtype_changes_nothing(
-    impl: str, dtype: torch.dtype, default: torch.dtype
-) -> None:
+def test_the_default_dtype_changes_nothing(impl, dtype, default):
     """Buffers have the type that the kernels write, whatever new tensors have."""
     experts = make_experts(4)
     # many rows, which are widened where that is faster
@@ -284,7 +272,7 @@ def test_the_default_dtype_changes_nothing(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_forward_mode_derivatives() -> None:
+def test_forward_mode_derivatives():
     """By the specification where nothing is named; refused by an implementation that has none."""
     experts = make_experts(4)
     ids, weights = make_routing(9, 2, 4, dtype=torch.float64)
@@ -303,7 +291,7 @@ def test_forward_mode_derivatives() -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("of", ["x", "weights", "down"])
-def test_second_derivatives_are_refused_also_of_named_inputs(impl: str, of: str) -> None:
+def test_second_derivatives_are_refused_also_of_named_inputs(impl, of):
     """torch's own refusal is passed over there, and what is missing counts as zero."""
     dtype = torch.float64 if impl == "torch" else torch.float32
     ids, weights = make_routing(9, 2, 4, dtype=dtype)
@@ -318,7 +306,7 @@ def test_second_derivatives_are_refused_also_of_named_inputs(impl: str, of: str)
 
 
 @needs_native
-def test_soft_caps_of_small_numbers_keep_their_digits() -> None:
+def test_soft_caps_of_small_numbers_keep_their_digits():
     experts = replace(make_experts(4), gate_up_bias=None, down_bias=None)
     experts = replace(experts, gate_up=experts.gate_up * 1e-2)
     spec = ActivationSpec("silu", gate_softcap=30.0, up_softcap=30.0)

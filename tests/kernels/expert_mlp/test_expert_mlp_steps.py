@@ -1,7 +1,5 @@
 """What lies around the products in C beside the same in torch, in every pair of types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @needs_library
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("widens", [False, True])
-def test_gathered_rows_are_the_tokens_rows(dtype: torch.dtype, widens: bool) -> None:
+def test_gathered_rows_are_the_tokens_rows(dtype, widens):
     """Also of tokens whose rows do not lie side by side, and in any order."""
     source_TD = torch.randn(9, 70).to(dtype)[:, :37]
     tokens_n = torch.tensor([8, 0, 3, 3, 7])
@@ -49,7 +47,7 @@ def test_gathered_rows_are_the_tokens_rows(dtype: torch.dtype, widens: bool) -> 
 
 @needs_library
 @pytest.mark.parametrize("columns", [1, 255, 257, 700])
-def test_weighted_sums_of_rows(columns: int) -> None:
+def test_weighted_sums_of_rows(columns):
     """Whatever the ranges of columns that threads take; a token may have several rows."""
     tokens_n, rows_nD = torch.tensor([2, 0, 2, 5]), torch.randn(4, columns)
     weights_n, start_TD = torch.rand(4), torch.randn(6, columns)
@@ -65,9 +63,7 @@ def test_weighted_sums_of_rows(columns: int) -> None:
 @pytest.mark.parametrize("z_dtype", HALVES)
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("is_concatenated", [True, False])
-def test_activation_reads_and_keeps_narrow_preactivations(
-    z_dtype: torch.dtype, has_gate: bool, is_concatenated: bool
-) -> None:
+def test_activation_reads_and_keeps_narrow_preactivations(z_dtype, has_gate, is_concatenated):
     """fp32 work beside pre-activations of another type: kept ones are rounded once, and the way
     back reads them as they were kept, to the bit of the same call on their widened copy."""
     hidden, rows = 530, 5  # more than one piece of a row

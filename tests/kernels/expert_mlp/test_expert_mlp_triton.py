@@ -1,7 +1,5 @@
 """`expert_mlp` with Triton kernels against the specification in fp64, forward and all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -105,17 +103,17 @@ def compare(
     ],
     ids=str,
 )
-def test_layouts(layout: dict[str, bool], dtype: torch.dtype) -> None:
+def test_layouts(layout, dtype):
     compare(make_experts(4, **layout), 9, dtype)
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
-def test_formulas(formula: ActivationSpec) -> None:
+def test_formulas(formula):
     compare(make_experts(3), 5, torch.float32, activation=formula)
 
 
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_without_a_gate(name: str) -> None:
+def test_without_a_gate(name):
     formula = ActivationSpec(name)  # type: ignore[arg-type]
     compare(make_experts(3, has_gate=False), 5, torch.float32, activation=formula)
 
@@ -125,33 +123,33 @@ def test_without_a_gate(name: str) -> None:
     ("num_tokens", "top_k", "kind"),
     [(1, 1, "random"), (63, 4, "random"), (70, 1, "one"), (40, 3, "skewed")],
 )
-def test_shapes(num_tokens: int, top_k: int, kind: str) -> None:
+def test_shapes(num_tokens, top_k, kind):
     compare(make_experts(4), num_tokens, torch.bfloat16, top_k=top_k, kind=kind)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [520, 1000])
-def test_many_tokens(num_tokens: int) -> None:
+def test_many_tokens(num_tokens):
     """More than the one-block sort takes, and several row tiles an expert, the last ones cut off;
     narrow, as the interpreter is slow."""
     experts = make_experts(3, dim_model=9, dim_hidden=7)
     compare(experts, num_tokens, torch.float32, top_k=1, kind="random")
 
 
-def test_recompute_and_slots() -> None:
+def test_recompute_and_slots():
     table = torch.tensor([5, 0, 3])
     experts = make_experts(3, num_slots=7, slot_of_expert=table)
     compare(experts, 12, torch.float32, recompute=True)
 
 
-def test_wide_tiles() -> None:
+def test_wide_tiles():
     """Wider and deeper than one tile of any shipped configuration, many rows an expert."""
     compare(
         make_experts(1, dim_model=72, dim_hidden=136), 200, torch.bfloat16, top_k=1, kind="random"
     )
 
 
-def test_inputs_whose_elements_lie_apart() -> None:
+def test_inputs_whose_elements_lie_apart():
     """Every operand a view with other strides: the bits of contiguous copies.
 
     For a GPU, kernels of other strides are other code, whose threads share a sum otherwise.
@@ -187,7 +185,7 @@ def test_inputs_whose_elements_lie_apart() -> None:
 
 @pytest.mark.parametrize("impl", ["triton", "torch", "auto"])
 @pytest.mark.parametrize("is_training", [True, False])
-def test_ids_out_of_range_read_nothing(impl: ExpertMlpImpl, is_training: bool) -> None:
+def test_ids_out_of_range_read_nothing(impl, is_training):
     """They add nothing, far out of range or near; an error only where they are looked for."""
     device = DEVICE if impl == "triton" else "cpu"
     experts = moved(make_experts(3), torch.float32, device)
@@ -212,7 +210,7 @@ FEW_TOKENS = [
 
 
 @pytest.mark.parametrize(("num_tokens", "kind", "layout"), FEW_TOKENS, ids=str)
-def test_few_tokens(num_tokens: int, kind: str, layout: dict[str, bool]) -> None:
+def test_few_tokens(num_tokens, kind, layout):
     """The kernels of inference; `one` names the same expert twice for every token."""
     experts = make_experts(5, **layout)
     dtype = torch.bfloat16 if num_tokens == 7 else torch.float32
@@ -238,7 +236,7 @@ def test_few_tokens(num_tokens: int, kind: str, layout: dict[str, bool]) -> None
     assert_as_good_as_eager(*results)
 
 
-def test_few_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_in_parts(monkeypatch):
     """The summed dimension in several parts, with a slot table and biases."""
     from moe_runtime.kernels.expert_mlp import decode
 
@@ -262,7 +260,7 @@ def test_few_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.cpu(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_that_are_sorted_already() -> None:
+def test_rows_that_are_sorted_already():
     experts = make_experts(3, dtype=torch.float32)
     counts = torch.tensor([2, 0, 4])
     x = torch.randn(8, experts.dim_model)

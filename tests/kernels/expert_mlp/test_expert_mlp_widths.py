@@ -1,7 +1,5 @@
 """Experts of different widths: every path against one expert after another in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -102,14 +100,7 @@ CASES = [
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("num_tokens", "top_k", "kind", "dtype", "activation", "layout"), CASES)
-def test_against_fp64(
-    num_tokens: int,
-    top_k: int,
-    kind: str,
-    dtype: torch.dtype,
-    activation: ActivationSpec,
-    layout: dict[str, bool],
-) -> None:
+def test_against_fp64(num_tokens, top_k, kind, dtype, activation, layout):
     experts = packed(WIDTHS, 24, dtype, **layout)
     x = torch.randn(num_tokens, 24).to(dtype)
     routing = make_routing(num_tokens, top_k, len(WIDTHS), kind=kind, dtype=torch.float32)
@@ -127,7 +118,7 @@ def test_against_fp64(
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_experts_that_end_before_the_tiles_of_the_widest() -> None:
+def test_experts_that_end_before_the_tiles_of_the_widest():
     experts = packed((150, 8, 70), 24, torch.float32, has_bias=True)
     x = torch.randn(9, 24)
     routing = make_routing(9, 2, 3, kind="gaps", dtype=torch.float32)
@@ -139,7 +130,7 @@ def test_experts_that_end_before_the_tiles_of_the_widest() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-def test_gradients(impl: ExpertMlpImpl) -> None:
+def test_gradients(impl):
     """In fp64, which the CPU path computes in as well."""
     experts = packed((2, 17, 1), 3, torch.float64, has_bias=True)
     ids, weights = make_routing(5, 2, 3, kind="gaps", dtype=torch.float64)
@@ -162,7 +153,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("impl", PATHS)
-def test_recompute_changes_no_bit(impl: ExpertMlpImpl) -> None:
+def test_recompute_changes_no_bit(impl):
     experts = packed(WIDTHS, 24, torch.bfloat16, has_bias=True)
     x = torch.randn(6, 24).bfloat16()
     routing = make_routing(6, 2, 4, kind="gaps", dtype=torch.float32)
@@ -175,7 +166,7 @@ def test_recompute_changes_no_bit(impl: ExpertMlpImpl) -> None:
 
 @pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_kept_for_the_backward_pass(impl: ExpertMlpImpl, recompute: bool) -> None:
+def test_kept_for_the_backward_pass(impl, recompute):
     """The input, gate and up of every row's own width, and the order of the rows; or without."""
     device = DEVICE if impl == "triton" else "cpu"
     experts = moved(packed((16, 48), 24, torch.bfloat16), device, torch.bfloat16)
@@ -195,7 +186,7 @@ def test_kept_for_the_backward_pass(impl: ExpertMlpImpl, recompute: bool) -> Non
     assert kept == 2 * 32 * 24 + hidden + 4 * 32 + order
 
 
-def test_waiting_changes_no_bit() -> None:
+def test_waiting_changes_no_bit():
     experts = packed(WIDTHS, 24, torch.float32)
     routing = make_routing(30, 2, 4, dtype=torch.float32)
     x = torch.randn(30, 24)
@@ -206,7 +197,7 @@ def test_waiting_changes_no_bit() -> None:
     assert all(torch.equal(there_is_room[name], counted[name]) for name in counted)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     experts = packed(WIDTHS, 8, torch.float32)
     x, ids, weights = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     wrong = [

@@ -6,7 +6,6 @@ import torch
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.decode_step.prepared import STEP_ROWS, ExpertStep
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
-from moe_runtime.kernels.native import NativeLibrary
 
 DIM, HIDDEN, EXPERTS = 48, 40, 6
 
@@ -48,9 +47,7 @@ def one_by_one(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["same dtype", "fp32 rows"])
-def test_a_step_has_the_bits_of_its_rows_one_by_one(
-    isa: str, library: NativeLibrary, ids_TK: list[list[int]], dtype: torch.dtype, wide: bool
-) -> None:
+def test_a_step_has_the_bits_of_its_rows_one_by_one(isa, library, ids_TK, dtype, wide):
     experts = make_experts(dtype, gate=dtype is not torch.float16)
     x_TD = torch.randn(len(ids_TK), DIM).to(torch.float32 if wide else dtype)
     weights_TK = torch.rand(len(ids_TK), len(ids_TK[0]))
@@ -76,7 +73,7 @@ def test_a_step_has_the_bits_of_its_rows_one_by_one(
 
 
 @torch.no_grad()
-def test_what_the_step_does_not_take_is_left_to_others(library: NativeLibrary) -> None:
+def test_what_the_step_does_not_take_is_left_to_others(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     x_TD, weights_TK = torch.randn(1, DIM), torch.rand(1, 2)
@@ -107,7 +104,7 @@ def test_what_the_step_does_not_take_is_left_to_others(library: NativeLibrary) -
 
 
 @torch.no_grad()
-def test_a_row_of_no_expert_is_refused(library: NativeLibrary) -> None:
+def test_a_row_of_no_expert_is_refused(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     with pytest.raises(ValueError, match="expert_of_row must be in"):

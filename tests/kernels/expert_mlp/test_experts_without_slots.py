@@ -3,8 +3,6 @@
 Shape suffixes: T tokens, K top-k, E experts, S slots, D model, R rows.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 
@@ -17,7 +15,6 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, grouped_expert_mlp
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.operands import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS: tuple[ExpertMlpImpl, ...] = ("reference", "torch", "native", "triton")
@@ -55,9 +52,7 @@ def experts_of(table: tuple[int, ...], device: str) -> StackedExperts:
 @pytest.mark.parametrize(
     ("impl", "activation"), [*((impl, "silu") for impl in IMPLS), ("auto", silu_of_halves)]
 )
-def test_an_expert_without_a_slot_adds_nothing(
-    impl: ExpertMlpImpl, activation: Activation, differentiates: bool, num_tokens: int
-) -> None:
+def test_an_expert_without_a_slot_adds_nothing(impl, activation, differentiates, num_tokens):
     device = require(impl)
     experts = experts_of(TABLE, device)
     x = torch.randn(num_tokens, DIM_MODEL, device=device)
@@ -85,7 +80,7 @@ def test_an_expert_without_a_slot_adds_nothing(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_rows_of_an_expert_without_a_slot_are_zero(impl: ExpertMlpImpl) -> None:
+def test_rows_of_an_expert_without_a_slot_are_zero(impl):
     device = require(impl)
     experts = experts_of(TABLE, device)
     x_RD, counts_E = torch.randn(9, DIM_MODEL, device=device), torch.tensor([2, 3, 4])
@@ -103,7 +98,7 @@ def test_rows_of_an_expert_without_a_slot_are_zero(impl: ExpertMlpImpl) -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "native"])
-def test_a_slot_that_there_is_not_is_refused(impl: ExpertMlpImpl) -> None:
+def test_a_slot_that_there_is_not_is_refused(impl):
     """Where the host reads the table; a GPU is not waited for."""
     require(impl)
     experts = experts_of((2, 5, 0), "cpu")

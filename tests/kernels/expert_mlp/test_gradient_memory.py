@@ -50,7 +50,7 @@ def drop_gradients(experts: StackedExperts) -> None:
         parameter.grad = None
 
 
-def test_biases_and_transposed_weights_leave_nothing_of_old_gradients() -> None:
+def test_biases_and_transposed_weights_leave_nothing_of_old_gradients():
     def step(number: int, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         backward(StackedExperts(**parameters, is_transposed=True), number)
         return {name: parameter.grad for name, parameter in parameters.items()}
@@ -79,7 +79,7 @@ def test_biases_and_transposed_weights_leave_nothing_of_old_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_over_old_ones_have_the_bits_of_fresh_ones(dtype: torch.dtype) -> None:
+def test_gradients_over_old_ones_have_the_bits_of_fresh_ones(dtype):
     experts, places = make(dtype), set()
     for step in range(6):
         backward(experts, step)
@@ -91,7 +91,7 @@ def test_gradients_over_old_ones_have_the_bits_of_fresh_ones(dtype: torch.dtype)
     assert len(places) == 1
 
 
-def test_a_gradient_that_is_held_is_added_to_or_left_alone() -> None:
+def test_a_gradient_that_is_held_is_added_to_or_left_alone():
     experts = make(torch.float32)
     backward(experts, 0)
     backward(experts, 1)
@@ -106,7 +106,7 @@ def test_a_gradient_that_is_held_is_added_to_or_left_alone() -> None:
     assert torch.equal(experts.down.grad, fresh_gradients(torch.float32, 2)[1])
 
 
-def test_views_of_a_parameter_give_it_its_gradient() -> None:
+def test_views_of_a_parameter_give_it_its_gradient():
     whole = make(torch.float32)
     views = whole.gate_up.view_as(whole.gate_up), whole.down.view_as(whole.down)
     backward(StackedExperts(gate_up=views[0], down=views[1]), 0)
@@ -116,7 +116,7 @@ def test_views_of_a_parameter_give_it_its_gradient() -> None:
         assert torch.equal(parameter.grad, expected)
 
 
-def test_memory_goes_with_the_parameter() -> None:
+def test_memory_goes_with_the_parameter():
     memory = GradientMemory()
     parameter = torch.nn.Parameter(torch.zeros(4, 8))
     gradient = memory.take(parameter, {1})
@@ -131,7 +131,7 @@ def test_memory_goes_with_the_parameter() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 4), (1, 3), (0, 1), (3, 4)])
-def test_a_cleared_part_is_zero_and_the_rest_is_what_it_was(first: int, last: int) -> None:
+def test_a_cleared_part_is_zero_and_the_rest_is_what_it_was(first, last):
     part_size = HUGE_PAGE + 4096 + 12
     filled = pages.untouched_zeros(torch.empty(4, part_size, dtype=torch.uint8)).fill_(7)
     pages.clear(filled[first:last])

@@ -1,7 +1,5 @@
 """What is kept for a backward pass, and that no call waits for the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +35,7 @@ IMPLS = [
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_kept_for_the_backward_pass(impl: str, recompute: bool) -> None:
+def test_kept_for_the_backward_pass(impl, recompute):
     """2 T D + 4 T K F bytes of bf16, gate weights and routing; with `recompute` 2 T D."""
     T, K, E, D, F = 8, 3, 4, 16, 16
     device = "cuda" if HAS_GPU and impl == "triton" else "cpu"
@@ -198,9 +196,7 @@ def rows_of_others() -> Callable[[], None]:
         (experts_of_different_widths, {"tile_map", "grouped_gemm_down_act", "gate_weight_grad"}),
     ],
 )
-def test_the_host_never_waits(
-    prepare: Callable[[], Callable[[], None]], kernels: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_never_waits(prepare, kernels, monkeypatch):
     """Of what a layer does; its operands are there already."""
     call = prepare()
     if HAS_GPU:
@@ -214,6 +210,6 @@ def test_the_host_never_waits(
 @pytest.mark.parametrize(
     "ask", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, Tensor.unique, Tensor.numpy]
 )
-def test_a_question_to_the_device_would_be_noticed(ask: Callable[[Tensor], Any]) -> None:
+def test_a_question_to_the_device_would_be_noticed(ask):
     with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
         ask(torch.zeros(1, device=DEVICE))

@@ -1,7 +1,5 @@
 """One token's experts: the kernels without matrix units, against fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,14 +29,24 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 CHOICES = ([4, 1, 4, 6, 0], [-1, 6], [5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+SIZES = (((70, 33), True), ((2056, 24), False), ((24, 2056), True))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "has_bias"), [((70, 33), True), ((2056, 24), False), ((24, 2056), True)]
-)
-def test_against_fp64(
-    sizes: tuple[int, int], has_bias: bool, layout: str, dtype: torch.dtype
-) -> None:
+    ("sizes", "has_bias", "layout", "dtype"),
+    [
+        pytest.param(
+            *(*sizes, layout, dtype),
+            marks=[pytest.mark.long] * ((one + other + third) % 3 > 0),
+            id=f"{sizes[0]}-{layout}-{dtype}",
+        )
+        for one, sizes in enumerate(SIZES)
+        for other, layout in enumerate(LAYOUTS)
+        for third, dtype in enumerate(DTYPES)
+    ],
+)  # every pair
+def test_against_fp64(sizes, has_bias, layout, dtype):
     torch.manual_seed(sum(sizes))
     dim_model, dim_hidden = sizes
     experts = make_experts(
@@ -86,9 +94,7 @@ def moved(experts: Any, device: str = DEVICE, dtype: torch.dtype | None = None) 
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_weights_whose_columns_are_whole_go_by_the_kernels_of_more_tokens(
-    is_transposed: bool,
-) -> None:
+def test_weights_whose_columns_are_whole_go_by_the_kernels_of_more_tokens(is_transposed):
     experts = make_experts(E, dtype=torch.float32, is_transposed=is_transposed)
     experts = moved(replace(experts, slot_of_expert=torch.arange(E)))
     x, ids, weights = torch.randn(1, experts.dim_model), torch.tensor([[1, 2]]), torch.rand(1, 2)
@@ -101,9 +107,7 @@ def test_weights_whose_columns_are_whole_go_by_the_kernels_of_more_tokens(
 
 
 @pytest.mark.parametrize("rows_come_first", [False, True])
-def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(
-    rows_come_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(rows_come_first, monkeypatch):
     """Such products are summed in several parts on a GPU that has so many multiprocessors."""
     experts = make_experts(E, dim_model=24, dim_hidden=2056, has_bias=False, dtype=torch.float32)
     experts = replace(experts, slot_of_expert=torch.arange(E))
@@ -135,7 +139,7 @@ def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(
     assert room
 
 
-def test_without_hidden_columns_the_biases_are_left() -> None:
+def test_without_hidden_columns_the_biases_are_left():
     ids, weights = torch.tensor([[1, 0]], device=DEVICE), torch.rand(1, 2, device=DEVICE)
     x, bias = torch.ones(1, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
     experts = StackedExperts(

@@ -1,7 +1,5 @@
 """Gradients of parameters added to those there are, and those of some experts alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +56,7 @@ def assert_close(found: Tensor | None, exact: Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_added_for_the_experts_that_train(impl: str, layout: dict[str, Any]) -> None:
+def test_added_for_the_experts_that_train(impl, layout):
     """Four experts: two train, one of them without a row; one has rows and is frozen."""
     device = GPU if impl == "triton" else "cpu"
     drawn = make_experts(4, **layout)
@@ -105,7 +103,7 @@ def test_added_for_the_experts_that_train(impl: str, layout: dict[str, Any]) -> 
         assert (value[others] == 0).all()
 
 
-def test_what_does_not_belong_together() -> None:
+def test_what_does_not_belong_together():
     experts = leaves(make_experts(3), torch.float32, "cpu")
     ids, weights = make_routing(4, 2, 3, dtype=torch.float32)
     x = torch.randn(4, experts.dim_model)

@@ -1,7 +1,5 @@
 """Experts in fp32 under autocast on the CPU: rounded one by one, to the bits of a rounded copy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -49,9 +47,7 @@ def routed(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 9, 150])
-def test_outputs_and_gradients_are_those_of_rounded_copies(
-    num_tokens: int, bias: bool, transposed: bool, impl: Any
-) -> None:
+def test_outputs_and_gradients_are_those_of_rounded_copies(num_tokens, bias, transposed, impl):
     tensors = parameters(bias=bias, transposed=transposed)
     x, ids, weights = routed(num_tokens)
     copies = [None if t is None else t.detach().bfloat16().requires_grad_() for t in tensors]
@@ -91,7 +87,7 @@ class _LargestHalf(TorchDispatchMode):
         return out
 
 
-def test_no_copy_of_all_experts_is_rounded() -> None:
+def test_no_copy_of_all_experts_is_rounded():
     tensors = parameters(bias=False, transposed=False)
     x, ids, weights = routed(9)
     with _LargestHalf() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
@@ -100,7 +96,7 @@ def test_no_copy_of_all_experts_is_rounded() -> None:
     assert 0 < seen.largest < NUM_EXPERTS * DIM * HIDDEN
 
 
-def test_without_autocast_another_dtype_is_refused() -> None:
+def test_without_autocast_another_dtype_is_refused():
     x, ids, weights = routed(3)
     experts = stacked(parameters(bias=False, transposed=False), transposed=False)
     with pytest.raises(ValueError, match=r"x must be torch\.float32"):

@@ -1,7 +1,5 @@
 """Experts that come into slots a few at a time give the bits of one call with all of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -40,9 +38,7 @@ def placed(experts: StackedExperts, chosen: list[int], slots: list[int]) -> Stac
         (20, {"is_transposed": True}, torch.float32),
     ],
 )
-def test_the_bits_do_not_depend_on_who_comes_when_or_where(
-    num_tokens: int, layout: dict[str, bool], dtype: torch.dtype
-) -> None:
+def test_the_bits_do_not_depend_on_who_comes_when_or_where(num_tokens, layout, dtype):
     torch.manual_seed(3)
     experts = make_experts(E, dtype=dtype, **layout)
     x = torch.randn(num_tokens, experts.dim_model).to(DEVICE, dtype)
@@ -70,7 +66,7 @@ def named(experts: StackedExperts) -> list[tuple[str, torch.Tensor | None]]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
-def test_without_experts_the_output_is_zero(num_tokens: int) -> None:
+def test_without_experts_the_output_is_zero(num_tokens):
     x, weights = torch.ones(num_tokens, 8, device=DEVICE), torch.ones(num_tokens, K, device=DEVICE)
     ids = torch.full((num_tokens, K), E, device=DEVICE)
     assert torch.equal(SlottedProducts(x, ids, weights, E, "silu").sums(), torch.zeros_like(x))

@@ -2,8 +2,6 @@
 same bits however the experts come.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -122,9 +120,7 @@ class Case:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )
-def test_gradients_against_fp64_and_the_same_bits_in_parts(
-    dtype: torch.dtype, gpt_oss: bool, has_low: bool
-) -> None:
+def test_gradients_against_fp64_and_the_same_bits_in_parts(dtype, gpt_oss, has_low):
     case = Case(dtype, gpt_oss=gpt_oss, has_low=has_low)
     found, wanted = case.computed([[*range(E)]]), case.wanted()
     assert len(found) == len(wanted) == 3 + 4 * has_low
@@ -139,7 +135,7 @@ def test_gradients_against_fp64_and_the_same_bits_in_parts(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_in_tiles_of_many_rows(dtype: torch.dtype) -> None:
+def test_the_same_bits_in_tiles_of_many_rows(dtype):
     """By every call, however the experts come: no sum is made by atomics."""
     case = Case(dtype, gpt_oss=False, has_low=True, num_tokens=64 * T)
     found = case.computed([[*range(E)]])

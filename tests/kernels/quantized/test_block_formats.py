@@ -1,7 +1,5 @@
 """Weights in ggml's blocks against the `gguf` package, which decodes them on its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
-from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import BLOCKS, QuantizedMatrix, QuantizedStack, WeightFormat
 
 gguf = pytest.importorskip("gguf")
@@ -32,9 +29,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_blocks_of_any_bytes_have_the_values_of_gguf(
-    isa: str, name: str, generator: torch.Generator
-) -> None:
+def test_blocks_of_any_bytes_have_the_values_of_gguf(isa, name, generator):
     """All codes and scales: subnormal ones, infinities and NaN among them."""
     codes_NB = any_blocks(name, 900, generator).view(300, -1)
     matrix = QuantizedMatrix(WeightFormat(name), 3 * BLOCKS[name].num_codes, codes_NB)  # type: ignore[arg-type]
@@ -44,7 +39,7 @@ def test_blocks_of_any_bytes_have_the_values_of_gguf(
         assert_same_bits(values_of(matrix, dtype).float(), expected.to(dtype).float())
 
 
-def test_every_exponent_of_mxfp4_has_the_value_of_gguf(isa: str) -> None:
+def test_every_exponent_of_mxfp4_has_the_value_of_gguf(isa):
     codes_NB = torch.full((256, 17), 0xF1, dtype=torch.uint8)
     codes_NB[:, 0] = torch.arange(256, dtype=torch.uint8)
     matrix = QuantizedMatrix(WeightFormat("mxfp4_block"), 32, codes_NB)
@@ -55,9 +50,7 @@ def test_every_exponent_of_mxfp4_has_the_value_of_gguf(isa: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_of_blocks_against_fp64(
-    isa: str, name: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_products_of_blocks_against_fp64(isa, name, dtype, generator):
     """Few rows by codes; rows of the weight that a panel does not divide; every other row."""
     num_cols = 3 * BLOCKS[name].num_codes
     weight = random_matrix(BLOCK_FORMATS[name], 37, num_cols, generator)
@@ -69,9 +62,7 @@ def test_products_of_blocks_against_fp64(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_blocks_may_lie_in_one_place(
-    isa: str, name: str, generator: torch.Generator
-) -> None:
+def test_rows_of_blocks_may_lie_in_one_place(isa, name, generator):
     one = random_matrix(BLOCK_FORMATS[name], 1, 2 * BLOCKS[name].num_codes, generator)
     same = QuantizedMatrix(one.format, one.num_cols, one.codes.expand(9, -1))
     x_RK = torch.randn(3, one.num_cols, generator=generator)
@@ -82,9 +73,7 @@ def test_rows_of_blocks_may_lie_in_one_place(
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4_block"])
-def test_a_row_by_blocks_has_the_same_bits_whatever_the_others_are(
-    isa: str, library: NativeLibrary, name: str, generator: torch.Generator
-) -> None:
+def test_a_row_by_blocks_has_the_same_bits_whatever_the_others_are(isa, library, name, generator):
     weight = random_matrix(BLOCK_FORMATS[name], 150, 256, generator)
     x_RK = torch.randn(17, 256, generator=generator).bfloat16()
     one_by_one = [quantized_linear(row, weight, impl="native") for row in x_RK.split(1)]
@@ -93,7 +82,7 @@ def test_a_row_by_blocks_has_the_same_bits_whatever_the_others_are(
         assert torch.equal(quantized_linear(x_RK, weight, impl="native"), torch.cat(one_by_one))
 
 
-def test_rows_that_are_no_whole_blocks_and_other_scales_are_refused() -> None:
+def test_rows_that_are_no_whole_blocks_and_other_scales_are_refused():
     codes = torch.zeros(2, 18, dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 32 columns, got 40"):
         QuantizedMatrix(WeightFormat("q4_0"), 40, codes)

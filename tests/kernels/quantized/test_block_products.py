@@ -1,7 +1,5 @@
 """`grouped_gemm` with weights in ggml's blocks: the Triton kernels against the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from low_precision import UNIT_ROUNDOFF
@@ -35,7 +33,7 @@ def minima_of(stack: QuantizedStack, slot: int) -> Tensor:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", BLOCKS_READ)
-def test_odd_sizes_against_the_values(name: str, generator: torch.Generator) -> None:
+def test_odd_sizes_against_the_values(name, generator):
     """Rows that no tile divides, an expert without rows, one left out, one in another slot."""
     num_rows, num_cols = 45, 3 * BLOCKS[name].num_codes
     stack = random_stack(BLOCK_FORMATS[name], 4, num_rows, num_cols, generator)
@@ -85,7 +83,7 @@ def every_code(name: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BLOCKS_READ)
-def test_codes_under_scales_give_their_values(name: str, dtype: torch.dtype) -> None:
+def test_codes_under_scales_give_their_values(name, dtype):
     """Rows of the unit matrix give the weights themselves, to the bit: nothing else is added."""
     codes = every_code(name)
     kind = WeightFormat(name)  # type: ignore[arg-type]
@@ -103,7 +101,7 @@ def test_codes_under_scales_give_their_values(name: str, dtype: torch.dtype) -> 
     assert torch.equal(found, values.T.to(dtype))
 
 
-def test_blocks_that_no_kernel_decodes_are_refused(generator: torch.Generator) -> None:
+def test_blocks_that_no_kernel_decodes_are_refused(generator):
     stack = random_stack(BLOCK_FORMATS["iq4_xs"], 1, 24, 256, generator)
     with pytest.raises(ValueError, match="cannot read"):
         product(torch.zeros(2, 256), stack, [2])

@@ -1,7 +1,5 @@
 """Products of many rows with quantised weights: the bits of a product with their values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantized_experts import with_values
@@ -65,7 +63,7 @@ def any_matrix(
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_values_of_any_codes_and_scales(isa: str, codes: str, generator: torch.Generator) -> None:
+def test_values_of_any_codes_and_scales(isa, codes, generator):
     """Rows that end within a group, within a vector and after an odd code."""
     kinds = [kind for kind in (*every_format(), *PUBLISHED.values()) if kind.codes == codes]
     kinds.append(WeightFormat(codes, "f16", group_cols=48))  # type: ignore[arg-type]
@@ -98,9 +96,7 @@ def _takes_many(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_takes_many")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_linear_layer(
-    isa: str, name: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_a_linear_layer(isa, name, dtype, library, generator):
     dim_in, _ = sides(FORMATS[name])
     weight = random_matrix(FORMATS[name], 77, dim_in, generator)
     bias = torch.randn(77, generator=generator).to(dtype)
@@ -117,9 +113,7 @@ def test_a_linear_layer(
     [(name, DTYPES[place % 3]) for place, name in enumerate((*FORMATS, *["mixed"] * 3))],
     ids=str,
 )
-def test_experts_with_few_and_many_rows(
-    isa: str, name: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_experts_with_few_and_many_rows(isa, name, dtype, library, generator):
     """Each expert's own rows decide: few are multiplied by codes, many by values."""
     kinds = [FORMATS[name]] * 3 if name in FORMATS else [INT4, FP8_BLOCK, INT4]
     dim, hidden = sides(kinds[0])

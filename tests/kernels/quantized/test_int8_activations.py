@@ -1,7 +1,5 @@
 """Rows rounded to int8 before they are multiplied by integer codes: only where it is asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +9,6 @@ from quantized_experts import assert_hidden_values_are_rounded_too, make_expert,
 from quantized_matrices import FP8_BLOCK, INT4, INT8, MXFP4, PUBLISHED, every_format, random_matrix
 
 from moe_runtime.kernels.linear import quantized_linear
-from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.kernels.quantized.reference import int8_values
 
@@ -36,7 +33,7 @@ def assert_right(x_RK: torch.Tensor, weight: QuantizedMatrix, impl: str = "nativ
     assert ((found - exact).abs() <= (num_groups + 12) * 2.0**-24 * size + stored).all()
 
 
-def test_every_format_that_takes_them_against_fp64(isa: str, generator: torch.Generator) -> None:
+def test_every_format_that_takes_them_against_fp64(isa, generator):
     """Rows that end within a step of 64 codes, within a group, and after an odd code."""
     kinds = [rounding(kind) for kind in every_format() if kind.takes_int8_activations]
     assert {kind.codes for kind in kinds} == {"e2m1", "uint4", "uint8", "int8"}
@@ -48,9 +45,7 @@ def test_every_format_that_takes_them_against_fp64(isa: str, generator: torch.Ge
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 1), (130, 160), (3, 2880)])
-def test_sizes_and_other_implementations(
-    isa: str, kind: WeightFormat, num_rows: int, num_cols: int, generator: torch.Generator
-) -> None:
+def test_sizes_and_other_implementations(isa, kind, num_rows, num_cols, generator):
     weight = random_matrix(rounding(kind), num_rows, num_cols, generator)
     x_RK = torch.randn(70, num_cols, generator=generator)
     for impl in ("native", "reference"):
@@ -62,9 +57,7 @@ def test_sizes_and_other_implementations(
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_row_has_the_same_bits_whatever_the_others_are(
-    isa: str, library: NativeLibrary, kind: WeightFormat, generator: torch.Generator
-) -> None:
+def test_a_row_has_the_same_bits_whatever_the_others_are(isa, library, kind, generator):
     weight = random_matrix(rounding(kind), 150, 272, generator)
     x_RK = torch.randn(200, 272, generator=generator).bfloat16()
     expected = torch.cat([quantized_linear(row, weight) for row in x_RK.split(1)])
@@ -74,7 +67,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
             assert torch.equal(quantized_linear(x_RK[:num_rows], weight), expected[:num_rows])
 
 
-def test_numbers_at_the_ends(isa: str, generator: torch.Generator) -> None:
+def test_numbers_at_the_ends(isa, generator):
     """A NaN or an infinity spoils its row alone; almost nothing is nothing; nothing overflows."""
     weight = random_matrix(rounding(MXFP4), 9, 96, generator)
     x_RK = torch.randn(6, 96, generator=generator)
@@ -91,7 +84,7 @@ def test_numbers_at_the_ends(isa: str, generator: torch.Generator) -> None:
     assert int8_values(x_RK)[0, 32:].isfinite().all()
 
 
-def test_the_largest_products_of_int4_are_summed_exactly(isa: str) -> None:
+def test_the_largest_products_of_int4_are_summed_exactly(isa):
     """15 and -16, a zero point of 16 that GPTQ's first version has, by 127 in every place."""
     kind = rounding(WeightFormat("uint4", "f32", group_cols=32, has_zero_points=True))
     for code, zero in ((15, 0), (0, 16)):
@@ -103,7 +96,7 @@ def test_the_largest_products_of_int4_are_summed_exactly(isa: str) -> None:
             assert (found == (code - zero) * 127 * 256 * sign).all()
 
 
-def test_the_largest_products_of_int8_are_summed_exactly(isa: str) -> None:
+def test_the_largest_products_of_int8_are_summed_exactly(isa):
     """-128 by -127 in every place: pairs of them just fit into 16 bits."""
     kind = rounding(WeightFormat("int8", "f32"))
     codes = torch.full((4, 256), -128, dtype=torch.int8).view(torch.uint8)
@@ -115,9 +108,7 @@ def test_the_largest_products_of_int8_are_summed_exactly(isa: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("num_rows", [1, 9, 80])
-def test_experts_round_their_hidden_values_too(
-    isa: str, kind: WeightFormat, num_rows: int, generator: torch.Generator
-) -> None:
+def test_experts_round_their_hidden_values_too(isa, kind, num_rows, generator):
     weights = make_expert(rounding(kind), generator, bias_dtype=torch.bfloat16)
     x_TD, found = assert_hidden_values_are_rounded_too(weights, num_rows, generator)
     assert not torch.equal(found, run(x_TD, make_exact(weights)))
@@ -140,7 +131,7 @@ def make_exact(weights):
         WeightFormat("uint8", "f32", group_cols=32, has_zero_points=True),
     ],
 )
-def test_formats_that_do_not_take_them_are_refused(kind: WeightFormat) -> None:
+def test_formats_that_do_not_take_them_are_refused(kind):
     assert not kind.takes_int8_activations
     with pytest.raises(ValueError, match="rounded to int8 for blocks, and for e2m1 and integers"):
         rounding(kind)

@@ -1,7 +1,5 @@
 """Rows rounded to int8 by blocks of GGUF files, against the values that `gguf` gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,6 @@ from quantized_matrices import BLOCK_FORMATS, random_matrix
 from torch import Tensor
 
 from moe_runtime.kernels.linear import quantized_linear
-from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import BLOCKS, QuantizedMatrix, WeightFormat
 
 gguf = pytest.importorskip("gguf")
@@ -66,7 +63,7 @@ def assert_right(x_RK: Tensor, weight: QuantizedMatrix, name: str) -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", NAMES)
-def test_products_against_fp64(isa: str, name: str, generator: torch.Generator) -> None:
+def test_products_against_fp64(isa, name, generator):
     """One row, a panel and several; a last step of one group and of an odd number of them."""
     num_codes = BLOCKS[name].num_codes
     for num_cols in (num_codes, 5 * num_codes, 2048 + 3 * num_codes):
@@ -80,9 +77,7 @@ def test_products_against_fp64(isa: str, name: str, generator: torch.Generator) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_same_bits_whatever_the_others_are(
-    isa: str, library: NativeLibrary, name: str, generator: torch.Generator
-) -> None:
+def test_a_row_has_the_same_bits_whatever_the_others_are(isa, library, name, generator):
     weight = random_matrix(ROUNDING[name], 70, 768, generator)
     x_RK = torch.randn(40, 768, generator=generator).bfloat16()
     expected = torch.cat([quantized_linear(row, weight) for row in x_RK.split(1)])
@@ -105,9 +100,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
         ("q6_k", [*[0x00] * 192, *[0xFF] * 16, 0x00, 0x3C], 32),
     ],
 )
-def test_the_largest_codes_are_summed_exactly(
-    isa: str, name: str, block: list[int], value: int
-) -> None:
+def test_the_largest_codes_are_summed_exactly(isa, name, block, value):
     """By 127 in every place: pairs of the products just fit into 16 bits, or into 32."""
     num_blocks = 512 // BLOCKS[name].num_codes
     codes = torch.tensor(block * num_blocks, dtype=torch.uint8).expand(9, -1).contiguous()
@@ -117,7 +110,7 @@ def test_the_largest_codes_are_summed_exactly(
         assert (found == value * 127 * 512 * sign).all()
 
 
-def test_numbers_at_the_ends(isa: str, generator: torch.Generator) -> None:
+def test_numbers_at_the_ends(isa, generator):
     """A NaN or an infinity spoils its row alone; almost nothing is nothing."""
     weight = random_matrix(ROUNDING["q4_k"], 9, 512, generator)
     x_RK = torch.randn(6, 512, generator=generator)
@@ -133,9 +126,7 @@ def test_numbers_at_the_ends(isa: str, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("names", [("q8_0",) * 3, ("q4_1", "iq4_nl", "mxfp4_block")], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 9, 80])
-def test_experts_round_their_hidden_values_too(
-    isa: str, names: tuple[str, ...], num_rows: int, generator: torch.Generator
-) -> None:
+def test_experts_round_their_hidden_values_too(isa, names, num_rows, generator):
     kinds: tuple[WeightFormat, ...] = tuple(ROUNDING[name] for name in names)
     weights = make_expert(kinds, generator, bias_dtype=torch.bfloat16)
     assert_hidden_values_are_rounded_too(weights, num_rows, generator)

@@ -1,7 +1,5 @@
 """The lossless code of bf16 matrices: every bit comes back, and what is damaged is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -58,14 +56,14 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("make", [weights, any_bits])
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
-def test_every_bit_comes_back(implementation: str, make, rows: int, cols: int) -> None:
+def test_every_bit_comes_back(implementation, make, rows, cols):
     weight = make(rows, cols)
     assert same_bits(decode_planes(encode_planes(weight)), weight)
 
 
 @pytest.mark.parametrize("make", [weights, any_bits])
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
-def test_c_writes_what_the_specification_writes(make, rows: int, cols: int) -> None:
+def test_c_writes_what_the_specification_writes(make, rows, cols):
     if native_library() is None:
         pytest.skip("the native library is not built")
     weight = make(rows, cols, seed=1)
@@ -74,7 +72,7 @@ def test_c_writes_what_the_specification_writes(make, rows: int, cols: int) -> N
 
 
 @pytest.mark.parametrize("make", [weights, any_bits])
-def test_every_instruction_set_reads_and_writes_the_same(make) -> None:
+def test_every_instruction_set_reads_and_writes_the_same(make):
     library = native_library()
     if library is None:
         pytest.skip("the native library is not built")
@@ -93,9 +91,7 @@ def test_every_instruction_set_reads_and_writes_the_same(make) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 63), (37, 65), (70, 2880), (129, 96)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.inference_mode()
-def test_products_have_the_bits_of_those_with_the_matrix(
-    rows: int, cols: int, dtype: torch.dtype
-) -> None:
+def test_products_have_the_bits_of_those_with_the_matrix(rows, cols, dtype):
     """With every instruction set, for one row and for more than are decoded in registers."""
     library = native_library()
     if library is None:
@@ -119,7 +115,7 @@ def test_products_have_the_bits_of_those_with_the_matrix(
 
 
 @torch.inference_mode()
-def test_what_fills_rows_up_is_finite() -> None:
+def test_what_fills_rows_up_is_finite():
     """Though most numbers are not: with no column of `x` it may give more than zero."""
     weight = torch.full((64, 65), -torch.inf, dtype=torch.bfloat16)
     weight[3] = 1
@@ -130,7 +126,7 @@ def test_what_fills_rows_up_is_finite() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 65])
-def test_a_bias_of_another_length_is_refused(size: int) -> None:
+def test_a_bias_of_another_length_is_refused(size):
     matrix, x = encode_planes(weights(64, 70)), weights(2, 70)
     bias = torch.ones(size, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -139,7 +135,7 @@ def test_a_bias_of_another_length_is_refused(size: int) -> None:
             quantized_linear(x, matrix, torch.ones(65, dtype=torch.bfloat16))
 
 
-def test_rows_of_a_matrix_are_a_matrix() -> None:
+def test_rows_of_a_matrix_are_a_matrix():
     weight = any_bits(100, 70, seed=7)
     matrix = encode_planes(weight)
     for first, end in ((0, 32), (32, 96), (64, 100), (96, 100), (0, 100)):
@@ -149,7 +145,7 @@ def test_rows_of_a_matrix_are_a_matrix() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_products_notice_escapes_that_do_not_fit(num_rows: int) -> None:
+def test_products_notice_escapes_that_do_not_fit(num_rows):
     if native_library() is None:
         pytest.skip("the native library is not built")
     matrix = encode_planes(any_bits(70, 130, seed=8))
@@ -162,19 +158,19 @@ def test_products_notice_escapes_that_do_not_fit(num_rows: int) -> None:
             quantized_linear(x, damaged)
 
 
-def test_rows_at_any_distance() -> None:
+def test_rows_at_any_distance():
     weight = any_bits(24, 96, seed=3)
     assert same_bits(decode_planes(encode_planes(weight[1::2, :70])), weight[1::2, :70])
 
 
-def test_gaussian_weights_take_0_70_of_their_bytes() -> None:
+def test_gaussian_weights_take_0_70_of_their_bytes():
     # 11 of 16 bits, and a byte for each of 2.4 % escapes: 0.6875 + 0.012
     weight = weights(512, 2048)
     assert encode_planes(weight).nbytes / weight.nbytes < 0.701
 
 
 @pytest.mark.parametrize("room", [1, 64, 1000])
-def test_escapes_may_have_more_room(implementation: str, room: int) -> None:
+def test_escapes_may_have_more_room(implementation, room):
     weight = any_bits(9, 200, seed=5)
     matrix = encode_planes(weight)
     noise = torch.full((room,), 255, dtype=torch.uint8)
@@ -184,9 +180,7 @@ def test_escapes_may_have_more_room(implementation: str, room: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
 @pytest.mark.parametrize("room", [0, 1, 77])
-def test_parts_that_are_there_are_filled_again(
-    monkeypatch: pytest.MonkeyPatch, implementation: str, room: int
-) -> None:
+def test_parts_that_are_there_are_filled_again(monkeypatch, implementation, room):
     """With what is left of another matrix in them; or nothing is, where escapes have no room."""
     if implementation == "reference":
         monkeypatch.setattr(planes_module, "native_library", lambda: None)
@@ -206,7 +200,7 @@ def test_parts_that_are_there_are_filled_again(
         encode_planes_into(weight[1:], into)
 
 
-def test_the_book_holds_the_most_frequent_exponents() -> None:
+def test_the_book_holds_the_most_frequent_exponents():
     weight = weights(64, 256)
     exponents = (weight.view(torch.int16).int() >> 7 & 255).flatten().tolist()
     by_count = sorted(set(exponents), key=lambda e: (-exponents.count(e), e))
@@ -214,7 +208,7 @@ def test_the_book_holds_the_most_frequent_exponents() -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 2**31), st.integers(1, 255))
-def test_a_changed_byte_is_noticed_or_changes_no_other_row(part: int, place: int, change: int):
+def test_a_changed_byte_is_noticed_or_changes_no_other_row(part, place, change):
     weight = any_bits(36, 130, seed=4)
     matrix = encode_planes(weight)
     changed = [tensor.clone() for tensor in parts(matrix)]
@@ -230,7 +224,7 @@ def test_a_changed_byte_is_noticed_or_changes_no_other_row(part: int, place: int
         assert same_bits(decode_planes(damaged), expected)
 
 
-def test_parts_that_do_not_belong_together() -> None:
+def test_parts_that_do_not_belong_together():
     matrix = encode_planes(weights(4, 64))
     for name, wrong in (
         ("coded", matrix.coded[:, :80]),
@@ -246,6 +240,6 @@ def test_parts_that_do_not_belong_together() -> None:
 @pytest.mark.parametrize(
     "weight", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), weights(4, 8).T]
 )
-def test_what_has_no_lossless_code(weight: Tensor) -> None:
+def test_what_has_no_lossless_code(weight):
     with pytest.raises(ValueError, match=r"bf16 matrices|unit stride"):
         encode_planes(weight)

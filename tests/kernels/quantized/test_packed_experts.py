@@ -1,7 +1,5 @@
 """`expert_mlp` of quantised experts: every implementation against their values in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -141,7 +139,7 @@ def exact_values(
         for turn, num in enumerate((5, 40))
     ],
 )
-def test_formats(name: str, num_tokens: int, generator: torch.Generator) -> None:
+def test_formats(name, num_tokens, generator):
     """A few tokens and many, in every implementation, with biases and gpt-oss' gate."""
     # rows of blocks are whole blocks
     sizes = (DIM, 64) if FORMATS[name].block_codes else (DIM, HIDDEN)
@@ -157,7 +155,7 @@ def test_formats(name: str, num_tokens: int, generator: torch.Generator) -> None
 
 
 @pytest.mark.parametrize("kind", [MXFP4, INT4_ZEROS], ids=["mxfp4", "int4-zeros"])
-def test_few_tokens_of_even_sizes(kind: WeightFormat, generator: torch.Generator) -> None:
+def test_few_tokens_of_even_sizes(kind, generator):
     """Blocks that divide every dimension, and steps of half the depth: nothing is masked."""
     experts = make(kind, generator, sizes=(64, 128))
     routed = routing(4, generator)
@@ -170,7 +168,7 @@ def test_few_tokens_of_even_sizes(kind: WeightFormat, generator: torch.Generator
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("num_tokens", [3, 20])
-def test_slots(num_tokens: int, generator: torch.Generator) -> None:
+def test_slots(num_tokens, generator):
     """Experts in other slots; one that takes no part adds nothing, whatever its weight."""
     experts = make(MXFP4, generator, has_bias=False, slots=[3, -1, 0, 4])
     ids, weights = routing(num_tokens, generator)
@@ -193,7 +191,7 @@ def test_slots(num_tokens: int, generator: torch.Generator) -> None:
     [FP8_BLOCK, pytest.param(INT4_ZEROS, marks=pytest.mark.long), NVFP4],
     ids=["fp8", "int4-zeros", "nvfp4"],
 )
-def test_slots_of_a_slab(kind: WeightFormat, generator: torch.Generator) -> None:
+def test_slots_of_a_slab(kind, generator):
     """All parts of an expert in one slot of bytes, as a cache holds them: the bits of stacks."""
     apart = make(kind, generator, has_bias=False, slots=[4, 2, 0])
     stacks = {name: getattr(apart, name) for name in ("gate", "up", "down")}
@@ -227,7 +225,7 @@ def test_slots_of_a_slab(kind: WeightFormat, generator: torch.Generator) -> None
 
 
 @pytest.mark.parametrize("impl", ["triton", "auto"])
-def test_without_a_gate(impl: str, generator: torch.Generator) -> None:
+def test_without_a_gate(impl, generator):
     experts = make(FP8_BLOCK, generator, has_gate=False)
     for num_tokens in (2, 20):
         routed = routing(num_tokens, generator)
@@ -237,7 +235,7 @@ def test_without_a_gate(impl: str, generator: torch.Generator) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_second_derivatives_are_refused_also_of_named_inputs(generator: torch.Generator) -> None:
+def test_second_derivatives_are_refused_also_of_named_inputs(generator):
     ids, weights = routing(20, generator)
     x = torch.linspace(-1, 1, 20 * DIM).sin().view(20, DIM).requires_grad_()
     experts = make(MXFP4, generator)
@@ -249,7 +247,7 @@ def test_second_derivatives_are_refused_also_of_named_inputs(generator: torch.Ge
 
 
 @pytest.mark.parametrize("impl", ["triton", "auto"])
-def test_gradients_of_rows_and_gate_weights(impl: str, generator: torch.Generator) -> None:
+def test_gradients_of_rows_and_gate_weights(impl, generator):
     experts = make(MXFP4, generator, slots=[1, 0, -1, 3])
     ids, weights = routing(20, generator)
     ids = ids.where(ids != 2, -1)
@@ -271,7 +269,7 @@ def test_gradients_of_rows_and_gate_weights(impl: str, generator: torch.Generato
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
 
 
-def test_a_function_as_activation_takes_the_values(generator: torch.Generator) -> None:
+def test_a_function_as_activation_takes_the_values(generator):
     experts = make(INT4, generator, slots=[4, 3, -1])
     routed = routing(6, generator)
     x = torch.randn(6, DIM, generator=generator)
@@ -285,7 +283,7 @@ def test_a_function_as_activation_takes_the_values(generator: torch.Generator) -
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_halves_share_scales_of_blocks_that_cross_the_middle(generator: torch.Generator) -> None:
+def test_halves_share_scales_of_blocks_that_cross_the_middle(generator):
     for rows, group in ((144, 128), (96, 32), (60, 0), (256, 128), (10, 10)):
         kind = replace(FP8_BLOCK, group_rows=group)
         matrix = random_matrix(kind, rows, 48, generator)
@@ -296,9 +294,7 @@ def test_halves_share_scales_of_blocks_that_cross_the_middle(generator: torch.Ge
         whole.alternating()
 
 
-def test_what_triton_cannot_read_is_computed_otherwise_or_refused(
-    generator: torch.Generator,
-) -> None:
+def test_what_triton_cannot_read_is_computed_otherwise_or_refused(generator):
     kind = WeightFormat("uint4", "bf16", group_cols=8)
     experts, routed = make(kind, generator), routing(4, generator)
     x = torch.randn(4, DIM, generator=generator)
@@ -309,7 +305,7 @@ def test_what_triton_cannot_read_is_computed_otherwise_or_refused(
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_parts_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
+def test_parts_that_do_not_fit_are_refused(generator):
     experts = make(MXFP4, generator)
     x, routed = torch.zeros(4, DIM), routing(4, generator)
     with pytest.raises(ValueError, match="down must be"):

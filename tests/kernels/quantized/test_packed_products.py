@@ -1,7 +1,5 @@
 """`grouped_gemm` with quantised weights: the Triton kernels against the values of the format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -77,7 +75,7 @@ def assert_only_rounded(found: Tensor, x: Tensor, weight: Tensor, what: str = ""
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", FORMATS)
-def test_odd_sizes_against_the_values(name: str, generator: torch.Generator) -> None:
+def test_odd_sizes_against_the_values(name, generator):
     """Ragged groups and blocks, an expert without rows, one left out, one in another slot."""
     num_rows, num_cols = 141, 173
     stack = random_stack(FORMATS[name], 4, num_rows, num_cols, generator)
@@ -102,7 +100,7 @@ def test_odd_sizes_against_the_values(name: str, generator: torch.Generator) -> 
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_many_rows_of_even_sizes(generator: torch.Generator) -> None:
+def test_many_rows_of_even_sizes(generator):
     """The widest tiles, without masks; gathered rows, written back in the order of the choices."""
     for name in ("mxfp4", "fp8-block", "int4-64-zeros", "nvfp4"):
         stack = random_stack(FORMATS[name], 2, 256, 256, generator)
@@ -159,9 +157,7 @@ CODES = [
     ],
     ids=lambda value: f"{value.codes}-{value.scales}" if isinstance(value, WeightFormat) else None,
 )
-def test_every_code_under_every_scale(
-    kind: WeightFormat, scales: Tensor, dtype: torch.dtype
-) -> None:
+def test_every_code_under_every_scale(kind, scales, dtype):
     """Rows of the unit matrix give the weights themselves, to the bit: nothing else is added.
 
     Subnormal codes and scales, the smallest power of two, scale 0 and negative zeros among them.
@@ -187,7 +183,7 @@ def test_every_code_under_every_scale(
         for turn, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
     ],
 )
-def test_every_code_under_every_scale_of_nvfp4(factor: float, dtype: torch.dtype) -> None:
+def test_every_code_under_every_scale_of_nvfp4(factor, dtype):
     """All codes under all scales of fp8 but NaN; the global scale rounds once, at the end.
 
     The specification rounds scale times global scale too: a factor that is a power of two gives
@@ -216,7 +212,7 @@ def test_every_code_under_every_scale_of_nvfp4(factor: float, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_no_number_stays_none(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_what_is_no_number_stays_none(dtype, generator):
     """A scale of 255 and the codes 127 and 255 of fp8 reach the rows of the weights they are of."""
     for kind in (MXFP4, MXFP8):
         stack = random_stack(kind, 1, 40, 96, generator)
@@ -230,7 +226,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, generator: torch.Gener
         assert torch.equal(found.isnan(), expected.expand(20, -1))
 
 
-def test_fp16_rows(generator: torch.Generator) -> None:
+def test_fp16_rows(generator):
     """No power of two is multiplied into a tile that lacks the exponents for it."""
     stack = random_stack(MXFP4, 1, 48, 64, generator)
     stack.scales[0, 3] = 127 - 30
@@ -241,7 +237,7 @@ def test_fp16_rows(generator: torch.Generator) -> None:
     assert ((found.double() - exact).abs() <= 2.0**-11 * exact.abs() + 2.0**-25 + 1e-6).all()
 
 
-def test_slots_far_apart(generator: torch.Generator) -> None:
+def test_slots_far_apart(generator):
     """Codes past 2 ** 31 bytes, of which only a few pages are ever touched."""
     near = random_stack(INT4, 2, 16, 32, generator)
     far = 2**31 + 64
@@ -252,7 +248,7 @@ def test_slots_far_apart(generator: torch.Generator) -> None:
     assert torch.equal(product(x, stack, [1, 2]), product(x, near, [1, 2]))
 
 
-def test_other_implementations_take_the_values(generator: torch.Generator) -> None:
+def test_other_implementations_take_the_values(generator):
     stack = random_stack(NVFP4_LIKE, 2, 24, 32, generator)
     x = torch.randn(5, 32, generator=generator)
     offsets = torch.tensor([0, 2, 5])
@@ -265,7 +261,7 @@ def test_other_implementations_take_the_values(generator: torch.Generator) -> No
 NVFP4_LIKE = WeightFormat("e2m1", "e4m3", group_cols=16)
 
 
-def test_what_does_not_fit_is_refused(generator: torch.Generator) -> None:
+def test_what_does_not_fit_is_refused(generator):
     stack = random_stack(INT4, 2, 24, 32, generator)
     x, offsets = torch.zeros(5, 32), torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match=r"quantised weights are \[S, N, K\]"):

@@ -15,15 +15,11 @@ from moe_runtime.kernels.expert_mlp import (
     expert_ffn,
     frozen_expert,
 )
-from moe_runtime.kernels.native import NativeLibrary
-from moe_runtime.kernels.quantized import WeightFormat
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_quantised_expert_computes_with_its_values(
-    isa: str, name: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_a_quantised_expert_computes_with_its_values(isa, name, dtype, generator):
     weights = make_expert(PUBLISHED[name], generator, bias_dtype=torch.bfloat16)
     x_TD = torch.randn(9, DIM, generator=generator).to(dtype)
     exact = run(x_TD.double(), with_values(weights, torch.float64), "reference")
@@ -35,9 +31,7 @@ def test_a_quantised_expert_computes_with_its_values(
         assert relative_error(run(x_TD, weights, impl), exact) <= allowed
 
 
-def test_formats_may_differ_within_an_expert_but_not_between_experts(
-    generator: torch.Generator,
-) -> None:
+def test_formats_may_differ_within_an_expert_but_not_between_experts(generator):
     mixed = make_expert((INT4, MXFP4, FP8_BLOCK), generator, bias_dtype=torch.float32)
     x_TD = torch.randn(3, DIM, generator=generator)
     exact = run(x_TD.double(), with_values(mixed, torch.float64), "reference")
@@ -47,7 +41,7 @@ def test_formats_may_differ_within_an_expert_but_not_between_experts(
         expert_ffn(x_TD, [mixed, other], [1, 1], [0, 1], [0, 1], x_TD.clone(), activation="silu")
 
 
-def test_an_expert_with_a_matrix_as_it_is(generator: torch.Generator) -> None:
+def test_an_expert_with_a_matrix_as_it_is(generator):
     quantised = make_expert(MXFP4, generator)
     down = with_values(quantised, torch.bfloat16).down
     mixed = ExpertWeights(quantised.gate, quantised.up, down)
@@ -58,9 +52,7 @@ def test_an_expert_with_a_matrix_as_it_is(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_biases_of_gate_and_up_may_lie_in_turn(
-    isa: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_biases_of_gate_and_up_may_lie_in_turn(isa, dtype, generator):
     apart = make_expert(MXFP4, generator, bias_dtype=dtype)
     pair = torch.stack((apart.gate_bias, apart.up_bias), dim=-1).flatten()  # type: ignore[arg-type]
     in_turn = ExpertWeights(
@@ -70,7 +62,7 @@ def test_biases_of_gate_and_up_may_lie_in_turn(
     assert torch.equal(run(x_TD, in_turn, "native"), run(x_TD, apart, "native"))
 
 
-def test_tensors_beside_quantised_matrices_are_checked(generator: torch.Generator) -> None:
+def test_tensors_beside_quantised_matrices_are_checked(generator):
     weights = make_expert(MXFP4, generator)
     with pytest.raises(ValueError, match="not quantised bf16"):
         ExpertWeights(weights.gate, weights.up, torch.ones(DIM, HIDDEN))
@@ -78,7 +70,7 @@ def test_tensors_beside_quantised_matrices_are_checked(generator: torch.Generato
         ExpertWeights(weights.gate, weights.up, weights.up)
 
 
-def test_a_frozen_expert_gives_the_gradient_of_its_rows(generator: torch.Generator) -> None:
+def test_a_frozen_expert_gives_the_gradient_of_its_rows(generator):
     weights = make_expert(INT4, generator)
     x_RD = torch.randn(4, DIM, generator=generator, requires_grad=True)
     y_RD = frozen_expert(x_RD, weights, "silu")
@@ -103,9 +95,7 @@ FORMULAS = [
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.function)
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 @pytest.mark.parametrize("quantised", [True, False], ids=["mxfp4", "tensors"])
-def test_a_formula_is_computed_in_the_kernel(
-    isa: str, formula: ActivationSpec, gate: bool, quantised: bool, generator: torch.Generator
-) -> None:
+def test_a_formula_is_computed_in_the_kernel(isa, formula, gate, quantised, generator):
     weights = make_expert(MXFP4, generator, bias_dtype=torch.float32)
     exact_weights = with_values(weights, torch.float64)
     if not quantised:
@@ -121,9 +111,7 @@ def test_a_formula_is_computed_in_the_kernel(
     assert relative_error(run(x_TD, weights, "native", formula), exact) <= 1000 * 2.0**-24
 
 
-def test_a_plain_formula_has_the_bits_of_its_name(
-    library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_a_plain_formula_has_the_bits_of_its_name(library, generator):
     weights = make_expert(INT4, generator)
     x_TD = torch.randn(3, DIM, generator=generator).bfloat16()
     by_name = run(x_TD, weights, "native", "gelu")
@@ -133,13 +121,7 @@ def test_a_plain_formula_has_the_bits_of_its_name(
 @torch.no_grad()
 @pytest.mark.parametrize("activation", ["silu", FORMULAS[0]], ids=["silu", "gpt-oss"])
 @pytest.mark.parametrize("kind", [MXFP4, FP8_BLOCK], ids=["mxfp4", "fp8-block"])
-def test_a_step_has_the_bits_of_its_experts_one_by_one(
-    isa: str,
-    library: NativeLibrary,
-    kind: WeightFormat,
-    activation: str | ActivationSpec,
-    generator: torch.Generator,
-) -> None:
+def test_a_step_has_the_bits_of_its_experts_one_by_one(isa, library, kind, activation, generator):
     experts = [make_expert(kind, generator, bias_dtype=torch.bfloat16) for _ in range(5)]
     ids_R = [0, 3, 4, 3, 2, 0]
     x_TD = torch.randn(3, DIM, generator=generator).bfloat16()
@@ -155,9 +137,7 @@ def test_a_step_has_the_bits_of_its_experts_one_by_one(
         assert torch.equal(found, combine_assignments(rows_RD, weights_TK))
 
 
-def test_hidden_values_in_pieces_of_a_block(
-    isa: str, library: NativeLibrary, generator: torch.Generator
-) -> None:
+def test_hidden_values_in_pieces_of_a_block(isa, library, generator):
     """Many rows make items of 32 hidden values, a quarter of what a product takes at once."""
     shapes = ((192, 2048), (192, 2048), (40, 192))
     weights = ExpertWeights(*(random_matrix(FP8_BLOCK, *shape, generator) for shape in shapes))

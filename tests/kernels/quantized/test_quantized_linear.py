@@ -1,13 +1,10 @@
 """Products of quantised weights against fp64 products of their values, on every instruction set."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,14 +26,13 @@ from warm_python import warm_python
 
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
-from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import CODES, SCALES, QuantizedMatrix, WeightFormat
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_every_format_against_fp64(isa: str, codes: str, generator: torch.Generator) -> None:
+def test_every_format_against_fp64(isa, codes, generator):
     """Rows that end within a block of 128 codes, within a group, and after an odd code."""
     kinds = [kind for kind in every_format() if kind.codes == codes]
     for kind, (num_rows, num_cols, x_rows) in product(kinds, ((5, 161, 2), (1, 296, 7))):
@@ -50,9 +46,7 @@ def test_every_format_against_fp64(isa: str, codes: str, generator: torch.Genera
 @pytest.mark.parametrize(
     ("num_rows", "num_cols"), [(1, 1), (33, 32), (5, 40), (130, 160), (3, 2880)]
 )
-def test_odd_sizes(
-    isa: str, name: str, num_rows: int, num_cols: int, generator: torch.Generator
-) -> None:
+def test_odd_sizes(isa, name, num_rows, num_cols, generator):
     weight = random_matrix(PUBLISHED[name], num_rows, num_cols, generator)
     bias = torch.randn(num_rows, generator=generator)
     assert_right(weight, torch.randn(3, num_cols, generator=generator).bfloat16(), bias)
@@ -60,9 +54,7 @@ def test_odd_sizes(
 
 @pytest.mark.parametrize("name", ["mxfp4", "awq", "fp8-block", "mxfp8", "int8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_whatever_the_others_are(
-    isa: str, library: NativeLibrary, name: str, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_a_row_has_the_same_bits_whatever_the_others_are(isa, library, name, dtype, generator):
     """One row alone, up to 17 and many together; few weight rows or all; any number of threads."""
     weight = random_matrix(PUBLISHED[name], 150, 272, generator)
     x_RK = torch.randn(100, 272, generator=generator).to(dtype)
@@ -77,9 +69,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
 
 @pytest.mark.parametrize("group", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("scales", SCALES)
-def test_scales_that_are_read_as_they_lie(
-    isa: str, group: int, scales: Any, generator: torch.Generator
-) -> None:
+def test_scales_that_are_read_as_they_lie(isa, group, scales, generator):
     """One row of x by many weight rows; with E8M0 of 0 and 255, and subnormal fp16.
 
     What lies between rows of scales is NaN.
@@ -103,7 +93,7 @@ def test_scales_that_are_read_as_they_lie(
 
 
 @pytest.mark.parametrize("kind", [NVFP4, AWQ], ids=["nvfp4", "awq"])
-def test_the_longest_rows(isa: str, kind: WeightFormat, generator: torch.Generator) -> None:
+def test_the_longest_rows(isa, kind, generator):
     """Numbers of their groups lie on a thread's stack."""
     weight = random_matrix(kind, 30, 2**17, generator)
     assert_right(weight, torch.randn(9, 2**17, generator=generator))
@@ -112,7 +102,7 @@ def test_the_longest_rows(isa: str, kind: WeightFormat, generator: torch.Generat
 @pytest.mark.parametrize(
     "kind", [MXFP4, INT4, AWQ, FP8_CHANNEL], ids=["mxfp4", "int4", "awq", "fp8"]
 )
-def test_rows_at_any_distance(isa: str, kind: WeightFormat, generator: torch.Generator) -> None:
+def test_rows_at_any_distance(isa, kind, generator):
     """Gate and up in turn, as gpt-oss has them."""
     fused = random_matrix(kind, 50, 160, generator)
     x_RK = torch.randn(2, 160, generator=generator).bfloat16()
@@ -127,7 +117,7 @@ def test_rows_at_any_distance(isa: str, kind: WeightFormat, generator: torch.Gen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scales_at_the_ends_of_their_range(isa: str, dtype: torch.dtype) -> None:
+def test_scales_at_the_ends_of_their_range(isa, dtype):
     """2 ** -127 is subnormal in fp32, 254 is the largest, 255 is NaN: in its row alone.
 
     Rows behind them let scales be read where they lie.
@@ -153,7 +143,7 @@ def test_scales_at_the_ends_of_their_range(isa: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("code", ["e2m1", "e4m3", "uint4", "uint8", "int8"])
-def test_every_code_by_itself(isa: str, code: str, dtype: torch.dtype) -> None:
+def test_every_code_by_itself(isa, code, dtype):
     """x picks one column at a time: subnormal codes, NaN and both zeros come out as they are."""
     kind = WeightFormat(code, "f32", zero=8 if code == "uint4" else 0)  # type: ignore[arg-type]
     num_cols = 256 * 8 // kind.bits
@@ -175,9 +165,7 @@ def test_every_code_by_itself(isa: str, code: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [FP8_BLOCK, MXFP8, FP8_CHANNEL], ids=["block", "mx", "channel"])
-def test_normal_fp8_codes_with_and_without_a_special_one_among_them(
-    isa: str, kind: WeightFormat
-) -> None:
+def test_normal_fp8_codes_with_and_without_a_special_one_among_them(isa, kind):
     """Codes are decoded by another way where one of 64 is zero, subnormal or NaN."""
     magnitudes = ALL_CODES & 0x7F
     normal = ALL_CODES[(magnitudes >= 8) & (magnitudes < 0x7F)]
@@ -192,9 +180,7 @@ def test_normal_fp8_codes_with_and_without_a_special_one_among_them(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("zero", [0, 1, 8, 15, 16, 17, 255])
-def test_zero_points_of_every_size(
-    isa: str, zero: int, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_zero_points_of_every_size(isa, zero, dtype, generator):
     weight = random_matrix(AWQ, 3, 300, generator)
     assert weight.zero_points is not None
     weight.zero_points[1] = zero
@@ -203,9 +189,7 @@ def test_zero_points_of_every_size(
 
 @pytest.mark.parametrize("num_rows", [4, 7])
 @pytest.mark.parametrize("zero", [17, 255])
-def test_a_zero_point_beyond_the_table_changes_no_other_row(
-    isa: str, num_rows: int, zero: int, generator: torch.Generator
-) -> None:
+def test_a_zero_point_beyond_the_table_changes_no_other_row(isa, num_rows, zero, generator):
     """One row of x, with which several weight rows are multiplied at a time."""
     x = torch.randn(1, 300, generator=generator).bfloat16()
     for place in range(num_rows):
@@ -215,14 +199,14 @@ def test_a_zero_point_beyond_the_table_changes_no_other_row(
         assert_right(weight, x)
 
 
-def test_groups_that_no_vector_fits(isa: str, generator: torch.Generator) -> None:
+def test_groups_that_no_vector_fits(isa, generator):
     for group in (1, 7, 24, 384):
         kind = WeightFormat("uint4", "f16", group_cols=group, zero=8)
         weight = random_matrix(kind, 4, 500, generator)
         assert_right(weight, torch.randn(3, 500, generator=generator).bfloat16())
 
 
-def test_no_rows_and_bad_ones(library: NativeLibrary, generator: torch.Generator) -> None:
+def test_no_rows_and_bad_ones(library, generator):
     weight = random_matrix(FP8_BLOCK, 5, 40, generator)
     assert quantized_linear(torch.empty(0, 40), weight, impl="native").shape == (0, 5)
     with pytest.raises(ValueError, match="x must be"):
@@ -235,9 +219,7 @@ def test_no_rows_and_bad_ones(library: NativeLibrary, generator: torch.Generator
 
 
 @pytest.mark.parametrize("kind", [MXFP8, NVFP4, INT8], ids=["mxfp8", "nvfp4", "int8"])
-def test_many_rows_take_the_values(
-    library: NativeLibrary, kind: WeightFormat, generator: torch.Generator
-) -> None:
+def test_many_rows_take_the_values(library, kind, generator):
     weight = random_matrix(kind, 70, 96, generator)
     x_RK = torch.randn(200, 96, generator=generator)
     bias = torch.randn(70, generator=generator).bfloat16()
@@ -248,7 +230,7 @@ def test_many_rows_take_the_values(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
-def test_nothing_is_read_beyond_codes_and_scales(library: NativeLibrary) -> None:
+def test_nothing_is_read_beyond_codes_and_scales(library):
     """Codes, scales and zero points end where unreadable memory begins."""
     code = """
 import torch

@@ -1,7 +1,5 @@
 """Numbers that lie in files in another order than products read: C and torch beside plain loops."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np
@@ -63,14 +61,14 @@ def numbers(rows: int, cols: int, bits: int) -> np.ndarray:
     ("kind", "adds_one"), [("zeros_down", False), ("zeros_across", False), ("zeros_across", True)]
 )
 @pytest.mark.parametrize(("rows", "cols", "bits"), [(8, 1, 4), (37, 5, 4), (30, 3, 8), (64, 16, 8)])
-def test_zero_points_become_a_byte_each_in_rows(kind, rows, cols, bits, adds_one) -> None:
+def test_zero_points_become_a_byte_each_in_rows(kind, rows, cols, bits, adds_one):
     order, values = StorageOrder(kind, rows, cols, bits, adds_one), numbers(rows, cols, bits)
     for name, found in in_order(order, stored(values, order)).items():
         assert np.array_equal(found.numpy().reshape(rows, cols), values), name
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(8, 8), (136, 24), (264, 144)])
-def test_codes_and_zero_points_of_awq_become_rows(rows, cols) -> None:
+def test_codes_and_zero_points_of_awq_become_rows(rows, cols):
     values = numbers(rows, cols, 4)
     order = StorageOrder("awq_codes", rows, cols, 4)
     pairs = values[:, 0::2] | values[:, 1::2] << 4
@@ -83,14 +81,14 @@ def test_codes_and_zero_points_of_awq_become_rows(rows, cols) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (33, 65), (40, 3)])
-def test_columns_become_rows(dtype, rows, cols) -> None:
+def test_columns_become_rows(dtype, rows, cols):
     values = np.random.default_rng(0).integers(0, 2**16, (rows, cols)).astype(dtype)
     order = StorageOrder("transposed", rows, cols, 8 * values.itemsize)
     for name, found in in_order(order, np.ascontiguousarray(values.T)).items():
         assert np.array_equal(found.numpy().view(dtype).reshape(rows, cols), values), name
 
 
-def test_signed_bytes_become_unsigned_ones() -> None:
+def test_signed_bytes_become_unsigned_ones():
     values = np.arange(-128, 128, dtype=np.int8).reshape(8, 32)
     order = StorageOrder("int8", 8, 32, 8)
     for name, found in in_order(order, values).items():

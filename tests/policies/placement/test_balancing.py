@@ -121,7 +121,7 @@ def zipf_loads(num_layers: int, num_experts: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).zipf(1.6, (num_layers, num_experts)).clip(max=5000)
 
 
-def test_eplb_gives_the_golden_placement() -> None:
+def test_eplb_gives_the_golden_placement():
     devices = Devices(num_nodes=2, gpus_per_node=4)
     placement = rebalance(GOLDEN_LOADS, devices, num_slots=16, num_groups=4)
     found = [[placement.holds(layer, gpu) for gpu in range(8)] for layer in range(2)]
@@ -141,7 +141,7 @@ def test_eplb_gives_the_golden_placement() -> None:
     spare=st.integers(0, 3),
     layers=st.integers(1, 3),
 )
-def test_eplb_is_the_plain_loop(seed, nodes, gpus, groups, members, spare, layers) -> None:
+def test_eplb_is_the_plain_loop(seed, nodes, gpus, groups, members, spare, layers):
     num_gpus, num_experts = nodes * gpus, groups * members
     num_slots = num_gpus * (-(-num_experts // num_gpus) + spare)
     # Sevenths are not exact in binary, equal loads are frequent.
@@ -154,7 +154,7 @@ def test_eplb_is_the_plain_loop(seed, nodes, gpus, groups, members, spare, layer
     assert (placement.copies.sum(axis=1) == num_slots).all()
 
 
-def test_replicas_of_a_group_stay_on_its_node() -> None:
+def test_replicas_of_a_group_stay_on_its_node():
     devices = Devices(num_nodes=4, gpus_per_node=8)
     placement = rebalance(zipf_loads(6, 64), devices, num_slots=96, num_groups=8)
     for row in placement.expert_of_slot:
@@ -163,7 +163,7 @@ def test_replicas_of_a_group_stay_on_its_node() -> None:
             assert len(set(devices.node_of(placement.gpu_of_slot[slots]).tolist())) == 1
 
 
-def test_a_cold_expert_keeps_its_slot() -> None:
+def test_a_cold_expert_keeps_its_slot():
     """Counting from zero copies would give all four slots to the hot expert: [4, 0, 0]."""
     _, copies = replicate(np.array([[100.0, 1.0, 1.0]]), 4)
     assert copies.tolist() == [[2, 1, 1]]
@@ -175,7 +175,7 @@ def test_a_cold_expert_keeps_its_slot() -> None:
         assert placement.copies.min() >= 1
 
 
-def test_packings_are_balanced_in_their_order() -> None:
+def test_packings_are_balanced_in_their_order():
     """Refining cannot be worse than greedy; the snake is, by a few percent at Zipf loads."""
     devices = Devices(num_nodes=1, gpus_per_node=8)
     loads = zipf_loads(200, 64)
@@ -188,7 +188,7 @@ def test_packings_are_balanced_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packs_hold_every_item_once(packing: str) -> None:
+def test_packs_hold_every_item_once(packing):
     weights = np.random.default_rng(1).random((7, 24))
     packs = pack(weights, 6, packing=packing)
     assert packs.shape == (7, 6, 4)
@@ -196,7 +196,7 @@ def test_packs_hold_every_item_once(packing: str) -> None:
         assert sorted(row.reshape(-1).tolist()) == list(range(24))
 
 
-def test_order_of_the_snake() -> None:
+def test_order_of_the_snake():
     packs = pack(np.array([[1.0, 6, 5, 2, 4, 3]]), 2, packing="snake")
     assert packs.tolist() == [[[1, 5, 3], [2, 4, 0]]]
 
@@ -212,7 +212,7 @@ def best_makespan(loads: np.ndarray, num_gpus: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_greedy_is_near_the_optimum(seed: int) -> None:
+def test_greedy_is_near_the_optimum(seed):
     """Within 4/3, the bound of longest-processing-time-first."""
     loads = np.random.default_rng(seed).integers(0, 50, (1, 6)).astype(float)
     devices = Devices(num_nodes=1, gpus_per_node=2)
@@ -221,7 +221,7 @@ def test_greedy_is_near_the_optimum(seed: int) -> None:
     assert worst <= 4 / 3 * best_makespan(loads[0], 2)
 
 
-def test_greedy_beats_round_robin_on_skewed_loads() -> None:
+def test_greedy_beats_round_robin_on_skewed_loads():
     profile = RoutingProfile.from_loads(zipf_loads(20, 32))
     devices = Devices(num_nodes=1, gpus_per_node=4)
     greedy = Greedy()(profile, devices, num_replicas=0)
@@ -241,7 +241,7 @@ def surging_history(surging_group: np.ndarray) -> np.ndarray:
     return loads[:, None, :]
 
 
-def test_anti_correlation_separates_experts_that_surge_together() -> None:
+def test_anti_correlation_separates_experts_that_surge_together():
     profile = RoutingProfile(
         loads_BLE=surging_history(np.arange(64) % 2), transitions_LEE=np.zeros((0, 8, 8))
     )
@@ -257,7 +257,7 @@ def test_anti_correlation_separates_experts_that_surge_together() -> None:
     assert worst(apart, future) < 0.85 * worst(greedy, future)
 
 
-def test_anti_correlation_without_history_is_greedy() -> None:
+def test_anti_correlation_without_history_is_greedy():
     profile = RoutingProfile.from_loads(zipf_loads(5, 16))
     devices = Devices(num_nodes=1, gpus_per_node=4)
     apart = AntiCorrelation()(profile, devices, num_replicas=0)
@@ -265,7 +265,7 @@ def test_anti_correlation_without_history_is_greedy() -> None:
     assert [apart.holds(2, g) for g in range(4)] == [greedy.holds(2, g) for g in range(4)]
 
 
-def test_no_load_at_all_is_placed_too() -> None:
+def test_no_load_at_all_is_placed_too():
     profile = RoutingProfile.from_loads(np.zeros((2, 8)))
     devices = Devices(num_nodes=1, gpus_per_node=4)
     for policy in (Greedy(), AntiCorrelation(), EPLB()):
@@ -273,7 +273,7 @@ def test_no_load_at_all_is_placed_too() -> None:
 
 
 class TestBadInput:
-    def test_sizes_that_do_not_divide(self) -> None:
+    def test_sizes_that_do_not_divide(self):
         devices = Devices(num_nodes=1, gpus_per_node=3)
         profile = RoutingProfile.from_loads(np.ones((1, 8)))
         with pytest.raises(ValueError, match="1 replicas would"):
@@ -290,17 +290,17 @@ class TestBadInput:
         with pytest.raises(ValueError, match="num_nodes must be at least 1"):
             Devices(num_nodes=0, gpus_per_node=1)
 
-    def test_replicas_where_none_are_made(self) -> None:
+    def test_replicas_where_none_are_made(self):
         devices = Devices(num_nodes=1, gpus_per_node=2)
         profile = RoutingProfile.from_loads(np.ones((1, 8)))
         with pytest.raises(ValueError, match="eplb does"):
             Greedy()(profile, devices, num_replicas=2)
 
-    def test_unknown_packing(self) -> None:
+    def test_unknown_packing(self):
         with pytest.raises(ValueError, match="snake"):
             pack(np.ones((1, 4)), 2, packing="random")
 
-    def test_placement_without_an_expert(self) -> None:
+    def test_placement_without_an_expert(self):
         with pytest.raises(ValueError, match="expert 2 of layer 1 has none"):
             Placement(expert_of_slot=np.array([[0, 1, 2], [0, 1, 1]]), num_experts=3, num_gpus=1)
         with pytest.raises(ValueError, match="must hold experts"):
@@ -308,7 +308,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="do not divide"):
             Placement(expert_of_slot=np.array([[0, 1, 2]]), num_experts=3, num_gpus=2)
 
-    def test_profiles(self) -> None:
+    def test_profiles(self):
         with pytest.raises(ValueError, match="finite"):
             RoutingProfile.from_loads(np.array([[np.nan, 1.0]]))
         with pytest.raises(ValueError, match="tokens, layers, k"):
@@ -317,7 +317,7 @@ class TestBadInput:
             RoutingProfile(loads_BLE=np.ones((1, 2, 4)), transitions_LEE=np.zeros((1, 4, 5)))
 
 
-def test_counts_of_a_profile() -> None:
+def test_counts_of_a_profile():
     ids = np.array([[[0, 1], [2, 3]], [[1, 9], [2, 0]], [[3, 1], [9, 9]]])
     profile = RoutingProfile.from_ids(ids, 4, num_windows=2)
     assert profile.loads_LE.tolist() == [[1, 3, 0, 1], [1, 0, 2, 1]]
@@ -328,7 +328,7 @@ def test_counts_of_a_profile() -> None:
     np.testing.assert_array_equal(profile.transitions_LEE, [expected])
 
 
-def test_slots_of_an_expert() -> None:
+def test_slots_of_an_expert():
     placement = Placement(expert_of_slot=np.array([[2, 0, -1, 2, 1, 2]]), num_experts=3, num_gpus=2)
     assert placement.copies.tolist() == [[1, 1, 3]]
     assert placement.slots_of_expert.tolist() == [[[1, -1, -1], [4, -1, -1], [0, 3, 5]]]

@@ -43,7 +43,7 @@ def literal_scores(placement: Placement, ids: np.ndarray, devices: Devices) -> d
 
 
 @pytest.mark.parametrize("num_replicas", [0, 8])
-def test_scores_are_the_literal_counts(num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_the_literal_counts(num_replicas, monkeypatch):
     # Few enough that the tokens are counted in several parts.
     monkeypatch.setattr("moe_runtime.policies.placement.scoring._TOKENS_AT_ONCE", 7)
     random = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def test_scores_are_the_literal_counts(num_replicas: int, monkeypatch: pytest.Mo
         assert getattr(score, name) == pytest.approx(value), name
 
 
-def test_primary_hops_look_at_first_choices() -> None:
+def test_primary_hops_look_at_first_choices():
     ids = np.array([[[0, 3], [1, 0]], [[2, 0], [0, 1]]])
     devices = Devices(num_nodes=1, gpus_per_node=2)
     placement = RoundRobin()(RoutingProfile.from_ids(ids, 4), devices, num_replicas=0)
@@ -64,13 +64,13 @@ def test_primary_hops_look_at_first_choices() -> None:
     assert score_placement(placement, ids, devices).primary_hops == 0.5
 
 
-def test_tokens_of_a_replicated_expert_take_turns() -> None:
+def test_tokens_of_a_replicated_expert_take_turns():
     placement = Placement(expert_of_slot=np.array([[0, 1, 0, 2]]), num_experts=3, num_gpus=2)
     gpus = gpus_of_tokens(placement, np.zeros((5, 1, 1), dtype=int))
     assert gpus.reshape(-1).tolist() == [0, 1, 0, 1, 0]
 
 
-def test_max_load_sees_a_burst_that_the_mean_hides() -> None:
+def test_max_load_sees_a_burst_that_the_mean_hides():
     ids = np.array([0] * 32 + [1] * 32).reshape(64, 1, 1)
     devices = Devices(num_nodes=1, gpus_per_node=2)
     placement = RoundRobin()(RoutingProfile.from_ids(ids, 2), devices, num_replicas=0)
@@ -79,7 +79,7 @@ def test_max_load_sees_a_burst_that_the_mean_hides() -> None:
     assert score.max_load == score.mean_max_load == 2
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     placement = Placement(expert_of_slot=np.array([[0, 1]]), num_experts=2, num_gpus=2)
     with pytest.raises(ValueError, match="tokens, 1, k"):

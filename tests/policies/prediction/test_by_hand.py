@@ -27,7 +27,7 @@ ROUTES = make_routes(SHAPE, num_sequences=5, length=12, vocabulary=6)
 SHARE_LE = popularity_of(ROUTES)
 
 
-def test_a_share_of_tokens_counts_a_token_once_wherever_its_expert_stands() -> None:
+def test_a_share_of_tokens_counts_a_token_once_wherever_its_expert_stands():
     """Choices of no expert come first, in between and last, and one expert is chosen twice."""
     nobody = SHAPE.num_experts
     ids = np.array([[nobody, 1], [1, nobody], [1, 1], [2, 1], [nobody, nobody]])
@@ -78,7 +78,7 @@ def pairs(layer: int, e: int, distance: int, *, in_time: bool) -> tuple[np.ndarr
 
 
 @pytest.mark.parametrize(("name", "distance"), [("token-markov", 0), ("layer-affinity", 1)])
-def test_transitions_are_counted_pairs(name: str, distance: int) -> None:
+def test_transitions_are_counted_pairs(name, distance):
     some, layer = contexts(), 2
     chance = fitted(name).estimate(some, layer - 1, layer)
     for row, start, _ in tokens():
@@ -99,7 +99,7 @@ def test_transitions_are_counted_pairs(name: str, distance: int) -> None:
         np.testing.assert_allclose(chance[row], expected, rtol=1e-5)
 
 
-def test_running_counts_and_token_identity_are_shares() -> None:
+def test_running_counts_and_token_identity_are_shares():
     some, layer = contexts(), 1
     counts = fitted("running-counts").estimate(some, -1, layer)
     identity = fitted("token-identity").estimate(some, -1, layer)
@@ -115,7 +115,7 @@ def test_running_counts_and_token_identity_are_shares() -> None:
         np.testing.assert_allclose(identity[row], expected, rtol=1e-5)
 
 
-def test_naive_bayes_multiplies_likelihood_ratios() -> None:
+def test_naive_bayes_multiplies_likelihood_ratios():
     """The order of the experts is that of the posterior odds, computed literally."""
     estimator, some, layer = fitted("naive-bayes"), contexts(), 1
     chance = estimator.estimate(some, 0, layer)
@@ -139,7 +139,7 @@ def test_naive_bayes_multiplies_likelihood_ratios() -> None:
         np.testing.assert_allclose(chance[row], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_expert_maps_are_matched_by_cosine_along_the_known_layers() -> None:
+def test_expert_maps_are_matched_by_cosine_along_the_known_layers():
     estimator, some = fitted("expert-map"), contexts()
     now, layer = 1, 2
     chance = estimator.estimate(some, now, layer)
@@ -159,7 +159,7 @@ def test_expert_maps_are_matched_by_cosine_along_the_known_layers() -> None:
 
 
 class TestActivationMatrices:
-    def test_the_nearest_by_cosine_says_what_comes(self) -> None:
+    def test_the_nearest_by_cosine_says_what_comes(self):
         collection, some = EamCollection(SHAPE), contexts()
         collection.fit(ROUTES.select([0, 1, 2]))
         stored = [ROUTES.expert_ids[ROUTES.tokens_of(s)] for s in range(3)]
@@ -177,7 +177,7 @@ class TestActivationMatrices:
             expected = np.minimum(SHAPE.top_k * nearest / nearest.sum(), 1.0)
             np.testing.assert_allclose(chance[row], expected, atol=1e-5)
 
-    def test_a_full_collection_replaces_the_twin_of_a_newcomer(self) -> None:
+    def test_a_full_collection_replaces_the_twin_of_a_newcomer(self):
         collection = EamCollection(SHAPE)
         rng = np.random.default_rng(0)
         matrices = rng.integers(0, 9, size=(COLLECTED_MATRICES, 3, 6)).astype(np.float32)
@@ -190,7 +190,7 @@ class TestActivationMatrices:
             np.delete(collection.collection.matrices, 17, 0), np.delete(matrices, 17, 0)
         )
 
-    def test_requests_like_those_collected_are_covered(self) -> None:
+    def test_requests_like_those_collected_are_covered(self):
         collection = EamCollection(SHAPE)
         collection.fit(ROUTES.select([0]))
         assert collection.coverage(ROUTES.select([0])) == 1.0
@@ -204,7 +204,7 @@ class TestActivationMatrices:
         assert collection.coverage(elsewhere) == 0.0
 
 
-def test_the_path_is_foretold_better_than_by_the_last_token_or_the_last_layer() -> None:
+def test_the_path_is_foretold_better_than_by_the_last_token_or_the_last_layer():
     """ExpertFlow's order: the path predictor above its baselines, on a noisy router."""
     shape = Shape(num_layers=4, num_experts=8, top_k=2)
     routes = make_routes(shape, num_sequences=40, length=30, vocabulary=12, noise=0.3, seed=2)

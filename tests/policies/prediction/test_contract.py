@@ -40,7 +40,7 @@ def held_out() -> Contexts:
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_estimates_are_probabilities_of_about_k_experts(name: str) -> None:
+def test_estimates_are_probabilities_of_about_k_experts(name):
     contexts = held_out()
     for layer in range(SHAPE.num_layers):
         chance = fitted(name).estimate(contexts, layer - 1, layer)
@@ -51,7 +51,7 @@ def test_estimates_are_probabilities_of_about_k_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_those_that_need_training_tell_experts_apart_only_after_it(name: str) -> None:
+def test_those_that_need_training_tell_experts_apart_only_after_it(name):
     """Others need the routing of the running request, or that of one that ended, alone."""
     estimator, contexts = make_estimator(name, SHAPE), held_out()
     estimator.finish(contexts.counts.sum(axis=0))
@@ -64,7 +64,7 @@ def test_those_that_need_training_tell_experts_apart_only_after_it(name: str) ->
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
 @pytest.mark.parametrize(("now", "layer"), [(-1, 3), (1, 4), (3, 4)])
-def test_the_future_does_not_matter(name: str, now: int, layer: int) -> None:
+def test_the_future_does_not_matter(name, now, layer):
     contexts = held_out()
     path, weights = contexts.path.copy(), contexts.path_weights.copy()
     path[:, now + 1 :] = SHAPE.num_experts
@@ -75,7 +75,7 @@ def test_the_future_does_not_matter(name: str, now: int, layer: int) -> None:
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_rows_do_not_influence_each_other(name: str) -> None:
+def test_rows_do_not_influence_each_other(name):
     contexts = held_out()
     together = fitted(name).estimate(contexts, 1, 2)
     for row in (0, 7, len(contexts) - 1):
@@ -84,7 +84,7 @@ def test_rows_do_not_influence_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_state_restores_the_same_estimator(name: str) -> None:
+def test_state_restores_the_same_estimator(name):
     state = fitted(name).state()
     assert all(array.dtype.kind in "fiu" for array in state.values())
     again = PREDICTORS[name].from_state(SHAPE, state)
@@ -95,7 +95,7 @@ def test_state_restores_the_same_estimator(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_damaged_state_is_refused(name: str) -> None:
+def test_damaged_state_is_refused(name):
     state = dict(fitted(name).state())
     for key in state:
         with pytest.raises(ValueError, match=key):
@@ -107,7 +107,7 @@ def test_damaged_state_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
 @pytest.mark.parametrize("wrong", [-0.25, 1.5, np.nan])
-def test_chances_outside_of_0_to_1_are_refused(name: str, wrong: float) -> None:
+def test_chances_outside_of_0_to_1_are_refused(name, wrong):
     state = dict(fitted(name).state())
     for key in state.keys() & {"share", "reuse"}:
         damaged = state[key].copy()
@@ -141,7 +141,7 @@ def guesses_along(predictor: TrackedPredictor, routes: Routes) -> list[list[tupl
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_live_guesses_are_those_of_the_recorded_contexts(name: str) -> None:
+def test_live_guesses_are_those_of_the_recorded_contexts(name):
     routes = ROUTES.select([9])
     fresh = PREDICTORS[name].from_state(SHAPE, fitted(name).state())
     made = guesses_along(TrackedPredictor(fresh), routes)
@@ -160,14 +160,14 @@ def test_live_guesses_are_those_of_the_recorded_contexts(name: str) -> None:
             assert chances[-1] >= np.sort(expected)[-2 * SHAPE.top_k] - 1e-6
 
 
-def test_horizon_wraps_into_the_next_token() -> None:
+def test_horizon_wraps_into_the_next_token():
     predictor = TrackedPredictor(fitted("popularity"))
     predictor.observe(StepBegins(sequences=np.array([0]), token_ids=np.array([1])))
     layers = [key.layer for key, _ in predictor.predict(3, 3)]
     assert sorted(set(layers), key=layers.index) == [4, 0, 1]
 
 
-def test_prompts_are_remembered_and_not_guessed() -> None:
+def test_prompts_are_remembered_and_not_guessed():
     routes = ROUTES.select([9])
     predictor = TrackedPredictor(fitted("running-counts"))
     predictor.observe(StepBegins(sequences=np.zeros(7, int), token_ids=routes.token_ids[:7]))
@@ -187,7 +187,7 @@ def test_prompts_are_remembered_and_not_guessed() -> None:
         assert probability == pytest.approx(float(expected[key.expert]))
 
 
-def test_batches_guess_the_union_of_their_sequences() -> None:
+def test_batches_guess_the_union_of_their_sequences():
     routes = ROUTES.select([9, 10])
     predictor = TrackedPredictor(fitted("running-counts"))
     tokens = np.array([0, 40])
@@ -211,7 +211,7 @@ def test_batches_guess_the_union_of_their_sequences() -> None:
         assert probability == pytest.approx(float(expected[key.expert]), rel=1e-4)
 
 
-def test_a_layer_that_does_not_fit_its_step_is_refused() -> None:
+def test_a_layer_that_does_not_fit_its_step_is_refused():
     predictor = TrackedPredictor(fitted("popularity"))
     predictor.observe(StepBegins(sequences=np.array([0]), token_ids=np.array([1])))
     two = np.zeros((2, SHAPE.top_k))

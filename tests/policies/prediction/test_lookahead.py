@@ -50,20 +50,20 @@ def run(predictor: LookaheadPredictor, num_rows: int, steps: int, seed: int = 0,
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_scorer_that_knows_is_believed(num_rows: int) -> None:
+def test_a_scorer_that_knows_is_believed(num_rows):
     last = run(scored(), num_rows, 30)[-40 * num_rows :]
     assert {truth for p, truth in last if p > 0.5} == {True}
     assert sum(p > 0.5 for p, _ in last) > 5
 
 
-def test_a_scorer_that_is_wrong_is_found_out_within_a_few_tokens() -> None:
+def test_a_scorer_that_is_wrong_is_found_out_within_a_few_tokens():
     predictor = scored(wrong=True)
     run(predictor, 1, 8)
     assert max(p for p, _ in run(predictor, 1, 1)) < 0.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_probabilities_are_frequencies(num_rows: int) -> None:
+def test_probabilities_are_frequencies(num_rows):
     predictor = scored()
     noisy = predictor.estimator.scorer
     assert noisy is not None
@@ -79,7 +79,7 @@ def test_probabilities_are_frequencies(num_rows: int) -> None:
     assert truths[likely].mean() > 0.5
 
 
-def test_prompts_and_missing_hidden_states_are_met_with_silence() -> None:
+def test_prompts_and_missing_hidden_states_are_met_with_silence():
     predictor = scored()
     hidden = np.zeros((2, SHAPE.num_layers, SHAPE.num_experts))
     routed = LayerRouted(
@@ -95,7 +95,7 @@ def test_prompts_and_missing_hidden_states_are_met_with_silence() -> None:
     assert predictor.predict(3, 2) == []
 
 
-def test_layers_that_said_little_borrow_from_the_others() -> None:
+def test_layers_that_said_little_borrow_from_the_others():
     record = RankRecord(num_layers=2, num_ranks=2, top_k=1)
     assert record.probabilities(0) == [1.0, 0.0]
     for _ in range(100):

@@ -8,7 +8,7 @@ from moe_runtime.types import ExpertKey
 K = ExpertKey
 
 
-def test_idle_time_buys_experts_and_only_so_many_are_saved_up() -> None:
+def test_idle_time_buys_experts_and_only_so_many_are_saved_up():
     admission = Admission(PrefetchRules(credit=3.0), num_layers=2)
     assert admission.room == 0
     admission.idle(0.5, 2.0)
@@ -23,13 +23,13 @@ def test_idle_time_buys_experts_and_only_so_many_are_saved_up() -> None:
     assert admission.room == 3
 
 
-def test_guesses_must_be_likely_at_all() -> None:
+def test_guesses_must_be_likely_at_all():
     admission = Admission(PrefetchRules(min_probability=0.5), num_layers=2)
     made = [(K(0, 1), 0.9), (K(0, 2), 0.5), (K(1, 3), 0.49)]
     assert admission.likely(made) == made[:2]
 
 
-def test_the_less_waste_is_left_the_surer_a_guess_must_be() -> None:
+def test_the_less_waste_is_left_the_surer_a_guess_must_be():
     rules = PrefetchRules(min_probability=0.2, waste=0.1, allowance=4.0, credit=9.0)
     admission = Admission(rules, num_layers=2)
     admission.idle(9.0, 1.0)
@@ -49,7 +49,7 @@ def test_the_less_waste_is_left_the_surer_a_guess_must_be() -> None:
     assert admission.least_probability == pytest.approx(0.2)
 
 
-def test_certainty_that_is_wrong_is_not_believed_for_long() -> None:
+def test_certainty_that_is_wrong_is_not_believed_for_long():
     admission = Admission(PrefetchRules(waste=0.1, allowance=4.0, credit=99.0), num_layers=2)
     admission.idle(99.0, 1.0)
     for _ in range(4):
@@ -61,7 +61,7 @@ def test_certainty_that_is_wrong_is_not_believed_for_long() -> None:
     assert admission.room == 95
 
 
-def test_nearer_layers_and_costlier_misses_come_first() -> None:
+def test_nearer_layers_and_costlier_misses_come_first():
     admission = Admission(PrefetchRules(), num_layers=4)
     near, far, beyond = (K(1, 0), 0.8), (K(2, 0), 0.9), (K(0, 0), 0.9)
     assert admission.most_useful([beyond, far, near], now=0) == [near, far, beyond]
@@ -73,7 +73,7 @@ def test_nearer_layers_and_costlier_misses_come_first() -> None:
     assert admission.most_useful([near, far, beyond], now=0) == [far, near, beyond]
 
 
-def test_slots_are_taken_from_the_own_layer_from_what_is_old_and_less_likely() -> None:
+def test_slots_are_taken_from_the_own_layer_from_what_is_old_and_less_likely():
     admission = Admission(PrefetchRules(min_gain=0.1), num_layers=2)
     admission.used(1, [K(1, 4)])
     gives_way = admission.gives_way(K(1, 0), 0.7, {K(1, 1): 0.65, K(1, 2): 0.55})

@@ -27,7 +27,7 @@ def run(controller: Controller, steps: int, **settings: float) -> list[bool]:
     return [step(controller, **settings) for _ in range(steps)]
 
 
-def test_what_pays_goes_on_within_a_few_tokens_and_stays() -> None:
+def test_what_pays_goes_on_within_a_few_tokens_and_stays():
     controller = Controller()
     first = run(controller, 40, on=0.7)
     assert all(first[22:])
@@ -35,7 +35,7 @@ def test_what_pays_goes_on_within_a_few_tokens_and_stays() -> None:
     assert sum(run(controller, 1000, on=0.7)) > 950
 
 
-def test_nothing_is_tried_where_nothing_is_waited_for() -> None:
+def test_nothing_is_tried_where_nothing_is_waited_for():
     controller = Controller()
     assert not any(run(controller, 500, on=0.5, stall=0.01))
     assert controller.num_trials == 0
@@ -44,21 +44,21 @@ def test_nothing_is_tried_where_nothing_is_waited_for() -> None:
     assert not any(run(controller, 500, off=3e-3, on=2e-3))
 
 
-def test_what_costs_clearly_is_stopped_after_one_block() -> None:
+def test_what_costs_clearly_is_stopped_after_one_block():
     controller = Controller()
     used = run(controller, 40, on=1.5)
     assert sum(used) == Controller.BLOCK_STEPS
     assert controller.verdict.startswith("off: a step took 1500.00 ms")
 
 
-def test_trials_that_fail_become_rare() -> None:
+def test_trials_that_fail_become_rare():
     controller = Controller()
     used = run(controller, 3000, on=1.005)
     assert 0 < sum(used) < 0.03 * 3000
     assert used[-1] is False
 
 
-def test_what_pays_no_more_goes_off_within_a_window() -> None:
+def test_what_pays_no_more_goes_off_within_a_window():
     controller = Controller()
     run(controller, 60, on=0.7)
     assert controller.is_active
@@ -70,7 +70,7 @@ def test_what_pays_no_more_goes_off_within_a_window() -> None:
 
 
 @pytest.mark.parametrize("outlier", [30.0, 1e3])
-def test_one_slow_step_decides_nothing(outlier: float) -> None:
+def test_one_slow_step_decides_nothing(outlier):
     controller = Controller()
     while not controller.is_active:
         step(controller, 1.0, 0.7)

@@ -298,7 +298,7 @@ def in_pieces(sections: AnswerSections, text: str, step: int) -> list[Any]:
 
 @pytest.mark.parametrize("step", [1, 2, 7, 10_000])
 @pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
-def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, step: int) -> None:
+def test_sections(text, tools, begins, expected, step):
     sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER, TYPED], begins)
     assert in_pieces(sections, text, step) == expected
 
@@ -309,7 +309,7 @@ CALLED = [ParsedCall("weather", f'{{"city": "{city}", "days": {days}}}') for cit
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 @pytest.mark.parametrize("name", CALL_TEXTS)
-def test_calls_are_read_as_templates_write_them(name: str, step: int) -> None:
+def test_calls_are_read_as_templates_write_them(name, step):
     assert CALL_TEXTS.keys() == FORMATS.keys()
     how, text = FORMATS[name], CALL_TEXTS[name].of(BOTH)
     if name == "llama-json":
@@ -327,7 +327,7 @@ def test_calls_are_read_as_templates_write_them(name: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm", "hunyuan-pairs", "longcat"])
-def test_a_call_that_is_all_spaces_is_read_in_one_pass(name: str) -> None:
+def test_a_call_that_is_all_spaces_is_read_in_one_pass(name):
     opens, prefix = FORMATS[name].opens[0], "longcat_" if name == "longcat" else ""
     call = f"{prefix}tool_call>weather" + "<tool_sep>" * (name == "hunyuan-pairs")
     text = f"{opens * (name == 'hunyuan-pairs')}<{call}<{prefix}arg_key>{' ' * 20_000}x"
@@ -335,7 +335,7 @@ def test_a_call_that_is_all_spaces_is_read_in_one_pass(name: str) -> None:
     assert [*sections.add(text), *sections.end()] == [("content", text)]  # else it takes hours
 
 
-def test_a_mark_within_reasoning_is_one_however_the_text_is_cut() -> None:
+def test_a_mark_within_reasoning_is_one_however_the_text_is_cut():
     mark, text = "<minimax:tool_call>", CALL_TEXTS["minimax"].of(BOTH)
     for step in (1, 10_000):
         sections = AnswerSections(THINK, FORMATS["minimax"], [WEATHER], "reasoning")
@@ -355,13 +355,13 @@ def test_a_mark_within_reasoning_is_one_however_the_text_is_cut() -> None:
         ("{% if tools %}do as you like", None),
     ],
 )
-def test_a_template_tells_how_its_model_calls_tools(source: str, name: str | None) -> None:
+def test_a_template_tells_how_its_model_calls_tools(source, name):
     found = tool_format_of(source)
     assert (found and found.name) == name
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "grammar", None])
-def test_json_that_was_asked_for_is_no_call(staged: Any, tokenizer: Any, kind: str | None) -> None:
+def test_json_that_was_asked_for_is_no_call(staged, tokenizer, kind):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = '{% if tools %}{"name": 1, "parameters": 2}{% endif %}Who?'
     text = '{"name": "weather", "parameters": {"city": "<|python_tag|>"}}'
@@ -385,7 +385,7 @@ def test_json_that_was_asked_for_is_no_call(staged: Any, tokenizer: Any, kind: s
         assert ("tool_calls" in choice["message"]) == (kind is None)
 
 
-def test_what_a_model_writes_makes_python_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+def test_what_a_model_writes_makes_python_warn_of_nothing(recwarn):
     text = r'<|tool_call_start|>[weather(city="\d")]<|tool_call_end|>'
     sections = AnswerSections(None, FORMATS["lfm2"], [WEATHER])
     assert [*sections.add(text), *sections.end()] == [ParsedCall("weather", r'{"city": "\\d"}')]
@@ -431,9 +431,7 @@ CUT: list[tuple[str, str, list[Any]]] = [
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 @pytest.mark.parametrize(("text", "tools", "expected"), CUT)
-def test_a_call_that_has_only_begun_is_no_content(
-    text: str, tools: str, expected: Any, step: int
-) -> None:
+def test_a_call_that_has_only_begun_is_no_content(text, tools, expected, step):
     whole = [part for part in expected if isinstance(part, ParsedCall)]
     before = "".join(part[1] for part in expected if isinstance(part, tuple))
     for end in range(len(before), len(text) + 1):
@@ -477,9 +475,7 @@ def test_a_call_that_has_only_begun_is_no_content(
         ),
     ],
 )
-def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
-    tools: str, text: str, step: int
-) -> None:
+def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(tools, text, step):
     sections = AnswerSections(None, FORMATS[tools], [WEATHER])
     parts: list[Any] = []
     for at in range(0, len(text), step):
@@ -514,9 +510,7 @@ def content_of(sections: AnswerSections, text: str, cut_by: str) -> str:
         ("hermes", "See <tool", "s>", "See <tool"),
     ],
 )
-def test_a_call_that_a_stop_string_cuts_is_no_content(
-    tools: str, text: str, stop: str, content: str
-) -> None:
+def test_a_call_that_a_stop_string_cuts_is_no_content(tools, text, stop, content):
     assert content_of(AnswerSections(THINK, FORMATS[tools], [WEATHER]), text, stop) == content
 
 
@@ -532,7 +526,7 @@ def test_a_call_that_a_stop_string_cuts_is_no_content(
         ("<think>well</think>Hi <to", "content", [("reasoning", "well"), ("content", "Hi")]),
     ],
 )
-def test_a_mark_that_has_only_begun_is_no_text(text: str, begins: Kind, expected: Any) -> None:
+def test_a_mark_that_has_only_begun_is_no_text(text, begins, expected):
     sections = AnswerSections(THINK, FORMATS["hermes"], [WEATHER], begins)
     found = [*sections.add(text), *sections.end(cut_by="")]
     assert [part for part in found if part != ("content", " ")] == expected
@@ -551,9 +545,7 @@ def test_a_mark_that_has_only_begun_is_no_text(text: str, begins: Kind, expected
         ("See <tool_calls>", "s>", "See <tool_call"),
     ],
 )
-def test_an_answer_that_is_cut_within_a_call(
-    staged: Any, tokenizer: Any, text: str, stop: str | None, content: str, is_streamed: bool
-) -> None:
+def test_an_answer_that_is_cut_within_a_call(staged, tokenizer, text, stop, content, is_streamed):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}Who?"
     tokens = [NewToken(token) for token in tokenizer(text)["input_ids"]]

@@ -22,7 +22,7 @@ def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_characters_come_whole(tokenizer: Any, text: str) -> None:
+def test_characters_come_whole(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == text
@@ -30,11 +30,11 @@ def test_characters_come_whole(tokenizer: Any, text: str) -> None:
 
 
 @given(ids=st.lists(st.integers(2, 4095), max_size=30))
-def test_pieces_together_are_the_text(tokenizer: Any, ids: list[int]) -> None:
+def test_pieces_together_are_the_text(tokenizer, ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_bytes_that_are_no_text_are_not_waited_for_for_ever(tokenizer: Any) -> None:
+def test_bytes_that_are_no_text_are_not_waited_for_for_ever(tokenizer):
     lone = tokenizer("🦊")["input_ids"][-1]
     ids = [lone] * 100
     pieces = pieces_of(tokenizer, ids)
@@ -42,16 +42,14 @@ def test_bytes_that_are_no_text_are_not_waited_for_for_ever(tokenizer: Any) -> N
     assert sum(map(len, pieces[:50])) >= 30
 
 
-def test_special_tokens_have_no_text_unless_they_are_shown(tokenizer: Any) -> None:
+def test_special_tokens_have_no_text_unless_they_are_shown(tokenizer):
     ids = [*tokenizer("one")["input_ids"], 0, *tokenizer(" two")["input_ids"]]
     text = IncrementalText(tokenizer.decode, frozenset({0}))
     assert "".join(map(text.add, ids)) == "one two"
 
 
 @given(text=WORDS, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=6))
-def test_text_ends_before_the_stop_string_that_is_whole_first(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_text_ends_before_the_stop_string_that_is_whole_first(text, stops, cuts):
     ends = sorted((text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text)
     expected = text[: ends[0][1]] if ends else text
     search, sent, found = MarkSearch(stops), "", None
@@ -66,7 +64,7 @@ def test_text_ends_before_the_stop_string_that_is_whole_first(
     assert sent + ("" if found else search.end()) == expected
 
 
-def test_tokens_are_released_with_their_text(tokenizer: Any) -> None:
+def test_tokens_are_released_with_their_text(tokenizer):
     ids = tokenizer("one two three")["input_ids"]
     answer = AnswerText(IncrementalText(tokenizer.decode), ["thr"], frozenset())
     pieces = [answer.add(NewToken(token, -1.0)) for token in ids]
@@ -80,7 +78,7 @@ def test_tokens_are_released_with_their_text(tokenizer: Any) -> None:
     assert all(token.offset < len("one two ") for token in tokens)
 
 
-def test_a_stop_token_ends_the_text_and_is_reported(tokenizer: Any) -> None:
+def test_a_stop_token_ends_the_text_and_is_reported(tokenizer):
     ids = tokenizer("one")["input_ids"]
     answer = AnswerText(IncrementalText(tokenizer.decode), ["zz"], frozenset({7}))
     pieces = [*(answer.add(NewToken(token, -1.0)) for token in [*ids, 7]), answer.end("stop")]
@@ -91,9 +89,7 @@ def test_a_stop_token_ends_the_text_and_is_reported(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("min_tokens", "expected"), [(0, "a"), (2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca")]
 )
-def test_a_stop_string_ends_no_answer_before_its_least_tokens(
-    min_tokens: int, expected: str
-) -> None:
+def test_a_stop_string_ends_no_answer_before_its_least_tokens(min_tokens, expected):
     text = IncrementalText(lambda ids: "".join(map(chr, ids)))
     answer = AnswerText(text, ["bc"], frozenset(), min_tokens)
     pieces = []
@@ -105,7 +101,7 @@ def test_a_stop_string_ends_no_answer_before_its_least_tokens(
     assert "".join(piece.text for piece in pieces) == expected
 
 
-def test_a_stop_string_that_comes_too_early_is_text(tokenizer: Any) -> None:
+def test_a_stop_string_that_comes_too_early_is_text(tokenizer):
     ids = tokenizer("one two three")["input_ids"]
     answer = AnswerText(IncrementalText(tokenizer.decode), ["two", "o t"], frozenset(), len(ids))
     pieces = [*(answer.add(NewToken(token, -1.0)) for token in ids), answer.end("length")]

@@ -34,7 +34,7 @@ def client_of(site: Served, **options: Any) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=site.address, **options)
 
 
-def test_a_message_is_the_text_of_a_chat(site: Served) -> None:
+def test_a_message_is_the_text_of_a_chat(site):
     chat: Any = {"messages": [{"role": "system", "content": "S"}, *USER], "temperature": 0}
     chat["chat_template_kwargs"] = {"enable_thinking": False}
     _, plain = site.ask("/v1/chat/completions", {**chat, "max_tokens": 12})
@@ -59,7 +59,7 @@ def test_a_message_is_the_text_of_a_chat(site: Served) -> None:
 
 
 @pytest.mark.parametrize("num_words", [1200, 40_000])
-def test_a_text_beyond_the_context_is_counted(staged: Any, tokenizer: Any, num_words: int) -> None:
+def test_a_text_beyond_the_context_is_counted(staged, tokenizer, num_words):
     """The longer one is counted in slices, whose cuts are between words."""
     text = "The store reads an expert. " * (num_words // 5)
     site = staged()
@@ -73,12 +73,13 @@ def test_a_text_beyond_the_context_is_counted(staged: Any, tokenizer: Any, num_w
     assert abs(found - empty - expected) <= 2
 
 
-def test_calls_and_thoughts_are_blocks(speaking: Any) -> None:
+def test_calls_and_thoughts_are_blocks(speaking):
     text = f"<think>The user\nasks</think>Let me see.{CALL}{CALL}"
     with client_of(speaking(text, THINKS)) as client:
         asked: Any = {"model": "pocket", "max_tokens": 200, "messages": USER, "tools": [TOOL]}
         whole = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
             streamed = stream.get_final_message()
         hidden = client.messages.create(
             **asked, thinking={"type": "adaptive", "display": "omitted"}
@@ -92,10 +93,11 @@ def test_calls_and_thoughts_are_blocks(speaking: Any) -> None:
         ] * 2
         assert calls[0].id != calls[1].id
         assert found.stop_reason == "tool_use"
+    assert kinds.index("signature") < kinds.index("content_block_stop")  # of the thought
     assert (hidden.content[0].thinking, hidden.content[1].text) == ("", "Let me see.")
 
 
-def test_a_stop_sequence_is_named(speaking: Any) -> None:
+def test_a_stop_sequence_is_named(speaking):
     with client_of(speaking("one two three")) as client:
         found = client.messages.create(
             model="pocket", max_tokens=50, messages=USER, stop_sequences=["x", " three"]
@@ -104,7 +106,7 @@ def test_a_stop_sequence_is_named(speaking: Any) -> None:
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " three")
 
 
-def test_an_answer_without_text_has_an_empty_block(staged: Any) -> None:
+def test_an_answer_without_text_has_an_empty_block(staged):
     site = staged(ScriptedEngine(lambda _: [PromptRead(3), Finished("stop")]))
     with client_of(site) as client:
         found = client.messages.create(model="pocket", max_tokens=5, messages=USER)
@@ -133,7 +135,7 @@ TURNS = [
 ]
 
 
-def test_a_conversation_is_that_of_a_chat(asked: Any) -> None:
+def test_a_conversation_is_that_of_a_chat(asked):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     chat = [
         {"role": "user", "content": "Weather?"},
@@ -173,27 +175,25 @@ def test_a_conversation_is_that_of_a_chat(asked: Any) -> None:
         (USER, {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": None}, None),
     ],
 )
-def test_settings(
-    asked: Any, messages: Any, more: dict[str, Any], plain: dict[str, Any] | None
-) -> None:
+def test_settings(asked, messages, more, plain):
     body = {"messages": messages, "max_tokens": 3}
     other = {"chat_template_kwargs": plain} if plain else {}
     assert asked(PATH, {**body, **more}) == asked("/v1/chat/completions", {**body, **other})
 
 
-def test_an_answer_goes_on_where_the_last_message_ends(asked: Any) -> None:
+def test_an_answer_goes_on_where_the_last_message_ends(asked):
     messages = [*USER, {"role": "assistant", "content": "The best is"}]
     chat = {"messages": messages, "max_tokens": 3}
     continued = {"continue_final_message": True, "add_generation_prompt": False}
     assert asked(PATH, chat) == asked("/v1/chat/completions", {**chat, **continued})
 
 
-def test_more_tokens_than_there_is_room_for(site: Served) -> None:
+def test_more_tokens_than_there_is_room_for(site):
     """Clients ask for as many as a large model may give."""
     body = {"messages": USER, "max_tokens": 64_000, "stop_sequences": ["\0"], "temperature": 0}
     _, found = site.ask(PATH, body)
     assert found["stop_reason"] in ("model_context_window_exceeded", "end_turn")
-    room = site.server.model(None).engine.most_request_tokens
+    room = site.server.models["pocket"].engine.most_request_tokens
     used = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
     assert used + found["usage"]["output_tokens"] <= room
 
@@ -207,7 +207,7 @@ def test_more_tokens_than_there_is_room_for(site: Served) -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, CALL, 1),
     ],
 )
-def test_which_tool(speaking: Any, choice: Any, text: str, calls: int) -> None:
+def test_which_tool(speaking, choice, text, calls):
     with client_of(speaking(text)) as client:
         found = client.messages.create(
             model="pocket", max_tokens=90, messages=USER, tools=[TOOL], tool_choice=choice
@@ -215,7 +215,7 @@ def test_which_tool(speaking: Any, choice: Any, text: str, calls: int) -> None:
     assert sum(block.type == "tool_use" for block in found.content) == calls
 
 
-def test_an_answer_keeps_to_a_schema(site: Served) -> None:
+def test_an_answer_keeps_to_a_schema(site):
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -260,9 +260,7 @@ BLOCKS = [{"type": "image", "source": {"type": "url", "url": "x"}}]
         ({"stop_sequences": [""]}, "stop_sequences.0: is empty"),
     ],
 )
-def test_errors_are_those_of_anthropic(
-    stage: Served, staged: Any, change: dict[str, Any], message: str
-) -> None:
+def test_errors_are_those_of_anthropic(stage, staged, change, message):
     import anthropic
 
     staged()
@@ -274,7 +272,7 @@ def test_errors_are_those_of_anthropic(
     assert message in found["error"]["message"]
 
 
-def test_an_error_after_the_stream_has_begun_is_an_event(staged: Any) -> None:
+def test_an_error_after_the_stream_has_begun_is_an_event(staged):
     import anthropic
 
     script = [PromptRead(0), NewToken(50), Finished("error", message="it broke")]
@@ -292,7 +290,7 @@ def locked(tokenizer: Any) -> Iterator[Served]:
         yield found
 
 
-def test_keys_are_sent_as_anthropic_does(locked: Served) -> None:
+def test_keys_are_sent_as_anthropic_does(locked):
     import anthropic
 
     with client_of(locked, api_key="right") as client:

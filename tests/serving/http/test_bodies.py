@@ -58,7 +58,7 @@ def filled(unit: bytes, begin: bytes, end: bytes) -> bytes:
         ),
     ],
 )
-def test_of_many_mistakes_the_first_is_enough(kind: Any, raw: bytes, param: str | None) -> None:
+def test_of_many_mistakes_the_first_is_enough(kind, raw, param):
     """Each that is collected takes hundreds of bytes, and its part of a body takes two."""
     tracemalloc.start()
     with pytest.raises(ApiError) as caught:
@@ -71,7 +71,7 @@ def test_of_many_mistakes_the_first_is_enough(kind: Any, raw: bytes, param: str 
 
 
 @pytest.mark.parametrize("name", ["a" * 100_000, "temperaturf" + "x" * 100_000])
-def test_a_name_that_is_long_is_not_repeated(name: str) -> None:
+def test_a_name_that_is_long_is_not_repeated(name):
     with pytest.raises(ApiError) as caught:
         parse_body(CompletionBody, b'{"prompt":"a","%s":1}' % name.encode())
     assert caught.value.code == "unknown_parameter"
@@ -89,13 +89,13 @@ def test_a_name_that_is_long_is_not_repeated(name: str) -> None:
         (b'{"prompt":"\xff"}', "no JSON"),
     ],
 )
-def test_what_is_no_json_that_is_taken(raw: bytes, complaint: str) -> None:
+def test_what_is_no_json_that_is_taken(raw, complaint):
     with pytest.raises(ApiError, match=complaint) as caught:
         parse_body(CompletionBody, raw)
     assert caught.value.status == 400
 
 
-def test_a_value_that_is_long_is_cut() -> None:
+def test_a_value_that_is_long_is_cut():
     with pytest.raises(ApiError) as caught:
         parse_body(ChatBody, b'{"messages":"%s"}' % (b"x" * 100_000))
     assert len(caught.value.message) < 400
@@ -118,7 +118,7 @@ def test_a_value_that_is_long_is_cut() -> None:
         (CompletionBody, b'{"prompt":"a","max_tokns":3}', "did you mean max_tokens?"),
     ],
 )
-def test_a_refusal_says_what_to_send(kind: Any, raw: bytes, message: str) -> None:
+def test_a_refusal_says_what_to_send(kind, raw, message):
     with pytest.raises(ApiError) as caught:
         parse_body(kind, raw)
     assert message in caught.value.message
@@ -137,7 +137,7 @@ def test_a_refusal_says_what_to_send(kind: Any, raw: bytes, message: str) -> Non
         ("n", 1, 128),
     ],
 )
-def test_integers_out_of_range_are_told_the_range(field: str, least: int, most: int) -> None:
+def test_integers_out_of_range_are_told_the_range(field, least, most):
     def parse(value: object) -> ChatBody:
         text = b'{"messages":[%s],"%s":%s}' % (
             TEXT_MESSAGE,
@@ -159,9 +159,7 @@ def test_integers_out_of_range_are_told_the_range(field: str, least: int, most: 
         assert "\n" not in error["message"]
 
 
-def test_long_bodies_are_read_outside_the_loop(
-    staged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_bodies_are_read_outside_the_loop(staged, monkeypatch):
     threads = []
 
     def parse(kind: Any, raw: bytes) -> Any:
@@ -177,7 +175,7 @@ def test_long_bodies_are_read_outside_the_loop(
     assert [name.startswith("texts") for name in threads] == [False, True]
 
 
-def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
+def test_messages_may_be_dumped_as_openais_client_has_them():
     raw = (
         b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b",'
         b'"refusal":null,"annotations":null,"audio":null,"function_call":null,"tool_calls":null}]}'
@@ -190,7 +188,7 @@ def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
 
 
-def test_arguments_of_a_tool_are_an_object() -> None:
+def test_arguments_of_a_tool_are_an_object():
     raw = b'{"messages":[%s],"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'
     for schema in (b'{"type":"string"}', b'{"type":["object","null"]}'):
         with pytest.raises(ApiError, match="expected the schema of an object") as refused:
@@ -220,9 +218,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("/tokenize", {"add_generation_prompt": True}, "add_generation_prompt"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(
-    staged: Any, path: str, given: dict[str, Any], param: str
-) -> None:
+def test_what_would_have_no_effect_is_refused(staged, path, given, param):
     site = staged()
     assert site.refused(path, {"prompt": "a", **given})["param"] == param
     chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
@@ -240,8 +236,8 @@ def refusing(staged: Any) -> tuple[Served, ScriptedEngine]:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
-    refusing: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+    refusing, tokenizer, monkeypatch, path
+):
     longest = max(tokenizer.get_vocab(), key=len)
     site, engine = refusing
     vocabulary, encoded = site.server.models["pocket"].vocabulary, []
@@ -270,8 +266,8 @@ def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
 
 @pytest.mark.parametrize("text", ["😀𝔘𒀀🦑" * 800, "zq" * 2500], ids=["bytes", "letters"])
 def test_a_text_that_is_far_too_long_is_not_encoded_as_a_whole(
-    refusing: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+    refusing, tokenizer, monkeypatch, text
+):
     site, engine = refusing
     vocabulary, encoded = site.server.models["pocket"].vocabulary, []
     real = vocabulary._encode
@@ -288,7 +284,7 @@ def test_a_text_that_is_far_too_long_is_not_encoded_as_a_whole(
     assert sum(map(len, encoded)) < len(text)
 
 
-def test_a_text_that_is_a_little_too_long_is_counted(refusing: Any, tokenizer: Any) -> None:
+def test_a_text_that_is_a_little_too_long_is_counted(refusing, tokenizer):
     site, engine = refusing
     text = "The store reads an expert. " * 150
     num_tokens = len(tokenizer(text)["input_ids"])

@@ -56,9 +56,7 @@ def continued(tokenizer: Any, prompt: list[int], answer: list[int], *, is_whole:
 
 @given(prompt=st.lists(st.sampled_from(PIECES), min_size=1).map("".join), data=st.data())
 @pytest.mark.parametrize("is_llama", [True, False])
-def test_a_text_and_its_continuation_are_one_text(
-    tokenizer: Any, is_llama: bool, prompt: str, data: st.DataObject
-) -> None:
+def test_a_text_and_its_continuation_are_one_text(tokenizer, is_llama, prompt, data):
     used = LLAMA if is_llama else tokenizer
     words = data.draw(
         st.lists(st.sampled_from(["a", " time", " é", "日", " 🦊", "\n"]), min_size=1)
@@ -76,9 +74,7 @@ def test_a_text_and_its_continuation_are_one_text(
 
 @given(cut=st.integers(0, 40))
 @pytest.mark.parametrize("is_llama", [True, False])
-def test_a_character_that_the_prompt_begins_comes_with_the_answer(
-    tokenizer: Any, is_llama: bool, cut: int
-) -> None:
+def test_a_character_that_the_prompt_begins_comes_with_the_answer(tokenizer, is_llama, cut):
     used = LLAMA if is_llama else tokenizer
     ids = used("a 🦊 é time 日本 fox 🦊")["input_ids"]
     cut = min(cut, len(ids))
@@ -95,7 +91,7 @@ def scripted(request: GenerationRequest) -> list[Event]:
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a", "Once  é a", " Once", "<s>Once a"])
-def test_completions_go_on_with_their_prompts(staged: Any, prompt: str) -> None:
+def test_completions_go_on_with_their_prompts(staged, prompt):
     ids = LLAMA(prompt)["input_ids"]
     text = prompt + whole(LLAMA, [*ids, *ANSWER])[len(whole(LLAMA, ids)) :]
     assert text == prompt + " time there was"
@@ -126,7 +122,7 @@ def test_completions_go_on_with_their_prompts(staged: Any, prompt: str) -> None:
                 assert before == "\u2581" or not answer["text"][:start].endswith(" ")
 
 
-def test_a_chat_goes_on_only_with_a_message_that_it_continues(staged: Any) -> None:
+def test_a_chat_goes_on_only_with_a_message_that_it_continues(staged):
     tokenizer = sentencepiece_tokenizer()
     tokenizer.chat_template = TEMPLATE
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once a"}]
@@ -139,7 +135,7 @@ def test_a_chat_goes_on_only_with_a_message_that_it_continues(staged: Any) -> No
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_lines_of_a_file_go_on_with_their_prompts(chat: bool) -> None:
+def test_lines_of_a_file_go_on_with_their_prompts(chat):
     tokenizer = sentencepiece_tokenizer()
     tokenizer.chat_template = TEMPLATE
     text = SimpleNamespace(vocab_size=SIZE, max_position_embeddings=100)

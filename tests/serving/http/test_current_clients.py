@@ -70,9 +70,7 @@ def with_template(tokenizer: Any, template: str) -> Any:
         ),
     ],
 )
-def test_fields_that_change_no_answer_are_taken(
-    staged: Any, more: dict[str, Any], plain: dict[str, Any]
-) -> None:
+def test_fields_that_change_no_answer_are_taken(staged, more, plain):
     one, other = asked_of_engine(staged, more, plain)
     assert one == other
 
@@ -94,14 +92,12 @@ def test_fields_that_change_no_answer_are_taken(
         ),
     ],
 )
-def test_fields_that_would_change_an_answer_are_refused_by_name(
-    staged: Any, more: dict[str, Any], param: str
-) -> None:
+def test_fields_that_would_change_an_answer_are_refused_by_name(staged, more, param):
     site = staged()
     assert site.refused(CHAT, {"messages": [USER], **more})["param"] == param
 
 
-def test_templates_are_given_what_they_know(staged: Any, tokenizer: Any) -> None:
+def test_templates_are_given_what_they_know(staged, tokenizer):
     given = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
     body = parse_body(ChatBody, json.dumps(given).encode())
 
@@ -138,13 +134,13 @@ def test_templates_are_given_what_they_know(staged: Any, tokenizer: Any) -> None
         ({"messages": [USER], "audio": {}}, "audio", "unsupported_parameter"),
     ],
 )
-def test_errors_have_a_code(staged: Any, body: Any, param: str, code: str) -> None:
+def test_errors_have_a_code(staged, body, param, code):
     site = staged()
     status, found = site.ask(CHAT, body)
     assert (status, found["error"]["param"], found["error"]["code"]) == (400, param, code)
 
 
-def test_what_a_client_sent_is_cut_in_messages(staged: Any) -> None:
+def test_what_a_client_sent_is_cut_in_messages(staged):
     long = "x" * 100_000
     site = staged()
     for path, body, status in (
@@ -166,7 +162,7 @@ def test_what_a_client_sent_is_cut_in_messages(staged: Any) -> None:
         assert len(found[1]["error"]["message"]) < 2100
 
 
-def test_every_response_has_the_name_of_its_request(tokenizer: Any) -> None:
+def test_every_response_has_the_name_of_its_request(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
         for given, path in (("mine-1", "/v1/models"), ("a b", "/nowhere"), ("", "/health")):
@@ -180,7 +176,7 @@ def test_every_response_has_the_name_of_its_request(tokenizer: Any) -> None:
     assert logged == ["mine", "req_"]
 
 
-def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer: Any) -> None:
+def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer):
     """What is behind one of its two ends might be taken for a request of somebody else."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     with served([model_of("pocket", engine, tokenizer, 4096)]) as site, connected(site) as client:
@@ -191,7 +187,7 @@ def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer: A
         assert client.recv(1) == b""
 
 
-def test_names_that_only_begin_like_the_servers_are_not_its_own(tokenizer: Any) -> None:
+def test_names_that_only_begin_like_the_servers_are_not_its_own(tokenizer):
     models = [model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]
     own = ("[::1]", "[::1]:8000", "localhost:8000")
     others = ("[::1].evil.com", "[::1]x:80", "localhost:80.evil.com", "localhost@evil.com")
@@ -201,9 +197,7 @@ def test_names_that_only_begin_like_the_servers_are_not_its_own(tokenizer: Any) 
             assert site.ask("/ping", headers={"host": host})[0] == status, host
 
 
-def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
-    staged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_messages_than_tokens_are_refused_before_they_are_rendered(staged, monkeypatch):
     def render(*args: Any, **options: Any) -> str:
         raise AssertionError("a template was rendered")
 
@@ -214,9 +208,7 @@ def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
         assert site.refused(path, {"messages": messages})["code"] == "context_length_exceeded"
 
 
-def test_a_long_prompt_is_refused_before_it_is_encoded_whole(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_refused_before_it_is_encoded_whole(tokenizer, monkeypatch):
     """Ten megabytes, of which no more is looked at than shows that it is too long."""
     engine = ScriptedEngine(lambda _: [])
     most = engine.most_request_tokens
@@ -240,7 +232,7 @@ def test_a_long_prompt_is_refused_before_it_is_encoded_whole(
         )
 
 
-def test_tokens_are_those_of_vllm(staged: Any, tokenizer: Any) -> None:
+def test_tokens_are_those_of_vllm(staged, tokenizer):
     messages = [USER, {"role": "assistant", "content": "Well"}]
     site = staged()
     ids = tokenizer("Hi")["input_ids"]

@@ -159,6 +159,7 @@ def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -
         f"moe:expert_hits_total{label}": 7,
         f"moe:expert_stall_seconds_total{label}": 0.5,
         'moe:expert_bytes_read_total{engine="0",model_name="pocket",tier="disk"}': 4096,
+        'moe:kv_cache_info{engine="0",form="int8",model_name="pocket"}': 1,
         f"vllm:time_to_first_token_seconds_count{label}": 1,
         f"vllm:inter_token_latency_seconds_count{label}": 1,
         'vllm:request_success_total{engine="0",finished_reason="length",model_name="pocket"}': 1,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import Served
 
 from moe_runtime.models.pocket import pocket_path
 
@@ -51,9 +50,7 @@ def run(folder: Path, name: str, *words: str) -> None:
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-def test_lm_eval_finds_the_likelihoods_of_the_model(
-    site: Served, pocket: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_lm_eval_finds_the_likelihoods_of_the_model(site, pocket, tokenizer, tmp_path):
     data = tmp_path / "data.jsonl"
     rows = [
         {"context": context, "choices": [text, text[::-1]], "gold": 0} for context, text in TEXTS
@@ -89,7 +86,7 @@ def likelihood_of(pocket: Any, tokenizer: Any, context: str, text: str) -> float
     return sum(float(logprobs[at - 1, ids[at]]) for at in range(first, len(ids)))
 
 
-def test_llama_benchy_measures_prompts_and_answers(site: Served, tmp_path: Path) -> None:
+def test_llama_benchy_measures_prompts_and_answers(site, tmp_path):
     result = tmp_path / "found.json"
     words = ["--base-url", f"{site.address}/v1", "--model", "pocket"]
     words += ["--tokenizer", str(pocket_path()), "--book-url", f"{site.address}/"]

@@ -146,13 +146,13 @@ def fuzz(site: Served, rng: Random, times: int, sound: dict[str, Any] = SOUND) -
     return found
 
 
-def test_sound_requests_are_answered(site: Served) -> None:
+def test_sound_requests_are_answered(site):
     assert [check(site, path, json.dumps(body).encode()) for path, body in SOUND.items()] == [
         200
     ] * len(SOUND)
 
 
-def test_damaged_requests_are_refused(site: Served) -> None:
+def test_damaged_requests_are_refused(site):
     found = fuzz(site, Random(1), 160)
     assert 400 in found
     assert 200 in found
@@ -166,7 +166,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
-def test_damaged_pictures_are_refused(seeing: Served) -> None:
+def test_damaged_pictures_are_refused(seeing):
     sound = [check(seeing, path, json.dumps(body).encode()) for path, body in PICTURES.items()]
     assert sound == [200] * len(PICTURES)
     found = fuzz(seeing, Random(3), 120, PICTURES)
@@ -176,5 +176,5 @@ def test_damaged_pictures_are_refused(seeing: Served) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
-def test_many_damaged_requests_are_refused(site: Served, seed: int) -> None:
+def test_many_damaged_requests_are_refused(site, seed):
     fuzz(site, Random(100 + seed), 500)

@@ -86,16 +86,14 @@ def texts(grammars: Grammars, tokenizer: Any, grammar: str) -> list[str]:
         ({"type": "grammar", "grammar": 'start: "x" | "yy"'}, lambda text: text in ("x", "yy")),
     ],
 )
-def test_texts_are_of_the_response_format(
-    grammars: Grammars, tokenizer: Any, asked: dict[str, Any], is_right: Any
-) -> None:
+def test_texts_are_of_the_response_format(grammars, tokenizer, asked, is_right):
     grammar = of_response_format(asked)
     assert grammar is not None
     assert all(map(is_right, texts(grammars, tokenizer, grammar)))
 
 
 @pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
-def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
+def test_required_calls_can_be_read(grammars, tokenizer, how):
     grammar = of_tools([CITY], how, {}, is_needed=True, may_repeat=False)
     assert grammar is not None
     for text in texts(grammars, tokenizer, grammar):
@@ -106,7 +104,7 @@ def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any
         assert json.loads(call.arguments)["size"] in (1, 2)
 
 
-def test_open_reasoning_is_closed_before_the_answer(grammars: Grammars, tokenizer: Any) -> None:
+def test_open_reasoning_is_closed_before_the_answer(grammars, tokenizer):
     grammar = after_reasoning('start: "yes" | "no"', THINK, {}, is_open=True)
     constraint = grammars.constraint(grammars.compile(grammar, "it"))
     thought = tokenizer("I think so </think> y")["input_ids"]
@@ -130,12 +128,12 @@ def test_open_reasoning_is_closed_before_the_answer(grammars: Grammars, tokenize
         {"type": "json_schema", "json_schema": {"schema": {"type": "number", "minimum": "x"}}},
     ],
 )
-def test_formats_that_are_none_are_refused(grammars: Grammars, asked: dict[str, Any]) -> None:
+def test_formats_that_are_none_are_refused(grammars, asked):
     with pytest.raises(FieldError, match="response_format"):
         grammars.compile(of_response_format(asked) or "", "response_format")
 
 
-def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: Any) -> None:
+def test_calls_in_free_text_keep_to_the_schema(grammars, tokenizer):
     grammar = of_tools([CITY], FORMATS["hermes"], {}, is_needed=False, may_repeat=True)
     assert grammar is not None
     call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
@@ -173,21 +171,19 @@ SCHEMA = {"$ref": "#/$defs/0", "$defs": {**REFERENCES, f"{DEEP_REFERENCES}": {"c
         ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '"b"'),
     ],
 )
-def test_rules_within_rules_do_not_end_the_process(
-    grammars: Grammars, tokenizer: Any, asked: dict[str, Any], text: str
-) -> None:
+def test_rules_within_rules_do_not_end_the_process(grammars, tokenizer, asked, text):
     """The library reads them by recursion, which has no end of its own."""
     grammar = of_response_format(asked)
     assert grammar is not None
     assert drawn(grammars, tokenizer, grammar, 0) == text
 
 
-def test_a_grammar_that_is_too_long_is_not_read(grammars: Grammars) -> None:
+def test_a_grammar_that_is_too_long_is_not_read(grammars):
     with pytest.raises(FieldError, match="grammar of 200012 characters, at most 131072"):
         grammars.compile('start: "a"\n//' + "x" * 199_999, "response_format")
 
 
-def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) -> None:
+def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars):
     constraint = grammars.constraint(grammars.compile('start: "y" T\nT: /a/ & /b/', "it"))
     mask = constraint.allowed([])
     assert mask is not None
@@ -238,7 +234,7 @@ def writes(maker: Grammars, grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids=lambda marks: marks.opens)
-def test_reasoning_is_closed_by_its_token(either: Grammars, marks: Any) -> None:
+def test_reasoning_is_closed_by_its_token(either, marks):
     tokens = either.vocabulary.mark_tokens
     thought = f"I think so [/THINK {marks.closes}\n\nyes"
     ids = either.vocabulary.encode(thought, add_special_tokens=False)
@@ -251,7 +247,7 @@ def test_reasoning_is_closed_by_its_token(either: Grammars, marks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CALL_TEXTS)
-def test_calls_are_enforced_as_templates_write_them(either: Grammars, name: str) -> None:
+def test_calls_are_enforced_as_templates_write_them(either, name):
     how, text, tokens = FORMATS[name], CALL_TEXTS[name], either.vocabulary.mark_tokens
     once, twice = text.of([("Rome", "1")]), text.of([("Rome", "1"), ("Oslo", "2")])
     needed, one, free = (
@@ -278,7 +274,7 @@ def test_calls_are_enforced_as_templates_write_them(either: Grammars, name: str)
         assert not writes(either, grammar, f"well {once}")
 
 
-def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Grammars) -> None:
+def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking):
     how, tokens = FORMATS["mistral-args"], marking.vocabulary.mark_tokens
     call = '[TOOL_CALLS]city[ARGS]{"size": 1}'
     both = call + call.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]")
@@ -306,7 +302,7 @@ ALL_ROOTS = {
 
 
 @pytest.mark.parametrize("name", ["hermes", "kimi-k2", "gemma-4", "lfm2"])
-def test_references_lead_to_the_tools_own_schema(plain: Grammars, name: str) -> None:
+def test_references_lead_to_the_tools_own_schema(plain, name):
     how, tokens = FORMATS[name], plain.vocabulary.mark_tokens
     functions = [Function(name=one, parameters=ALL_ROOTS) for one in ("go", "gone")]
     grammar = of_tools(functions, how, tokens, is_needed=True, may_repeat=False)
@@ -340,7 +336,7 @@ def needed(schema: dict[str, Any], *, is_strict: bool) -> str:
     return grammar
 
 
-def test_a_function_that_names_no_parameters_takes_none(plain: Grammars) -> None:
+def test_a_function_that_names_no_parameters_takes_none(plain):
     for parameters, takes_any in ((None, False), ({"type": "object"}, True)):
         function = Function(name="city", parameters=parameters)
         grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False)
@@ -360,9 +356,7 @@ def test_a_function_that_names_no_parameters_takes_none(plain: Grammars) -> None
     ],
     ids=lambda parameters: ",".join(parameters),
 )
-def test_arguments_are_an_object_where_the_schema_leaves_it_out(
-    plain: Grammars, parameters: dict[str, Any]
-) -> None:
+def test_arguments_are_an_object_where_the_schema_leaves_it_out(plain, parameters):
     function = Function(name="city", parameters=parameters)
     call = '<tool_call>\n{"name": "city", "arguments": %s}\n</tool_call>'
     grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False) or ""
@@ -372,7 +366,7 @@ def test_arguments_are_an_object_where_the_schema_leaves_it_out(
 
 
 @pytest.mark.parametrize("word", ["path", "binary", "password", "int64", "url", "regex"])
-def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str) -> None:
+def test_an_unknown_format_says_what_a_text_means(grammars, word):
     schema = {"type": "object", "properties": {"format": {"type": "string", "format": word}}}
     asked = {"type": "json_schema", "json_schema": {"schema": schema}}
     for grammar in (of_response_format(asked), needed(schema, is_strict=True)):
@@ -398,9 +392,7 @@ def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str)
     ],
     ids=lambda schema: ",".join(schema),
 )
-def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
-    grammars: Grammars, schema: dict[str, Any]
-) -> None:
+def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(grammars, schema):
     whole = {"type": "object", "properties": {"a": schema}}
     grammars.compile(needed(whole, is_strict=False), "tools")
     asked = {"type": "json_schema", "json_schema": {"schema": whole}}
@@ -411,7 +403,7 @@ def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
             assert ours not in str(refused.value)
 
 
-def test_a_strict_text_without_quotes_has_no_bounds() -> None:
+def test_a_strict_text_without_quotes_has_no_bounds():
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2}}}
     for is_strict in (False, True):
         function = Function(name="city", parameters=schema, strict=is_strict)
@@ -423,7 +415,7 @@ def test_a_strict_text_without_quotes_has_no_bounds() -> None:
             of_tools(*asked, is_needed=True, may_repeat=True)
 
 
-def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one() -> None:
+def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one():
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
     function = Function(name="city", parameters=schema)
     with pytest.raises(FieldError, match="a reference to itself, cannot be enforced"):
@@ -433,7 +425,7 @@ def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one
 @pytest.mark.parametrize(
     "name", [how.name for how in TOOL_FORMATS if how.writing.argument is not None]
 )
-def test_a_schema_without_properties_allows_any_arguments(grammars: Grammars, name: str) -> None:
+def test_a_schema_without_properties_allows_any_arguments(grammars, name):
     function = Function(name="weather", parameters={"type": "object"})
     how, text = FORMATS[name], CALL_TEXTS[name].of([("Rome", "2")])
     free = of_tools([function], how, {}, is_needed=True, may_repeat=False) or ""
@@ -454,7 +446,7 @@ def test_a_schema_without_properties_allows_any_arguments(grammars: Grammars, na
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],
     ids=lambda asked: asked["type"],
 )
-def test_json_is_one_line_with_one_space(grammars: Grammars, asked: dict[str, Any]) -> None:
+def test_json_is_one_line_with_one_space(grammars, asked):
     """A model that finds no next word cannot fill its answer with white space."""
     grammar = of_response_format(asked) or ""
     assert writes(grammars, grammar, '{"a": [1, {"b": "c  d"}], "e": {}}')

@@ -80,7 +80,7 @@ def parts_of(sections: HarmonySections, text: str, step: int) -> list[Any]:
 
 @pytest.mark.parametrize("step", [1, 3, 10_000])
 @pytest.mark.parametrize(("text", "expected"), CASES)
-def test_sections(text: str, expected: list[Any], step: int) -> None:
+def test_sections(text, expected, step):
     prompt = f"<|start|>user<|message|>Hi<|end|>{ROLE}"
     assert parts_of(HarmonySections([WEATHER], prompt), text, step) == expected
     assert parts_of(HarmonySections([WEATHER]), ROLE * bool(text.startswith("<")) + text, step) == (
@@ -98,12 +98,12 @@ def test_sections(text: str, expected: list[Any], step: int) -> None:
         (f'{CALL}{{"city": "Rome"}}', "\n", [ParsedCall("weather", '{"city": "Rome"}')]),
     ],
 )
-def test_a_stop_string_within_a_call(text: str, stop: str, expected: list[Any]) -> None:
+def test_a_stop_string_within_a_call(text, stop, expected):
     sections = HarmonySections([WEATHER], ROLE)
     assert [*sections.add(text), *sections.end(cut_by=stop)] == expected
 
 
-def test_a_call_that_is_cut_is_no_content() -> None:
+def test_a_call_that_is_cut_is_no_content():
     text = f'{CALL}{{"city": "Rome"}}'
     call = ParsedCall("weather", '{"city": "Rome"}')
     for end in range(len("<|channel|>"), len(text) + 1):  # a mark is one token
@@ -112,7 +112,7 @@ def test_a_call_that_is_cut_is_no_content() -> None:
         assert found == ([call] if end == len(text) else [])
 
 
-def test_calls_without_tools_are_content() -> None:
+def test_calls_without_tools_are_content():
     assert parts_of(HarmonySections(), f"{CALL}{{}}<|call|>", 1) == [("content", "{}")]
 
 
@@ -125,11 +125,11 @@ def test_calls_without_tools_are_content() -> None:
         (f"{ROLE}{FINAL}Hello<|end|>", f"{ROLE}{FINAL}H", [("content", "H")]),
     ],
 )
-def test_a_prompt_may_end_anywhere(begun: str, text: str, expected: list[Any]) -> None:
+def test_a_prompt_may_end_anywhere(begun, text, expected):
     assert parts_of(HarmonySections([WEATHER], f"<|start|>user{begun}"), text, 2) == expected
 
 
-def test_templates_in_channels_are_known() -> None:
+def test_templates_in_channels_are_known():
     assert is_harmony(TEMPLATE)
     assert not is_harmony("{% for m in messages %}<|im_start|>{{ m.role }}")
 
@@ -154,7 +154,7 @@ def is_let_through(tokenizer: Any, grammar: str, text: str) -> bool:
     return True
 
 
-def test_grammars_stand_in_the_channels(harmony_tokenizer: Any) -> None:
+def test_grammars_stand_in_the_channels(harmony_tokenizer):
     final, call = 'start: "yes" | "no"', of_harmony_call([WEATHER])
     for grammar, is_call, text, is_right in [
         (final, False, f"{FINAL}yes", True),
@@ -171,7 +171,7 @@ def test_grammars_stand_in_the_channels(harmony_tokenizer: Any) -> None:
         assert is_let_through(harmony_tokenizer, wrapped, text) == is_right, text
 
 
-def test_over_http(harmony_tokenizer: Any) -> None:
+def test_over_http(harmony_tokenizer):
     texts = [
         f"{ANALYSIS}Well.<|end|>{ROLE}{FINAL}Hello",
         f'{ANALYSIS}Well.<|end|>{ROLE}{CALL}{{"city": "Rome"}}',

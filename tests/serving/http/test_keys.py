@@ -35,8 +35,8 @@ def site_of(
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_key_finds_no_prefix_of_another_in_memory_or_on_the_disk(
-    pocket: Any, tokenizer: Any, tmp_path: Path, shares: bool
-) -> None:
+    pocket, tokenizer, tmp_path, shares
+):
     theirs = 64 if shares else 0
     with contextlib.ExitStack() as stack:
         site = site_of(pocket, tokenizer, tmp_path, stack, shares_prefixes=shares)
@@ -54,7 +54,7 @@ def test_a_key_finds_no_prefix_of_another_in_memory_or_on_the_disk(
         assert [cached(site, key) for key in (FIRST, SECOND)] == [64, 64]
 
 
-def test_a_key_is_answered_no_sooner_for_a_grammar_of_another(tokenizer: Any) -> None:
+def test_a_key_is_answered_no_sooner_for_a_grammar_of_another(tokenizer):
     grammars = Grammars(Vocabulary(tokenizer, 4096, [0]))
     first = grammars.compile('start: "a"', "it", FIRST)
     assert grammars.compile('start: "a"', "it", FIRST) is first
@@ -64,7 +64,7 @@ def test_a_key_is_answered_no_sooner_for_a_grammar_of_another(tokenizer: Any) ->
     assert grammars.compile('start: "a"', "it", FIRST) is not first  # few are kept
 
 
-def test_no_name_of_a_file_or_prefix_holds_a_key(tmp_path: Path) -> None:
+def test_no_name_of_a_file_or_prefix_holds_a_key(tmp_path):
     access = Access(keys=[FIRST, SECOND])
     owners = {access.owner_of(key) for key in access.keys}
     assert len(owners) == 2

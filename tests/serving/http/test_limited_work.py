@@ -38,9 +38,7 @@ def chats(site: Served) -> None:
 
 
 @pytest.mark.parametrize("program", [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"])
-def test_a_template_without_an_end_is_ended(
-    staged: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
+def test_a_template_without_an_end_is_ended(staged, tokenizer, monkeypatch, program):
     monkeypatch.setattr(served_model, "_RENDER_S", 0.2)
     monkeypatch.setattr(served_model, "_RENDER_BYTES", 32 << 20)
     endless = copy.deepcopy(tokenizer)
@@ -53,9 +51,7 @@ def test_a_template_without_an_end_is_ended(
     chats(site)
 
 
-def test_end_tokens_are_looked_for_within_the_limits_of_templates(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_tokens_are_looked_for_within_the_limits_of_templates(tokenizer, monkeypatch):
     """At start too: the template shows which token stands behind an answer."""
     monkeypatch.setattr(served_model, "_RENDER_S", 0.2)
     settings = GenerationConfig(num_beams=4, no_repeat_ngram_size=3, do_sample=False)
@@ -69,7 +65,7 @@ def test_end_tokens_are_looked_for_within_the_limits_of_templates(
         assert found.vocabulary.end_ids == ends
 
 
-def test_a_grammar_that_takes_long_is_ended(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_long_is_ended(staged, monkeypatch):
     monkeypatch.setattr(grammar_module, "_COMPILE_S", 0.3)
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     site = staged(engine)
@@ -80,7 +76,7 @@ def test_a_grammar_that_takes_long_is_ended(staged: Any, monkeypatch: pytest.Mon
     chats(site)
 
 
-def test_masks_that_take_long_end_their_answer_alone(tokenizer: Any) -> None:
+def test_masks_that_take_long_end_their_answer_alone(tokenizer):
     now_s, step_s = 0.0, 0.04
 
     def clock() -> float:
@@ -102,9 +98,7 @@ def test_masks_that_take_long_end_their_answer_alone(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_a_conversation_is_rendered_as_the_tokenizer_does_it(
-    tokenizer: Any, continues: bool
-) -> None:
+def test_a_conversation_is_rendered_as_the_tokenizer_does_it(tokenizer, continues):
     messages = [
         Message(role="user", content="Wie spät? \u4e16\U0001f600 </s>\n"),
         Message(role="assistant", content="Well", reasoning_content="so"),
@@ -122,7 +116,7 @@ def test_a_conversation_is_rendered_as_the_tokenizer_does_it(
         assert there.render(messages, **given) == here.render(messages, **given)
 
 
-def test_a_program_that_others_ended_is_started_again(staged: Any) -> None:
+def test_a_program_that_others_ended_is_started_again(staged):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     site = staged(engine)
     chats(site)
@@ -133,7 +127,7 @@ def test_a_program_that_others_ended_is_started_again(staged: Any) -> None:
     chats(site)
 
 
-def test_clients_take_turns_whoever_asks_much() -> None:
+def test_clients_take_turns_whoever_asks_much():
     """Each client's work is done in its order; what is cancelled uses up a turn."""
     done: list[str] = []
 

@@ -52,9 +52,7 @@ def logged(site: Served) -> Mapping[str, Any]:
         (TEXT, b'{"prompt": "a", "%s": 1, "%s": 2}' % ((SECRET.encode(),) * 2), None),
     ],
 )
-def test_refusals_are_logged_without_what_was_sent(
-    own: Served, path: str, body: Any, place: str | None
-) -> None:
+def test_refusals_are_logged_without_what_was_sent(own, path, body, place):
     status, found = own.ask(path, body)
     fields = logged(own)
     assert status in (400, 404)
@@ -64,15 +62,13 @@ def test_refusals_are_logged_without_what_was_sent(
     assert fields["error"] == (found["error"]["code"] or found["error"]["type"])
 
 
-def test_the_name_of_a_user_is_cut(own: Served) -> None:
+def test_the_name_of_a_user_is_cut(own):
     assert own.ask(TEXT, {"prompt": [5], "user": "u" * 10_000})[0] == 200
     assert logged(own)["user"] == "u" * 100
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_mistake_of_the_server_is_an_error_and_is_logged(
-    own: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_a_mistake_of_the_server_is_an_error_and_is_logged(own, monkeypatch, stream):
     events = [PromptRead(0), NewToken(5, math.nan), Finished("length")]
     monkeypatch.setattr(ENGINE, "script", lambda _: events)
     body = {"prompt": [5], "logprobs": 1}
@@ -88,6 +84,6 @@ def test_a_mistake_of_the_server_is_an_error_and_is_logged(
     assert "endpoints.py:" in fields["error"]
 
 
-def test_what_the_server_itself_says_is_logged() -> None:
+def test_what_the_server_itself_says_is_logged():
     own = ApiError("expert 3 cannot be read", status=500, logged="expert 3 cannot be read")
     assert log_fields(own) == {"error": "expert 3 cannot be read"}

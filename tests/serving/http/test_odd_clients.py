@@ -39,9 +39,7 @@ def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContext
 
 
 @pytest.mark.parametrize("more", [{"prompt": [[5]] * 900, "n": 128}, {"prompt": ["a"] * 50_000}])
-def test_too_many_answers_are_refused_before_anything_is_made_of_them(
-    staged: Any, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
-) -> None:
+def test_too_many_answers_are_refused_before_anything_is_made_of_them(staged, monkeypatch, more):
     site = staged()
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -54,7 +52,7 @@ def test_too_many_answers_are_refused_before_anything_is_made_of_them(
     assert f"{len(more['prompt']) * more.get('n', 1)} answers" in found["error"]["message"]
 
 
-def test_a_body_that_does_not_come_is_given_up(tokenizer: Any) -> None:
+def test_a_body_that_does_not_come_is_given_up(tokenizer):
     with (
         serve_scripted(tokenizer, limits=Limits(body_seconds=0.05)) as site,
         connected(site) as one,
@@ -65,9 +63,7 @@ def test_a_body_that_does_not_come_is_given_up(tokenizer: Any) -> None:
     assert "body" in found["error"]["message"]
 
 
-def test_a_head_that_does_not_end_ends_the_connection(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_end_ends_the_connection(tokenizer, monkeypatch):
     """The first one of a connection, and one behind an answer, which uvicorn's own limit ends."""
     monkeypatch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0))
     with serve_scripted(tokenizer, limits=Limits(head_seconds=0.05)) as site:
@@ -79,7 +75,7 @@ def test_a_head_that_does_not_end_ends_the_connection(
                     pass
 
 
-def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
+def test_a_body_that_does_not_come_holds_up_no_end(tokenizer):
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(1) as threads:
         site = serving.enter_context(serve_scripted(tokenizer))
         with connected(site) as one:
@@ -92,7 +88,7 @@ def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
             stopping.result(30)
 
 
-def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
+def test_bodies_of_many_clients_together_have_an_end(tokenizer):
     limits = Limits(body_bytes=1000)
     with serve_scripted(tokenizer, limits=limits) as site, contextlib.ExitStack() as clients:
         waiting = [clients.enter_context(connected(site)) for _ in range(5)]
@@ -110,9 +106,7 @@ def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
         assert site.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})[0] == 200
 
 
-def test_a_body_counts_until_the_engine_has_its_tokens(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_counts_until_the_engine_has_its_tokens(tokenizer, monkeypatch):
     bodies: list[weakref.ref[Any]] = []
 
     def parse(kind: Any, raw: bytes) -> Any:
@@ -152,8 +146,8 @@ def test_a_body_counts_until_the_engine_has_its_tokens(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+    tokenizer, monkeypatch, path
+):
     """Where reads fail for minutes, requests would fill memory between its runs."""
     streams: list[Callable[[], Any]] = []
     begin = endpoints.EventStream.__init__
@@ -187,7 +181,7 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
             gc.enable()
 
 
-def test_names_are_those_of_pages_in_browsers(tokenizer: Any) -> None:
+def test_names_are_those_of_pages_in_browsers(tokenizer):
     heads = {b"1.1\r\nhost: LocalHost:80": 200, b"1.1\r\nhost: evil.example": 403}
     with serve_scripted(tokenizer, access=Access(hosts=["localhost"])) as site:
         for head, status in {b"1.0": 200, b"1.1\r\nhost: [": 403, **heads}.items():
@@ -196,14 +190,14 @@ def test_names_are_those_of_pages_in_browsers(tokenizer: Any) -> None:
                 assert response(client)[0] == status
 
 
-def test_a_host_that_is_none_is_no_fault(staged: Any) -> None:
+def test_a_host_that_is_none_is_no_fault(staged):
     with connected(staged()) as client:
         client.sendall(b"GET /nowhere HTTP/1.1\r\nhost: [\r\n\r\n")
         status, found = response(client)
         assert (status, found["error"]["code"]) == (404, "unknown_url")
 
 
-def test_a_page_that_may_ask_may_send_the_headers_of_openais_client(tokenizer: Any) -> None:
+def test_a_page_that_may_ask_may_send_the_headers_of_openais_client(tokenizer):
     sent = "authorization, content-type, x-stainless-os"
     with serve_scripted(tokenizer, access=Access(origins=["http://page"])) as site:
         where = urlsplit(site.address)
@@ -225,7 +219,7 @@ def test_a_page_that_may_ask_may_send_the_headers_of_openais_client(tokenizer: A
             assert found.headers["access-control-allow-origin"] == "http://page"
 
 
-def test_a_method_that_is_none_says_which_there_are(staged: Any) -> None:
+def test_a_method_that_is_none_says_which_there_are(staged):
     where = urlsplit(staged().address)
     asking = http.client.HTTPConnection(where.hostname or "", where.port, timeout=600)
     with contextlib.closing(asking):
@@ -234,9 +228,7 @@ def test_a_method_that_is_none_says_which_there_are(staged: Any) -> None:
         assert (found.status, found.headers["allow"]) == (405, "POST")
 
 
-def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
-    staged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_takes_long_holds_up_nobody_without_one(staged, monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
 
     def compile_(self: Grammars, lark: str, param: str, owner: str) -> Any:
@@ -256,7 +248,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
         assert asked.result()[0] == 400
 
 
-def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
+def test_a_client_that_takes_nothing_is_given_up(tokenizer):
     log: list[Mapping[str, Any]] = []
     server = Server(
         {}, Limits(sending_seconds=0.02), Access(), lambda _, fields: log.append(fields)
@@ -278,7 +270,7 @@ def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
     assert log[0]["error"] == "the client takes nothing of the answer"
 
 
-def test_a_server_whose_engine_has_ended_is_not_ready(staged: Any) -> None:
+def test_a_server_whose_engine_has_ended_is_not_ready(staged):
     engine = ScriptedEngine(lambda _: [])
     site = staged(engine)
     assert site.ask("/health")[0] == 200
@@ -286,7 +278,7 @@ def test_a_server_whose_engine_has_ended_is_not_ready(staged: Any) -> None:
     assert site.ask("/health") == (503, {"alive": True, "ready": False})
 
 
-def test_an_address_is_held_while_a_model_loads() -> None:
+def test_an_address_is_held_while_a_model_loads():
     with contextlib.closing(listen("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
         with pytest.raises(AddressError, match=f"port {port}.*--port"):
@@ -308,9 +300,7 @@ ONE_TOKEN = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_client_that_sends_no_more_is_answered(
-    staged: Any, version: bytes, is_late: bool
-) -> None:
+def test_a_client_that_sends_no_more_is_answered(staged, version, is_late):
     told: list[Any] = []
     engine = ScriptedEngine(lambda _: [PromptRead(0)])
     submit = engine.submit
@@ -336,7 +326,7 @@ def ending(tokenizer: Any, engine: ScriptedEngine) -> Any:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_has_gone_away_cancels_its_request(tokenizer: Any, streams: bool) -> None:
+def test_a_client_that_has_gone_away_cancels_its_request(tokenizer, streams):
     engine = ScriptedEngine(lambda _: [PromptRead(0)])  # which never ends
     with ending(tokenizer, engine) as site:
         raw = json.dumps({"prompt": [5], "max_tokens": 1, "stream": streams}).encode()
@@ -346,7 +336,7 @@ def test_a_client_that_has_gone_away_cancels_its_request(tokenizer: Any, streams
         assert engine.cancelled.wait(600)
 
 
-def test_a_client_that_ends_within_its_body_has_gone_away(tokenizer: Any) -> None:
+def test_a_client_that_ends_within_its_body_has_gone_away(tokenizer):
     with ending(tokenizer, ScriptedEngine(lambda _: [])) as site, connected(site) as client:
         client.sendall(HEAD % 100 + ONE_TOKEN)
         client.shutdown(socket.SHUT_WR)
@@ -379,9 +369,7 @@ def without_tokens() -> ScriptedEngine:
     return ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
 
 
-def test_the_time_of_a_request_begins_with_its_arrival(
-    tokenizer: Any, slow: SlowPreparation
-) -> None:
+def test_the_time_of_a_request_begins_with_its_arrival(tokenizer, slow):
     with served(
         [model_of("pocket", without_tokens(), tokenizer, 4096)], Limits(seconds=0.05)
     ) as site:
@@ -392,9 +380,7 @@ def test_the_time_of_a_request_begins_with_its_arrival(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_prepared_when_the_server_ends_is_told_so(
-    tokenizer: Any, slow: SlowPreparation, stream: bool
-) -> None:
+def test_what_is_prepared_when_the_server_ends_is_told_so(tokenizer, slow, stream):
     scripted = without_tokens()
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
         models = [model_of("pocket", scripted, tokenizer, 4096)]

@@ -10,6 +10,8 @@ import pytest
 import torch
 from http_server import Served
 
+from moe_runtime import __version__
+
 if TYPE_CHECKING:
     import openai  # a second that every process of the suite would pay
 
@@ -42,9 +44,7 @@ def greedy(pocket: Any, ids: list[int], num_new: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_a_completion_is_the_text_of_generate(
-    client: openai.OpenAI, pocket: Any, tokenizer: Any
-) -> None:
+def test_a_completion_is_the_text_of_generate(client, pocket, tokenizer):
     ids = tokenizer(PROMPT)["input_ids"]
     expected = tokenizer.decode(greedy(pocket, ids, 20))
     for prompt in (PROMPT, ids):
@@ -57,7 +57,7 @@ def test_a_completion_is_the_text_of_generate(
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 20)
 
 
-def test_prompts_and_answers_have_indices(client: openai.OpenAI, tokenizer: Any) -> None:
+def test_prompts_and_answers_have_indices(client, tokenizer):
     both = ["A class", "The list"]
     asked: dict[str, Any] = {"model": "pocket", "max_tokens": 6, "temperature": 1, "seed": 5}
     first = client.completions.create(prompt=both, n=2, **asked)
@@ -71,7 +71,7 @@ def test_prompts_and_answers_have_indices(client: openai.OpenAI, tokenizer: Any)
     assert first.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in both)
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(client):
     asked: dict[str, Any] = {"model": "pocket", "temperature": 0, "max_tokens": 12}
     whole = client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=2, **asked)
     chunks = list(
@@ -84,6 +84,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
             **asked,
         )
     )
+    assert {one.system_fingerprint for one in (whole, *chunks)} == {f"moe-runtime-{__version__}"}
     *body, last = chunks
     assert last.choices == []
     assert last.usage is not None
@@ -107,7 +108,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     ]
 
 
-def test_a_stop_string_is_no_part_of_any_piece(client: openai.OpenAI) -> None:
+def test_a_stop_string_is_no_part_of_any_piece(client):
     asked: dict[str, Any] = {
         "model": "pocket",
         "prompt": PROMPT,
@@ -122,9 +123,7 @@ def test_a_stop_string_is_no_part_of_any_piece(client: openai.OpenAI) -> None:
     assert pieces[-1].choices[0].finish_reason == "stop"
 
 
-def test_lm_eval_reads_the_likelihood_that_the_model_gives(
-    site: Served, pocket: Any, tokenizer: Any
-) -> None:
+def test_lm_eval_reads_the_likelihood_that_the_model_gives(site, pocket, tokenizer):
     texts = ["The for statement is used to iterate", "def f(x): return x"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     body = {"model": "pocket", "prompt": prompts, "temperature": 0, "max_tokens": 1}
@@ -151,7 +150,7 @@ def test_lm_eval_reads_the_likelihood_that_the_model_gives(
         assert offsets == [len(tokenizer.decode(ids[:at])) for at in range(len(ids) + 1)]
 
 
-def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
+def test_an_answer_keeps_to_a_schema(client):
     schema = {
         "type": "object",
         "properties": {"kind": {"enum": ["list", "tuple"]}, "size": {"enum": [1, 23]}},
@@ -175,7 +174,7 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
     assert found["size"] in (1, 23)
 
 
-def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
+def test_a_required_tool_is_called(client):
     asked: dict[str, Any] = {
         "model": "pocket",
         "messages": USER,
@@ -207,7 +206,7 @@ def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
     client.chat.completions.create(model="pocket", messages=history, tools=[TOOL], max_tokens=1)
 
 
-def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
+def test_reasoning_is_apart_from_the_answer(client):
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
     answer = client.chat.completions.create(
         model="pocket", messages=USER, max_tokens=5, temperature=0, extra_body=thinks
@@ -217,7 +216,7 @@ def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
     assert message["reasoning_content"]
 
 
-def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
+def test_errors_are_those_of_openai(client):
     import openai
 
     with pytest.raises(openai.NotFoundError, match=r"no-such.* is not served here"):
@@ -239,7 +238,7 @@ def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
         )
 
 
-def test_models_are_listed(client: openai.OpenAI) -> None:
+def test_models_are_listed(client):
     (model,) = client.models.list()
     assert model.id == "pocket"
     assert client.models.retrieve("pocket").model_dump()["max_model_len"] == 512

@@ -16,8 +16,8 @@ def _times(metrics: Metrics, arrived_s: float) -> RequestTimes:
     return RequestTimes(metrics, "pocket", clock=lambda: next(clock))
 
 
-def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
-    metrics = Metrics({})
+def test_queue_prefill_and_decode_add_up_to_the_last_token():
+    metrics = Metrics(dict)
     times = _times(metrics, 100.0)
     times.started(0, 103.0)
     for now_s in (108.0, 110.0, 116.0):
@@ -33,8 +33,8 @@ def test_queue_prefill_and_decode_add_up_to_the_last_token() -> None:
     assert sums["request_time_per_output_token"] == 4  # the end behind the last token is no token
 
 
-def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
-    metrics = Metrics({})
+def test_an_answer_without_tokens_has_only_queue_and_inference_time():
+    metrics = Metrics(dict)
     times = _times(metrics, 1.0)
     times.started(0, 2.0)
     times.ended(0, 6.0, 5, 0, "length")
@@ -44,8 +44,8 @@ def test_an_answer_without_tokens_has_only_queue_and_inference_time() -> None:
     assert "request_decode_time" not in sums
 
 
-def test_an_answer_that_never_started_spent_its_time_in_the_queue() -> None:
-    metrics = Metrics({})
+def test_an_answer_that_never_started_spent_its_time_in_the_queue():
+    metrics = Metrics(dict)
     _times(metrics, 1.0).ended(0, 6.0, 5, 0, "stop")
     sums = _sums(metrics)
     assert (sums["request_queue_time"], sums["request_inference_time"]) == (5, 0)

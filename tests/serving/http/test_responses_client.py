@@ -34,7 +34,7 @@ def client_of(site: Served, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{site.address}/v1", **options)
 
 
-def test_a_response_is_the_text_of_a_chat(site: Served) -> None:
+def test_a_response_is_the_text_of_a_chat(site):
     chat = {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]}
     _, plain = site.ask(CHAT, {**chat, "max_completion_tokens": 12, "temperature": 0})
     given: Any = {"model": "pocket", "instructions": "S", "input": "Hi", "temperature": 0}
@@ -70,7 +70,7 @@ def test_a_response_is_the_text_of_a_chat(site: Served) -> None:
     assert "".join(deltas) == text
 
 
-def test_items_are_those_of_the_schema(speaking: Any) -> None:
+def test_items_are_those_of_the_schema(speaking):
     """Every event holds against the types of OpenAI's client, which it does not check itself."""
     from openai.types.responses import Response, ResponseStreamEvent
 
@@ -121,7 +121,7 @@ TURNS = [
 ]
 
 
-def test_a_conversation_is_that_of_a_chat(asked: Any) -> None:
+def test_a_conversation_is_that_of_a_chat(asked):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     chat = [
         {"role": "system", "content": "Help.\n\nBe brief."},
@@ -144,7 +144,7 @@ def test_a_conversation_is_that_of_a_chat(asked: Any) -> None:
     assert one == asked(CHAT, {"messages": chat, "tools": tools})
 
 
-def test_fields_that_change_no_answer_are_taken(asked: Any) -> None:
+def test_fields_that_change_no_answer_are_taken(asked):
     more = {
         **{"metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "prompt_cache_key": "k"},
         **{"reasoning": {"effort": "high", "summary": "auto"}, "truncation": "disabled"},
@@ -154,7 +154,7 @@ def test_fields_that_change_no_answer_are_taken(asked: Any) -> None:
     assert asked(PATH, {"input": "Hi", **more}) == asked(PATH, {"input": "Hi"})
 
 
-def test_a_conversation_is_continued_by_its_id(staged: Any, tokenizer: Any) -> None:
+def test_a_conversation_is_continued_by_its_id(staged, tokenizer):
     prompts: list[str] = []
 
     def script(request: GenerationRequest) -> list[Any]:
@@ -184,7 +184,7 @@ def test_a_conversation_is_continued_by_its_id(staged: Any, tokenizer: Any) -> N
     ]
 
 
-def test_responses_of_one_key_are_not_those_of_another(tokenizer: Any) -> None:
+def test_responses_of_one_key_are_not_those_of_another(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("stop")])
     models = [model_of("pocket", engine, tokenizer, 4096)]
     with served(models, access=Access(keys=("a", "b"))) as site:
@@ -196,7 +196,7 @@ def test_responses_of_one_key_are_not_those_of_another(tokenizer: Any) -> None:
         assert site.ask(PATH, more, headers=other)[0] == 404
 
 
-def test_the_oldest_responses_go_first() -> None:
+def test_the_oldest_responses_go_first():
     kept = KeptResponses(most_bytes=300)
     for number in range(6):
         kept.put("", {"id": str(number), "text": "x" * 60}, [Message(role="user", content="y")])
@@ -207,7 +207,7 @@ def test_the_oldest_responses_go_first() -> None:
     assert found == ["4", "5"]
 
 
-def test_log_probabilities_are_those_of_a_chat(site: Served) -> None:
+def test_log_probabilities_are_those_of_a_chat(site):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 5}
     both = {"temperature": 0, "top_logprobs": 2}
     _, plain = site.ask(CHAT, {**chat, **both, "logprobs": True})
@@ -221,7 +221,7 @@ def test_log_probabilities_are_those_of_a_chat(site: Served) -> None:
         assert len(one["top_logprobs"]) == 2
 
 
-def test_an_answer_keeps_to_a_model_of_pydantic(speaking: Any) -> None:
+def test_an_answer_keeps_to_a_model_of_pydantic(speaking):
     class City(pydantic.BaseModel):
         name: str
 
@@ -231,7 +231,7 @@ def test_an_answer_keeps_to_a_model_of_pydantic(speaking: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_a_tool_is_called(speaking: Any, choice: Any) -> None:
+def test_a_tool_is_called(speaking, choice):
     with client_of(speaking(CALL)) as client:
         found = client.responses.create(
             model="pocket", input="Hi", tools=[TOOL], tool_choice=choice
@@ -261,13 +261,13 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
     ],
 )
-def test_what_is_refused(stage: Served, body: dict[str, Any], param: str) -> None:
+def test_what_is_refused(stage, body, param):
     error = stage.refused(PATH, body)
     assert error["param"].startswith(param)
     assert error["message"].startswith(param)
 
 
-def test_an_error_after_the_stream_has_begun_is_an_event(staged: Any) -> None:
+def test_an_error_after_the_stream_has_begun_is_an_event(staged):
     script = [PromptRead(0), NewToken(50), Finished("error", message="it broke")]
     _, text = staged(ScriptedEngine(lambda _: script)).ask(PATH, {"input": "Hi", "stream": True})
     name, data = text.strip().split("\n\n")[-1].split("\n")

@@ -1,13 +1,15 @@
 """Several models behind one address: names, one budget, one computing at a time."""
 
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_events import ask, request_of
-from http_server import started
+from http_server import Served, started
 from safetensors.torch import load_file, save_file
 from text_checkpoint import save_text_checkpoint
 
@@ -22,7 +24,7 @@ from moe_runtime.serving.http import dividing
 from moe_runtime.serving.http.dividing import Need, divide, server_bytes
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
-OTHERS = {"dtype": "auto", "cache_code": "none", "misses": "device"}
+OTHERS = {"dtype": "auto", "cache_code": "none", "kv_cache": "exact", "misses": "device"}
 PROMPT = [5, 7, 11]
 ASKED = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
 
@@ -70,6 +72,91 @@ def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
         budgets = [model.moe.stats().budget_bytes for model in ready.loaded]
         assert budgets[0] == budgets[1] > 0
         assert sum(budgets) <= 64 << 20
+
+
+def token_ids(site: Served, name: str) -> list[int]:
+    status, answer = site.ask("/v1/completions", {**ASKED, "model": name})
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def statuses(site: Served) -> dict[str, str]:
+    return {model["id"]: model["status"]["value"] for model in site.ask("/models")[1]["data"]}
+
+
+def settled(site: Served, name: str, status: str) -> None:
+    while statuses(site)[name] != status:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fit", [1, 2])
+def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
+    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, fit: int
+) -> None:
+    """Where both fit they share the budget; else the one goes for the other."""
+    alone = [texts_alone(folder) for folder in checkpoints]
+    found = inspect_checkpoint(checkpoints[0], max_tokens=64)
+    more_bytes = -1 if fit == 1 else 5 * found.slot_bytes
+    budget = 2 * found.smallest_budget_bytes + more_bytes + server_bytes(64, 2)
+    models: list[weakref.ref[Any]] = []
+    load = moe_runtime.load
+
+    def watched(*args: Any, **options: Any) -> Any:
+        loaded = load(*args, **options)
+        models.append(weakref.ref(loaded))
+        budgets = [one.moe.stats().budget_bytes for ref in models if (one := ref()) is not None]
+        assert sum(budgets) <= budget - server_bytes(64, 2)
+        return loaded
+
+    monkeypatch.setattr(moe_runtime, "load", watched)
+    loading = {**LOADING, **OTHERS, "host_memory": budget}
+    folders = [str(folder) for folder in checkpoints]
+    with started(folders, loading, on_demand=True) as (site, ready):
+        assert not ready.loaded
+        assert statuses(site) == {"one": "unloaded", "two": "unloaded"}
+        assert token_ids(site, "two") == alone[1]
+        assert statuses(site) == {"one": "unloaded", "two": "loaded"}
+        assert token_ids(site, "one") == alone[0]
+        assert statuses(site) == {"one": "loaded", "two": "unloaded" if fit == 1 else "loaded"}
+        bodies = [{**ASKED, "model": name} for name in ("one", "two") * 4]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda body: site.ask("/v1/completions", body), bodies))
+        assert [answer["choices"][0]["token_ids"] for _, answer in answers] == alone * 4
+        for name in ("one", "two"):
+            assert site.ask("/models/unload", {"model": name}) == (200, {"success": True})
+            settled(site, name, "unloaded")
+        assert [ref() for ref in models] == [None] * len(models)
+        assert 'model_name="one"' not in site.ask("/metrics")[1].partition("vllm:time_to")[0]
+        assert site.ask("/models/load", {"model": "two"}) == (200, {"success": True})
+        settled(site, "two", "loaded")
+        assert token_ids(site, "two") == alone[1]
+        assert site.refused("/models/load", {"model": "three"}, 404)["code"] == "model_not_found"
+
+
+def test_an_idle_model_is_unloaded_and_its_next_request_loads_it(checkpoints: list[Path]) -> None:
+    loading = {**LOADING, **OTHERS}
+    with started([str(checkpoints[0])], loading, idle_s=0.01) as (site, _):
+        settled(site, "one", "unloaded")
+        assert site.ask("/v1/models/one")[1]["max_model_len"] is None
+        assert token_ids(site, "one") == texts_alone(checkpoints[0])
+        settled(site, "one", "unloaded")
+        assert site.ask("/health") == (200, {"alive": True, "ready": True})
+
+
+def test_a_model_whose_files_are_gone_is_refused_and_others_answer(
+    checkpoints: list[Path], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    save_text_checkpoint(gone)
+    folders = [str(gone), str(checkpoints[0])]
+    with started(folders, {**LOADING, **OTHERS}, on_demand=True) as (site, _):
+        (gone / "model.safetensors").unlink()
+        refusal = site.refused("/v1/completions", {**ASKED, "model": "gone"}, 503)
+        assert refusal["code"] == "model_not_loaded"
+        assert str(tmp_path) not in refusal["message"]
+        status = site.ask("/models")[1]["data"][0]["status"]
+        assert status == {"value": "unloaded", "failed": True}
+        assert token_ids(site, "one") == texts_alone(checkpoints[0])
 
 
 @pytest.mark.parametrize("budget", ["auto", "1.0"])

@@ -95,9 +95,7 @@ def stack() -> Any:
         yield found
 
 
-def test_a_model_that_works_takes_slots_of_one_that_does_not(
-    checkpoint: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_works_takes_slots_of_one_that_does_not(checkpoint, stack, monkeypatch):
     site = Site(stack, checkpoint, ["lru", "activation-aware"])
     moved: list[int] = []
 
@@ -125,9 +123,7 @@ def test_a_model_that_works_takes_slots_of_one_that_does_not(
     assert max(moved) <= site.budget_bytes
 
 
-def test_models_whose_steps_take_long_keep_their_slots(
-    checkpoint: Path, stack: contextlib.ExitStack
-) -> None:
+def test_models_whose_steps_take_long_keep_their_slots(checkpoint, stack):
     """Longer than the time after which a model is idle: all work that wait for their turn."""
     queue = Queue()
     site = Site(stack, checkpoint, ["lru"] * 3, queue)
@@ -147,9 +143,7 @@ def test_models_whose_steps_take_long_keep_their_slots(
     assert site.slots() == [(3 * FAIR - ALL) // 2] * 2 + [ALL]
 
 
-def test_what_no_working_model_has_use_for_stays_with_the_others(
-    checkpoint: Path, stack: contextlib.ExitStack
-) -> None:
+def test_what_no_working_model_has_use_for_stays_with_the_others(checkpoint, stack):
     number = -(-ALL // FAIR) + 1
     site = Site(stack, checkpoint, ["lru"] * number)
     site.now_s += 10

@@ -1,10 +1,7 @@
 """Clients' schemas and published tokenizers: calls that are forced, and thoughts that end."""
 
-from __future__ import annotations
-
 import enum
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +25,7 @@ class Place(pydantic.BaseModel):
 
     name: str
     kind: Kind
-    within: Place | None = None
+    within: "Place | None" = None
 
 
 class Trip(pydantic.BaseModel):
@@ -106,8 +103,8 @@ WEATHER = {
 @pytest.mark.parametrize("is_forced", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
-    speaking: Any, name: str, is_forced: bool
-) -> None:
+    speaking, name, is_forced
+):
     made = PUBLISHED[name]
     added = [AddedToken(mark, special=True, normalized=False) for mark in made.special]
     added += [AddedToken(mark, special=False, normalized=False) for mark in made.plain]
@@ -167,9 +164,7 @@ def pair_call(name: str) -> str:
     ],
 )
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_nested_models_are_enforced_in_openais_tools(
-    speaking: Any, template: str, call: Callable[[str], str], is_strict: bool
-) -> None:
+def test_nested_models_are_enforced_in_openais_tools(speaking, template, call, is_strict):
     import openai
 
     tool: Any = openai.pydantic_function_tool(Trip)
@@ -208,7 +203,7 @@ def test_nested_models_are_enforced_in_openais_tools(
             assert trip == FULL.model_copy(update={"folder": trip.folder})
 
 
-def test_openais_client_parses_a_nested_model(speaking: Any) -> None:
+def test_openais_client_parses_a_nested_model(speaking):
     import openai
 
     text = spaced(FULL.model_dump(mode="json") | {"folder": "x"})
@@ -218,7 +213,7 @@ def test_openais_client_parses_a_nested_model(speaking: Any) -> None:
         assert answer.choices[0].message.parsed == FULL.model_copy(update={"folder": Path("x")})
 
 
-def test_instructor_gets_a_nested_model(speaking: Any) -> None:
+def test_instructor_gets_a_nested_model(speaking):
     instructor = pytest.importorskip("instructor")
     import openai
 
@@ -229,7 +224,7 @@ def test_instructor_gets_a_nested_model(speaking: Any) -> None:
     assert found.model_dump() == FULL.model_dump()
 
 
-def test_pydantic_ai_gets_a_nested_model(speaking: Any) -> None:
+def test_pydantic_ai_gets_a_nested_model(speaking):
     pytest.importorskip("pydantic_ai")
     import openai
     from pydantic_ai import Agent
@@ -247,7 +242,7 @@ def test_pydantic_ai_gets_a_nested_model(speaking: Any) -> None:
 
 
 @pytest.mark.slow
-def test_litellm_gets_a_nested_model(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_gets_a_nested_model(speaking, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no network
     litellm = pytest.importorskip("litellm")
     tool = {
@@ -269,7 +264,7 @@ def test_litellm_gets_a_nested_model(speaking: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_llama_index_gets_a_nested_model(speaking: Any) -> None:
+def test_llama_index_gets_a_nested_model(speaking):
     pytest.importorskip("llama_index.llms.openai_like")
     from llama_index.core.prompts import PromptTemplate
     from llama_index.llms.openai_like import OpenAILike

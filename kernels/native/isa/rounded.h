@@ -1,0 +1,96 @@
+/* Products with rows that are rounded to int8, blocks of Q8_0, as attention to cached keys and values needs them: each row is
+ * decoded once for a few rows of x. A code times its scale is exact in fp32, so values are not rounded, and a row of x has the
+ * same bits whatever the others are. */
+#pragma once
+
+#include "formats/blocks.h"
+
+/* Rows of x at once, as many as have sums in registers; tokens that stay in the first-level cache for all groups of columns;
+ * and how far ahead rows are fetched. */
+enum { ROUNDED_X_ROWS = LANES == 16 ? 8 : 4, ROUNDED_TOKENS = 64, ROUNDED_AHEAD = 2048 };
+
+INLINE void fetch_rounded(const char *row, int64_t k) {
+    for (int64_t b = 0; b < k / ROUNDED_VALUES * ROUNDED_BYTES; b += CACHE_LINE) __builtin_prefetch(row + ROUNDED_AHEAD + b, 0, 3);
+}
+
+INLINE Vec rounded_values(const char *block, int i) {
+    return vec_mul(vec_load_i8(block + 2 + i * LANES), vec_all(half_at((const uint8_t *)block)));
+}
+
+/* Of `tokens` weight rows, which `rows` of x share. */
+INLINE void dot_rounded_tile(int rows, int tokens, Matrix w, int64_t k, const float *x, float *out, int64_t ldo) {
+    Vec acc[ROUNDED_X_ROWS * 4];
+    UNROLL for (int i = 0; i < rows * tokens; i++) acc[i] = vec_zero();
+    UNROLL for (int n = 0; n < tokens; n++) fetch_rounded(w.data + n * w.stride, k);
+    for (int64_t first = 0; first < k; first += ROUNDED_VALUES, w.data += ROUNDED_BYTES)
+        UNROLL for (int i = 0; i < ROUNDED_VALUES / LANES; i++) {
+            Vec values[4];
+            UNROLL for (int n = 0; n < tokens; n++) values[n] = rounded_values(w.data + n * w.stride, i);
+            UNROLL for (int m = 0; m < rows; m++) {
+                const Vec of_x = vec_load_f32(x + m * k + first + i * LANES);
+                UNROLL for (int n = 0; n < tokens; n++) acc[m * tokens + n] = vec_fma(acc[m * tokens + n], values[n], of_x);
+            }
+        }
+    for (int i = rows * tokens; i % 4; i++) acc[i] = vec_zero();
+    UNROLL for (int i = 0; i < rows * tokens; i += 4) {
+        float sums[4];
+        vec_four_sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sums);
+        UNROLL for (int j = i; j < i + 4; j++)
+            if (j < rows * tokens) out[j / tokens * ldo + j % tokens] = sums[j - i];
+    }
+}
+
+INLINE void dot_rounded_rows(int rows, Matrix w, int64_t num_weight_rows, int64_t k, const float *x, float *out, int64_t ldo) {
+    const int tokens = 2 * rows > ROUNDED_X_ROWS ? 2 : 4;
+    int64_t n = 0;
+    for (; n + tokens <= num_weight_rows; n += tokens, w.data += tokens * w.stride) dot_rounded_tile(rows, tokens, w, k, x, out + n, ldo);
+    for (; n < num_weight_rows; n++, w.data += w.stride) dot_rounded_tile(rows, 1, w, k, x, out + n, ldo);
+}
+
+INLINE void mix_rounded_rows(int rows, Matrix w, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t ldx, float *out) {
+    for (int64_t begin = 0; begin < num_weight_rows; begin += ROUNDED_TOKENS, w.data += ROUNDED_TOKENS * w.stride) {
+        const int64_t count = min64(ROUNDED_TOKENS, num_weight_rows - begin);
+        for (int64_t first = 0; first < num_columns; first += ROUNDED_VALUES) {
+            const char *block = w.data + first / ROUNDED_VALUES * ROUNDED_BYTES;
+            float *sums = out + first;
+            Vec acc[ROUNDED_X_ROWS][ROUNDED_VALUES / LANES];
+            UNROLL for (int m = 0; m < rows; m++)
+                UNROLL for (int i = 0; i < ROUNDED_VALUES / LANES; i++)
+                    acc[m][i] = begin ? vec_load_f32(sums + m * num_columns + i * LANES) : vec_zero();
+            for (int64_t n = 0; n < count; n++, block += w.stride) {
+                if (!first) fetch_rounded(block, num_columns);
+                UNROLL for (int i = 0; i < ROUNDED_VALUES / LANES; i++) {
+                    const Vec values = rounded_values(block, i);
+                    UNROLL for (int m = 0; m < rows; m++)
+                        acc[m][i] = vec_fma(acc[m][i], values, vec_all(x[m * ldx + begin + n]));
+                }
+            }
+            UNROLL for (int m = 0; m < rows; m++)
+                UNROLL for (int i = 0; i < ROUNDED_VALUES / LANES; i++) vec_store_f32(sums + m * num_columns + i * LANES, acc[m][i]);
+        }
+    }
+}
+
+#define FOR_ROUNDED_X_ROWS(num_rows, call)      \
+    switch (num_rows) {                         \
+        case 1: call(1); break;                 \
+        case 2: call(2); break;                 \
+        case 3: call(3); break;                 \
+        case 4: call(4); break;                 \
+        case 5: call(5); break;                 \
+        case 6: call(6); break;                 \
+        case 7: call(7); break;                 \
+        default: call(ROUNDED_X_ROWS);          \
+    }
+
+static void dot_rounded(Matrix weight, int64_t num_weight_rows, int64_t k, const float *x, int64_t num_rows, float *out) {
+#define DOT_ROUNDED(rows) dot_rounded_rows((rows < ROUNDED_X_ROWS ? rows : ROUNDED_X_ROWS), weight, num_weight_rows, k, x, out, num_weight_rows)
+    for (; num_rows > 0; num_rows -= ROUNDED_X_ROWS, x += ROUNDED_X_ROWS * k, out += ROUNDED_X_ROWS * num_weight_rows)
+        FOR_ROUNDED_X_ROWS(num_rows, DOT_ROUNDED)
+}
+
+static void mix_rounded(Matrix weight, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t num_rows, float *out) {
+#define MIX_ROUNDED(rows) mix_rounded_rows((rows < ROUNDED_X_ROWS ? rows : ROUNDED_X_ROWS), weight, num_weight_rows, num_columns, x, num_weight_rows, out)
+    for (; num_rows > 0; num_rows -= ROUNDED_X_ROWS, x += ROUNDED_X_ROWS * num_weight_rows, out += ROUNDED_X_ROWS * num_columns)
+        FOR_ROUNDED_X_ROWS(num_rows, MIX_ROUNDED)
+}

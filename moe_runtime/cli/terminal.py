@@ -1,0 +1,174 @@
+"""A conversation in a terminal: an editor for messages, and answers drawn as markdown."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from rich.console import Console, Group
+from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.text import Text
+
+from moe_runtime.cli.streams import without_control
+
+_REDRAW_S = 0.1
+
+
+def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterator[str]:
+    """Messages that are typed or pasted, until Ctrl-D.
+
+    Enter sends, Alt-Enter begins a line, and what is pasted keeps its lines. Ctrl-R searches in
+    what was typed before, in earlier conversations too. ``status`` is a line below.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import is_searching
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=~is_searching)
+    def _(event: KeyPressEvent) -> None:
+        if not event.current_buffer.text:
+            event.app.exit(exception=KeyboardInterrupt)
+        event.current_buffer.reset()
+
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        key_bindings=keys,
+        history=_history(),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
+        bottom_toolbar=status,
+        output=create_output(always_prefer_tty=True),
+    )
+    # some terminals do not say where the cursor is, which is no matter here
+    session.app.renderer.cpr_not_supported_callback = lambda: None
+    with contextlib.suppress(EOFError):
+        while True:
+            yield session.prompt()
+
+
+def _history() -> Any:
+    """What was typed before, kept for this user; for this conversation where that cannot be."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = Path(platformdirs.user_state_dir("moe-runtime")) / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+class MarkdownOutput:
+    """An answer as it comes, drawn as markdown, over a line with what it costs.
+
+    Blocks that are whole stay as they were drawn; the one that is being written is drawn anew.
+    """
+
+    def __init__(self, terminal: Console, status: Callable[[], str]) -> None:
+        self._status = status
+        self._text = self._note = ""
+        self._is_first = True
+        self._drawn_s = 0.0
+        self._console = terminal
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            get_renderable=self._unfinished,
+        )
+        self._live.start(refresh=True)
+
+    @classmethod
+    def of_stdout(cls, status: Callable[[], str]) -> "MarkdownOutput | None":
+        """One on stdout; None where it is no terminal, or one that draws nothing anew."""
+        terminal = Console(highlight=False)
+        if not terminal.is_terminal or terminal.is_dumb_terminal:
+            return None
+        return cls(terminal, status)
+
+    def write(self, piece: str) -> None:
+        self._text += without_control(piece)
+        if "\n" in piece:
+            self._draw(self._text[: _num_finished(self._text)])
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draws what has changed, at most ten times a second."""
+        now_s = time.monotonic()
+        if now_s - self._drawn_s >= _REDRAW_S:
+            self._drawn_s = now_s
+            self._live.refresh()
+
+    def say(self, text: str) -> None:
+        """Shows a line of the program in place of the status."""
+        self._note = text
+
+    def end_line(self) -> None:
+        self._draw(self._text)
+        self._live.stop()
+
+    def _draw(self, text: str) -> None:
+        self._text = self._text[len(text) :]
+        for line in self._lines(text):
+            self._console.print(Segments(line), end="")
+            self._is_first = False
+
+    def _lines(self, text: str) -> list[Any]:
+        """A text as lines of a terminal, each a list of segments; one empty line before it."""
+        lines = self._console.render_lines(_markdown(text), pad=False, new_lines=True)
+        is_full = [any(part.text.strip() for part in line) for line in lines]
+        if not any(is_full):
+            return []
+        end = len(lines) - is_full[::-1].index(True)
+        gap = [] if self._is_first else [[Segment.line()]]
+        return [*gap, *lines[is_full.index(True) : end]]
+
+    def _unfinished(self) -> Any:
+        """The last lines of the block that is being written, and the status."""
+        status = Text(self._note or self._status(), style="dim", no_wrap=True, overflow="ellipsis")
+        lines = self._lines(self._text)[-max(self._console.height - 3, 1) :]
+        return Group(*(Segments(line) for line in lines), status)
+
+
+def _parser() -> Any:
+    from markdown_it import MarkdownIt
+
+    # HTML is text, which rich would leave out
+    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+
+
+def _markdown(text: str) -> Any:
+    from rich.markdown import Markdown
+
+    found = Markdown("", hyperlinks=False)
+    found.parsed = _parser().parse(text)
+    for token in found.parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"  # a line of the model's is a line
+    return found
+
+
+def _num_finished(text: str) -> int:
+    """Characters of the blocks that nothing can be added to: all but the last one."""
+    begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
+    return sum(len(line) + 1 for line in text.split("\n")[: begins[-1]]) if begins else 0
