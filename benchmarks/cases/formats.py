@@ -227,7 +227,7 @@ def _decode_step(experts: Sequence[ExpertWeights]) -> Callable[[Tensor, Tensor, 
         visited = [*dict.fromkeys(ids_R)]
         some = [experts[expert] for expert in visited]
         place_of = {expert: place for place, expert in enumerate(visited)}
-        out_TD = step(x_TD, weights_TK, [place_of[expert] for expert in ids_R], some)
+        out_TD = step.layer(x_TD, weights_TK, [place_of[expert] for expert in ids_R], some)
         if out_TD is not None:
             return out_TD
         rows = [[row for row, own in enumerate(ids_R) if own == expert] for expert in visited]

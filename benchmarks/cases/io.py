@@ -22,7 +22,7 @@ from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.quantized.storage_order import put_in_order
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.source import (
     CheckpointFile,
     ExpertLayout,
@@ -112,10 +112,10 @@ class QueueReads(ReadSystem):
         """Reads experts into slots, the next one as soon as a slot is free."""
         free = list(range(self.plan.in_flight))
         lying: dict[int, ExpertKey] = {}
-        reads: list[tuple[float, Read]] = []
+        reads: list[tuple[float, Transfer]] = []
         monitor = self._source.monitor
 
-        def note(slot: int, _: Read) -> None:
+        def note(slot: int, _: Transfer) -> None:
             with monitor:
                 free.append(slot)
                 monitor.notify_all()
@@ -125,7 +125,7 @@ class QueueReads(ReadSystem):
                 while not free:
                     monitor.wait()
                 slot = free.pop()
-                read = Read(Priority.DEMAND, partial(note, slot))
+                read = Transfer(Priority.DEMAND, partial(note, slot))
                 lying[slot] = key
                 reads.append((time.perf_counter(), read))
                 self._source.fetch(key, self.slab.slot(slot), read)
@@ -172,7 +172,7 @@ class PlainReads(ReadSystem):
             took_s = [s for one in pool.map(work, range(self.plan.in_flight)) for s in one]
         slots = {key: self.slab.slot(slot) for slot, key in lies.items()}
         for key, slot in slots.items():
-            for order, source, place in self.plan.layouts[key].steps:
+            for order, source, place in self.plan.layouts[key].reorderings:
                 found = put_in_order(order, slot[source : source + order.stored_bytes])
                 slot[place : place + found.numel()] = found
         return slots, took_s

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.budget import resident_bytes
-from moe_runtime.memory.reads import Read
+from moe_runtime.memory.reads import Transfer
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.serving.http import starting
 from moe_runtime.types import ExpertKey
@@ -36,7 +36,7 @@ def fail_some_reads(fetches_per_fault: int, clock: Callable[[], float] = time.mo
     count = itertools.count(1)
     broken_until: dict[ExpertKey, float] = {}
 
-    def fetch(self: ExpertSource, key: ExpertKey, slot: Tensor, read: Read) -> None:
+    def fetch(self: ExpertSource, key: ExpertKey, slot: Tensor, read: Transfer) -> None:
         if next(count) % fetches_per_fault == 0:
             broken_until[key] = clock() + BROKEN_S
         if clock() < broken_until.get(key, -math.inf):
@@ -46,11 +46,11 @@ def fail_some_reads(fetches_per_fault: int, clock: Callable[[], float] = time.mo
     ExpertSource.fetch = fetch
 
 
-def fail_at_its_end(key: ExpertKey, read: Read) -> None:
+def fail_at_its_end(key: ExpertKey, read: Transfer) -> None:
     """A read that has not ended yet will end with an error."""
     tell = read._on_done
 
-    def tell_of_error(ended: Read) -> None:
+    def tell_of_error(ended: Transfer) -> None:
         where = f"expert {key.expert} of MoE layer {key.layer}"
         ended.error = CheckpointError(f"cannot read {where}: injected read error")
         print(json.dumps({"injected": [key.layer, key.expert]}), file=sys.stderr, flush=True)

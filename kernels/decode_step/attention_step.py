@@ -56,7 +56,7 @@ class HeadNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionWeights:
-    """The weights of an attention layer, with the record that the native kernel reads.
+    """The weights of an attention layer, with the C struct that the native kernel reads.
 
     It remembers addresses: make it once for a place in memory, anew when the place changes.
 
@@ -74,7 +74,7 @@ class AttentionWeights:
         pairs_share: Whether cosines and sines come once for the two values of a pair.
         dtype: Of all tensors.
         num_queries: Values of all queries of a token.
-        record: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
+        c_struct: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
     """
 
     qkv: Tensor
@@ -92,7 +92,7 @@ class AttentionWeights:
     pairs_share: bool = False
     dtype: torch.dtype = field(init=False)
     num_queries: int = field(init=False)
-    record: bytes | None = field(init=False, repr=False)
+    c_struct: bytes | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError where shapes or dtypes do not belong together."""
@@ -128,7 +128,7 @@ class AttentionWeights:
         dtypes = {tensor.dtype for tensor in self.tensors()}
         if len(dtypes) > 1:
             raise ValueError(f"all tensors of a layer must have one dtype, got {dtypes}")
-        object.__setattr__(self, "record", self._native_record())
+        object.__setattr__(self, "c_struct", self._as_c_struct())
 
     @property
     def num_keys(self) -> int:
@@ -141,7 +141,7 @@ class AttentionWeights:
         biases = [bias for bias in (self.qkv_bias, self.output_bias) if bias is not None]
         return [self.qkv, self.output, *biases, *norms]
 
-    def _native_record(self) -> bytes | None:
+    def _as_c_struct(self) -> bytes | None:
         if self.dtype not in DTYPE_CODES or 0 in self.qkv.shape or 0 in self.output.shape:
             return None
         sinks = self.sinks
@@ -289,7 +289,7 @@ def _native_problem(
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     dtype = weights.dtype
-    if weights.record is None:
+    if weights.c_struct is None:
         return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
     cached = () if key.dtype is torch.uint8 else (key, value)
     for tensor in (x, cos, sin, *cached):
@@ -325,7 +325,7 @@ def _run_native(
     )
     out = x.new_empty((batch, weights.output.shape[0]))
     status = library.attention_step(
-        weights.record, x.data_ptr(), batch,
+        weights.c_struct, x.data_ptr(), batch,
         cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * size,
         cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
         scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
@@ -374,7 +374,7 @@ def attention_heads(
     library, given = native_library(), (query_BTQ, key_BTN, cos_BTR, sin_BTR)
     if (
         library is None
-        or weights.record is None
+        or weights.c_struct is None
         or not batch * tokens
         or any(tensor.dtype is not weights.dtype or not tensor.is_cpu for tensor in given)
         or needs_torch(*given, *weights.tensors())
@@ -384,7 +384,7 @@ def attention_heads(
     query_BHTK = query_BTQ.new_empty((batch, weights.num_heads, tokens, weights.key_dim))
     key_BGTK = key_BTN.new_empty((batch, weights.num_key_heads, tokens, weights.key_dim))
     status = library.attention_heads(
-        weights.record, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
+        weights.c_struct, query_BTQ.data_ptr(), key_BTN.data_ptr(), batch * tokens, tokens,
         cos_BTR.data_ptr(), sin_BTR.data_ptr(), cos_BTR.shape[0] * tokens, cos_BTR.shape[2],
         query_BHTK.data_ptr(), key_BGTK.data_ptr(), library.shares_threads(),
     )  # fmt: skip

@@ -47,28 +47,28 @@ class GateRanking:
         self._num_ranks = num_ranks
         self.dim = weight_ED.shape[1]
         self._ranked = (ctypes.c_int64 * num_ranks)()
-        self._records = self._make_records()
+        self._structs = self._make_structs()
 
     def __call__(self, hidden_BD: Tensor) -> list[list[int]]:
         """The `num_ranks` experts of largest logit for each row, the largest first."""
         is_one_row = hidden_BD.shape == (1, self._weight.shape[1])
-        record = self._records.get(hidden_BD.dtype) if is_one_row else None
+        struct = self._structs.get(hidden_BD.dtype) if is_one_row else None
         library = native_library()
-        if record is None or library is None or not hidden_BD.is_contiguous():
+        if struct is None or library is None or not hidden_BD.is_contiguous():
             return self._reference(hidden_BD).tolist()
-        library.rank_experts(hidden_BD.data_ptr(), record, self._ranked)
+        library.rank_experts(hidden_BD.data_ptr(), struct, self._ranked)
         return [self._ranked[:]]
 
-    def record(self, dtype: torch.dtype) -> bytes | None:
+    def c_struct(self, dtype: torch.dtype) -> bytes | None:
         """The C struct `Gate` for hidden states of a type, or None; valid while this lives."""
-        return None if native_library() is None else self._records.get(dtype)
+        return None if native_library() is None else self._structs.get(dtype)
 
     def _reference(self, hidden_BD: Tensor) -> Tensor:
         """Of equal logits the first expert comes first."""
         logits_BE = linear(hidden_BD.float(), self._weight.float(), self._bias)
         return logits_BE.argsort(dim=1, descending=True, stable=True)[:, : self._num_ranks]
 
-    def _make_records(self) -> dict[torch.dtype, bytes]:
+    def _make_structs(self) -> dict[torch.dtype, bytes]:
         weight, bias = self._weight, self._bias
         (num_experts, dim), fits = weight.shape, weight.is_cpu and weight.dtype in _DTYPES
         if not fits or weight.stride(1) != 1 or dim > _MOST_DIMS or num_experts > _MOST_EXPERTS:
@@ -118,10 +118,10 @@ class NativeLookAhead:
         least_chance: float,
     ) -> None:
         library = require_native()
-        records = [gate.record(dtype) for gates in gates_DL for gate in gates]
-        if any(record is None for record in records):
+        structs = [gate.c_struct(dtype) for gates in gates_DL for gate in gates]
+        if any(struct is None for struct in structs):
             raise ValueError(f"the native look-ahead cannot ask these gates about {dtype}")
-        self._gates = gates_DL  # what the records point to
+        self._gates = gates_DL  # what the structs point to
         num_distances, num_layers, num_ranks = len(gates_DL), len(gates_DL[0]), len(believed)
         lists = (num_distances, num_layers)
         at_first = prior * np.asarray(believed, np.float64)
@@ -136,9 +136,9 @@ class NativeLookAhead:
         )
         self.experts = (ctypes.c_int64 * (num_distances * num_experts))()
         self.chances = (ctypes.c_double * (num_distances * num_experts))()
-        joined = b"".join(record for record in records if record is not None)
+        joined = b"".join(struct for struct in structs if struct is not None)
         self._gate_bytes = ctypes.create_string_buffer(joined, len(joined))
-        sizes = (len(joined) // len(records), num_layers, num_distances, MOST_TOKENS, num_ranks)
+        sizes = (len(joined) // len(structs), num_layers, num_distances, MOST_TOKENS, num_ranks)
         self._state = struct.pack(
             "P8q3d9P", ctypes.addressof(self._gate_bytes), *sizes, num_experts, top_k,
             gates_DL[0][0].dim * dtype.itemsize, prior, remembered, least_chance,

@@ -168,9 +168,9 @@ class PreparedQuantizedLinear:
     def __init__(self, weight: QuantizedMatrix | PlanesMatrix) -> None:
         """Notes where the parts are; the weight must be kept as long as this."""
         self._dim_out, self._dim_in = weight.shape
-        self.row_limit, library, record = 0, native_library(), weight.native_record()
-        if library is not None and record is not None:
-            words, self._kept = record
+        self.row_limit, library, struct = 0, native_library(), weight.native_struct()
+        if library is not None and struct is not None:
+            words, self._kept = struct
             self._words = array("q", words)
             self._address = self._words.buffer_info()[0]
             self.row_limit = min(packed_row_limit(library, weight), ROWS_PER_CALL)
@@ -256,7 +256,7 @@ def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
 def call_kernel(
     library: NativeLibrary,
     x_TD: Tensor,
-    records: bytes,
+    structs: bytes,
     counts: Sequence[int],
     token_ids_R: RowIds,
     destinations_R: RowIds,
@@ -270,7 +270,7 @@ def call_kernel(
 ) -> None:
     """The C kernel of whole experts, for what `expert_ffn` has checked.
 
-    `records` are the C structs `Expert`, one after another. With `decodes` quantised experts are
+    `structs` are the C structs `Expert`, one after another. With `decodes` quantised experts are
     multiplied by their values, in the dtype of `x`. `added`, in fp32, is added to the
     pre-activations of each row, those of the gate first; hidden values are also written to
     `hidden`, `[R, F]` in fp32.
@@ -287,7 +287,7 @@ def call_kernel(
         activation = found
     size = x_TD.element_size()
     status = library.expert_ffn(
-        records, len(counts), array("q", counts).tobytes(),
+        structs, len(counts), array("q", counts).tobytes(),
         x_TD.data_ptr(), x_TD.stride(0) * size, x_TD.shape[0],
         token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
         destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
@@ -345,14 +345,14 @@ class ExpertStep:
             self._activation, self._function = activation, function
             self._bias_code = DTYPE_CODES.get(shape.bias_dtype, 0)
 
-    def __call__(
+    def layer(
         self,
         x_TD: Tensor,
         weights_TK: Tensor,
         expert_of_row_R: Sequence[int],
         experts: Sequence[ExpertWeights],
     ) -> Tensor | None:
-        """The sums `[T, O]` over each token's experts, weighted by its gate.
+        """A whole layer: the sums `[T, O]` over each token's experts, weighted by its gate.
 
         Args:
             x_TD: `[T, D]`.
@@ -391,12 +391,12 @@ class ExpertStep:
             or forward_ad._current_level >= 0
         ):
             return None
-        records = [one.record for one in experts if one.record and one.shape == self.shape]
-        if len(records) < len(experts):
+        structs = [one.c_struct for one in experts if one.c_struct and one.shape == self.shape]
+        if len(structs) < len(experts):
             return None
         out_TO = x_TD.new_empty((num_tokens, self._dims[2]))
         status = library.expert_step(
-            b"".join(records), len(experts), array("q", expert_of_row_R).tobytes(),
+            b"".join(structs), len(experts), array("q", expert_of_row_R).tobytes(),
             x_TD.data_ptr(), self._dims[0] * x_TD.element_size(), num_tokens, num_choices,
             weights_TK.data_ptr(), out_TO.data_ptr(), *self._dims,
             DTYPE_CODES[x_TD.dtype], DTYPE_CODES[self.shape.dtype], self._bias_code,
@@ -407,7 +407,7 @@ class ExpertStep:
             _refuse(status, f"expert_of_row must be in [0, {len(experts)})", num_rows)
         return out_TO
 
-    def run(
+    def rows(
         self,
         x_TD: Tensor,
         experts: Sequence[ExpertWeights],
@@ -416,7 +416,8 @@ class ExpertStep:
         destinations_R: Sequence[int],
         out_RO: Tensor,
     ) -> bool:
-        """`expert_ffn`, of whose arguments these are some; False for what has to go through it."""
+        """Rows of some experts, unsummed: `expert_ffn`, of whose arguments these are some; False
+        for what has to go through it."""
         library = native_library()
         if (
             library is None
@@ -434,10 +435,10 @@ class ExpertStep:
             or forward_ad._current_level >= 0
         ):
             return False
-        records = [one.record for one in experts if one.record and one.shape == self.shape]
-        if len(records) < len(experts):
+        structs = [one.c_struct for one in experts if one.c_struct and one.shape == self.shape]
+        if len(structs) < len(experts):
             return False
         rows = counts, token_ids_R, destinations_R, out_RO
         kind = {"shape": self.shape, "activation": self._activation}
-        call_kernel(library, x_TD, b"".join(records), *rows, **kind)
+        call_kernel(library, x_TD, b"".join(structs), *rows, **kind)
         return True

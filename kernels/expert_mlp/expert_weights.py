@@ -1,4 +1,4 @@
-"""The weights of one expert, with the record that the native kernel reads prepared once.
+"""The weights of one expert, with the C struct that the native kernel reads prepared once.
 
 Shape suffixes: D model in, F hidden, O model out (usually D).
 """
@@ -65,7 +65,7 @@ class ExpertWeights:
         down: `[O, F]`.
         gate_bias: `[F]` or None, as `up_bias`.
         down_bias: `[O]` or None.
-        record: The C struct that the native kernel reads; None when it cannot use these weights.
+        c_struct: The C struct that the native kernel reads; None when it cannot use these weights.
     """
 
     gate: Matrix | None
@@ -75,11 +75,11 @@ class ExpertWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     shape: ExpertShape = field(init=False)
-    record: bytes | None = field(init=False, repr=False)
+    c_struct: bytes | None = field(init=False, repr=False)
     _described: list[object] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks the shapes and writes the record.
+        """Checks the shapes and writes the C struct.
 
         Raises:
             ValueError: Shapes or dtypes do not belong together.
@@ -104,7 +104,7 @@ class ExpertWeights:
             raise ValueError("gate_bias was given without gate")
         shape = ExpertShape(dim_in, dim_hidden, dim_out, *self._types())
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "record", self._native_record())
+        object.__setattr__(self, "c_struct", self._as_c_struct())
 
     def _types(self) -> tuple[torch.dtype, tuple[WeightFormat | str | torch.dtype | None, ...]]:
         """The dtype and the formats of the shape."""
@@ -130,7 +130,7 @@ class ExpertWeights:
         matrices = (self.gate, self.up, self.down)
         return [matrix for matrix in matrices if isinstance(matrix, Tensor)] + self._biases()
 
-    def _native_record(self) -> bytes | None:
+    def _as_c_struct(self) -> bytes | None:
         """The C struct `Expert`: three matrices and three biases."""
         if any(not t.is_cpu or isinstance(t, FakeTensor) for t in self._tensors()):
             return None
@@ -144,7 +144,7 @@ class ExpertWeights:
             if matrix is None:
                 words += (0, 0, 0, 0)
             elif not isinstance(matrix, Tensor):
-                found = matrix.native_record()
+                found = matrix.native_struct()
                 if found is None:
                     return None
                 words += found[0]

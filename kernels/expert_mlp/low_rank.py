@@ -114,7 +114,7 @@ def _runs(
 def _kind_of(run: tuple[LowRankFactors | None, int]) -> object:
     """What the runs of one call of the kernel have in common; None where it takes none."""
     factors = run[0]
-    if factors is None or factors.weights.record is None:
+    if factors is None or factors.weights.c_struct is None:
         return None
     return factors.weights.shape, factors.scale
 
@@ -133,7 +133,7 @@ def _native(
         some, runs = runs[:size], runs[size:]
         rows = range(first, first + num_rows)
         call_kernel(
-            library, x_NI, b"".join([factors.weights.record or b"" for factors, _ in some]),
+            library, x_NI, b"".join([factors.weights.c_struct or b"" for factors, _ in some]),
             [count for _, count in some], rows, rows, out_NO,
             shape=shape, activation=_NO_ACTIVATION,
         )  # fmt: skip

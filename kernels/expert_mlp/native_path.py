@@ -171,25 +171,25 @@ def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
     size = gate_up.element_size()
     slots_N = np.array(slots, dtype=np.int64)
-    records = np.zeros((len(slots), 18), dtype=np.int64)
+    structs = np.zeros((len(slots), 18), dtype=np.int64)
     row = gate_up.stride(1) * size
     first = gate_up.data_ptr() + slots_N * (gate_up.stride(0) * size)
     if experts.has_gate:
-        records[:, 0] = first
-        records[:, 1] = records[:, 5] = row if experts.is_concatenated else 2 * row
+        structs[:, 0] = first
+        structs[:, 1] = structs[:, 5] = row if experts.is_concatenated else 2 * row
         first = first + (experts.dim_hidden * row if experts.is_concatenated else row)
     else:
-        records[:, 5] = row
-    records[:, 4] = first
-    records[:, 8] = down.data_ptr() + slots_N * (down.stride(0) * size)
-    records[:, 9] = down.stride(1) * size
+        structs[:, 5] = row
+    structs[:, 4] = first
+    structs[:, 8] = down.data_ptr() + slots_N * (down.stride(0) * size)
+    structs[:, 9] = down.stride(1) * size
     if gate_up_bias is not None:
         bias = gate_up_bias.data_ptr() + slots_N * (gate_up_bias.stride(0) * size)
         if experts.has_gate:
-            records[:, 12] = bias
+            structs[:, 12] = bias
             bias = bias + experts.dim_hidden * size
-        records[:, 14] = bias
+        structs[:, 14] = bias
     if down_bias is not None:
-        records[:, 16] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
-    records[:, 13::2] = size
-    return records
+        structs[:, 16] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
+    structs[:, 13::2] = size
+    return structs

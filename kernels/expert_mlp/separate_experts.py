@@ -184,7 +184,7 @@ def _native_problem(
     if x_TD.stride(1) != 1 or out_RO.stride(1) != 1:
         return f"x and out need unit stride, got {x_TD.stride()} and {out_RO.stride()}"
     for weights in experts:
-        if weights.record is None:
+        if weights.c_struct is None:
             return "weights must be fp32, bf16, fp16 or quantised CPU tensors with unit stride"
     if needs_torch(x_TD):
         return NEEDS_TORCH
@@ -204,11 +204,11 @@ def _run_native(
     if sum(runs.counts) > ROWS_PER_CALL:
         pieces = portions(runs.experts, runs.counts)
     for some in runs.cut(pieces):
-        records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
+        structs = b"".join([weights.c_struct for weights in some.experts])  # type: ignore[misc]
         shape = some.experts[0].shape
         options: dict[str, Any] = {"shape": shape, "activation": activation, "decodes": decodes}
         if some.adapters_R is None:
-            call_kernel(library, x_TD, records, *some[1:4], out_RO, **options)
+            call_kernel(library, x_TD, structs, *some[1:4], out_RO, **options)
             continue
         tokens, places = _indices(some.token_ids_R, x_TD), _indices(some.destinations_R, x_TD)
         has_gate, hidden = some.experts[0].gate is not None, None
@@ -217,7 +217,7 @@ def _run_native(
         if changes_outputs(some.adapters_R):
             hidden = x_ND.new_empty(len(x_ND), shape.dim_hidden, dtype=torch.float32)
         options |= {"added": added, "hidden": hidden}
-        call_kernel(library, x_TD, records, *some[1:4], out_RO, **options)
+        call_kernel(library, x_TD, structs, *some[1:4], out_RO, **options)
         if hidden is not None:
             more_RO = added_after(hidden, some.adapters_R, shape.dim_out)
             out_RO[places] = more_RO.add_(out_RO[places]).to(out_RO.dtype)

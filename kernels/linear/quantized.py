@@ -126,10 +126,10 @@ def values_of(matrix: Weight, dtype: torch.dtype) -> Tensor:
 def write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
     """`values_of` in the memory that is given, or in memory of its own."""
     library = native_library()
-    record = matrix.native_record()
-    if library is None or record is None or dtype not in DTYPE_CODES:
+    found = matrix.native_struct()
+    if library is None or found is None or dtype not in DTYPE_CODES:
         return matrix.dequantize(dtype)
-    words, kept = record
+    words, kept = found
     num_rows, num_cols = matrix.shape
     if out_NK is None:
         out_NK = matrix.codes.new_empty((num_rows, num_cols), dtype=dtype)
@@ -155,7 +155,7 @@ def _native_problem(x: Tensor, weight: Weight, bias: Tensor | None) -> str | Non
         return NEEDS_TORCH
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return "it is under autocast or traced by a compiler"
-    if weight.native_record() is None:
+    if weight.native_struct() is None:
         return "codes and scales must lie in a CPU's memory, without gaps in a row"
     return None
 
@@ -166,9 +166,9 @@ def _run(
     x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     bias_N = None if bias_N is None else bias_N.contiguous()
     dim_out, dim_in = weight.shape
-    record = weight.native_record()
-    assert record is not None
-    words, kept = record
+    found = weight.native_struct()
+    assert found is not None
+    words, kept = found
     out_RN = x_RK.new_empty((len(x_RK), dim_out))
     x_bytes, out_bytes = x_RK.stride(0) * x_RK.element_size(), dim_out * x_RK.element_size()
     for first in range(0, len(x_RK), ROWS_PER_CALL):

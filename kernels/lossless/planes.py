@@ -89,7 +89,7 @@ class PlanesMatrix:
         own = starts - starts[0]
         return PlanesMatrix(self.num_cols, self.coded[first:end], own, escapes, self.book)
 
-    def native_record(self) -> tuple[list[int], array[int]]:
+    def native_struct(self) -> tuple[list[int], array[int]]:
         """The four words of the C struct `Matrix`, and what they point at, which must be kept."""
         places = (part.data_ptr() for part in (self.starts, self.escapes, self.book))
         num_escapes = self.escapes.numel() - TAIL_BYTES

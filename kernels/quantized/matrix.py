@@ -88,7 +88,7 @@ class QuantizedMatrix:
         )
         return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
 
-    def native_record(self) -> tuple[list[int], array[int]] | None:
+    def native_struct(self) -> tuple[list[int], array[int]] | None:
         """The four words of the C struct `Matrix`, and what they point at, which must be kept.
 
         None for what the kernels cannot take: other memory than a CPU's, rows with gaps.

@@ -287,7 +287,7 @@ class ExpertMap:
     @property
     def scratch_bytes(self) -> int:
         """Bytes that are copied to scratch memory while an expert is put in order that was read."""
-        steps = (step for layout in self.layouts.values() for step in layout.steps)
+        steps = (step for layout in self.layouts.values() for step in layout.reorderings)
         return max((order.scratch_bytes for order, *_ in steps), default=0)
 
     @property

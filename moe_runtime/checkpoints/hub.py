@@ -49,7 +49,7 @@ class HubFile:
     digest: str  # SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so
 
 
-class Transfer:
+class Download:
     """Work on several files at once, which ends as soon as the block around it does."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
@@ -426,7 +426,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
         with _explained(name, f"{name.repository}: "), _shown(progress) as show:
-            transfer = Transfer(0, show)
+            transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
 
@@ -451,7 +451,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
         )
 
     with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
-        transfer = Transfer(num_bytes, show)
+        transfer = Download(num_bytes, show)
 
         def fetch(file: str) -> None:
             # The hub gives larger files by its own protocol alone, which huggingface_hub has.

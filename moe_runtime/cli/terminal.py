@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         bottom_toolbar=status,
-        output=create_output(always_prefer_tty=True),
+        # left to find out on its own, it knows terminals that draw nothing anew
+        output=None if sys.stdout.isatty() else create_output(always_prefer_tty=True),
     )
     # some terminals do not say where the cursor is, which is no matter here
     session.app.renderer.cpr_not_supported_callback = lambda: None

@@ -30,7 +30,7 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
-from moe_runtime.memory.reads import Read
+from moe_runtime.memory.reads import Transfer
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Extent, Slab, TensorRange
 from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
@@ -149,7 +149,7 @@ class CodingFetcher(TierFetcher):
             matrices[name] = replace(matrices[name], escapes=escapes)
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
-    def fetch(self, key: ExpertKey, slot: Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: Tensor, read: Transfer) -> None:
         self._spare.pop(slot.data_ptr(), None)
         super().fetch(key, slot, read)
 

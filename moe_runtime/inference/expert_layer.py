@@ -202,7 +202,7 @@ class OffloadedExperts(AbsentParameters):
         """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
         store, listeners = self.store, self.listeners
         assert store is not None
-        if self.partition is not None or any(one.reads_ahead for one in listeners.demanded):
+        if self.partition is not None or any(one.reads_ahead for one in listeners.demand_listeners):
             return None
         if self.adapters is not None:
             return None
@@ -221,20 +221,20 @@ class OffloadedExperts(AbsentParameters):
         if len(ids_TK) > 1 and len(experts) > store.slots_of(self.layer):
             return None
         keys = [*map(self._keys.__getitem__, experts)]
-        if not listeners.routed and not listeners.demanded:
-            return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
+        if not listeners.routing_listeners and not listeners.demand_listeners:
+            return store.use_resident(keys, partial(step.layer, hidden_TD, weights_TK, places_R))
         routing = LayerRouting(self.layer, keys, hidden_TD, ids_TK, weights_TK)
 
         def use(found: list[ExpertWeights]) -> torch.Tensor | None:
-            out_TD = step(hidden_TD, weights_TK, places_R, found)
+            out_TD = step.layer(hidden_TD, weights_TK, places_R, found)
             if out_TD is not None:
-                for listener in listeners.routed:
+                for listener in listeners.routing_listeners:
                     listener.routed(routing)
             return out_TD
 
         out_TD = store.use_resident(keys, use)
         if out_TD is not None:
-            for listener in listeners.demanded:
+            for listener in listeners.demand_listeners:
                 listener.demanded(routing)
         return out_TD
 
@@ -273,7 +273,7 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
-        if self.listeners.routed:
+        if self.listeners.routing_listeners:
             self._announce(rows, hidden_TD, top_k_index, top_k_weights)
         own_rows = rows if self.partition is None else self.partition.own_rows(self.layer, rows)
         rules = self.miss_rules
@@ -307,7 +307,7 @@ class OffloadedExperts(AbsentParameters):
     def _announce(self, rows: Iterable[int], *routed: torch.Tensor) -> None:
         if not _is_recomputing():
             keys = [self._keys[expert] for expert in rows]
-            for listener in self.listeners.routed:
+            for listener in self.listeners.routing_listeners:
                 listener.routed(LayerRouting(self.layer, keys, *routed))
 
     def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
@@ -392,7 +392,7 @@ class OffloadedExperts(AbsentParameters):
         if self.adapters is not None:
             experts = [key.expert for key, _ in group]
             adapters_R = self.adapters.of_rows(len(routing.ids_TK), experts, counts, tokens)
-        if step is None or adapters_R is not None or not step.run(*rows_of_experts):
+        if step is None or adapters_R is not None or not step.rows(*rows_of_experts):
             expert_ffn(*rows_of_experts, activation=activation, adapters_R=adapters_R)
 
     def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
@@ -401,7 +401,7 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.slots_of(self.layer)
         visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
-        listeners = () if _is_recomputing() else self.listeners.demanded
+        listeners = () if _is_recomputing() else self.listeners.demand_listeners
         with self.store.lease(routing.keys, streaming=streaming) as lease:
             is_later = lease.computes_residents_first
             for listener in () if is_later else listeners:

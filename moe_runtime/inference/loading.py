@@ -332,9 +332,9 @@ def load(
     apply_rules(rules, model, blocks, modules, store)
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
-        from moe_runtime.inference.device.decoding_model import record_decoding
+        from moe_runtime.inference.device.decoding_model import capture_decoding
 
-        record_decoding(model, modules)
+        capture_decoding(model, modules)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],

@@ -328,7 +328,7 @@ def make_token_look_ahead(
     partition: ExpertPartition | None,
 ) -> TokenLookAhead | None:
     """The look-ahead, if the native code takes these gates."""
-    if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
+    if any(gate.c_struct(dtype) is None for gates in gates_DL for gate in gates):
         return None
     shape = estimator.shape
     native = NativeLookAhead(

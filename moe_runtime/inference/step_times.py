@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from moe_runtime.inference.steps import Listener, Step
 from moe_runtime.lab.traces.timeline import Timeline, expert_name
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.types import ExpertKey
 
 _KINDS = {Priority.DEMAND: "demand", Priority.READAHEAD: "prefetch"}
@@ -67,7 +67,7 @@ class StoreTimes:
         lane = next(number for number in range(len(taken) + 1) if number not in taken)
         self._begun[key] = (time.perf_counter(), lane, _KINDS[priority])
 
-    def read_ended(self, key: ExpertKey, read: Read) -> None:
+    def read_ended(self, key: ExpertKey, read: Transfer) -> None:
         outcome = "failed" if read.error else _KINDS[read.priority]
         self._write(key, outcome, read.num_bytes, read.ended_s)
 

@@ -201,8 +201,8 @@ class Listeners:
     def _set(self, listeners: tuple[Listener, ...]) -> None:
         self._all = listeners
         self._following = [one for one in listeners if one.follows_requests]
-        self.routed = tuple([one for one in listeners if one.wants_routing])
-        self.demanded = tuple([one for one in listeners if one.wants_demands])
+        self.routing_listeners = tuple([one for one in listeners if one.wants_routing])
+        self.demand_listeners = tuple([one for one in listeners if one.wants_demands])
 
 
 class Steps:

@@ -1,7 +1,8 @@
 """Which experts live in memory while a model is trained, and when they exchange tiers.
 
 Tiers in memory are spread evenly at first; after a number of steps, experts on the disk that were
-used more often take places in memory. Source: Hecate (2025).
+used more often take places in memory. The offloaded trainers use it as much as simulations.
+Source: Hecate (2025).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Monitor:
         events: counts what happened without the lock; an operation first delivers it.
         seen: the events that were delivered.
         has_unstarted: whether submitted reads wait for the operation to end.
-        is_consistent: whether the state needs no reset if an exception leaves the operation now.
+        may_be_interrupted: whether an exception may leave the operation now without a reset.
         is_forked: whether the state belongs to the process that this one was forked from.
     """
 
@@ -64,7 +64,7 @@ class Monitor:
         self.events = ctypes.c_int64()
         self.seen = 0
         self.has_unstarted = False
-        self.is_consistent = True
+        self.may_be_interrupted = True
         self.is_forked = False
         self._is_torn = False
         self._depth = 0
@@ -87,13 +87,13 @@ class Monitor:
             if self._before is not None:
                 _set_handler(signal.SIGINT, self._note)
         lock.acquire()
-        self._depth, self.is_consistent = 1, False
+        self._depth, self.may_be_interrupted = 1, False
         if self._is_torn or self.events.value != self.seen:
             self._catch_up()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None:
-        if kind is not None and not self.is_consistent:
+        if kind is not None and not self.may_be_interrupted:
             self._is_torn = True
         if self._depth > 1:
             self._depth -= 1
@@ -101,7 +101,7 @@ class Monitor:
             return
         if self.has_unstarted:
             self.start()
-        self._depth, self.is_consistent = 0, True
+        self._depth, self.may_be_interrupted = 0, True
         self._lock.release()
         if threading.get_ident() == _MAIN_THREAD and self._before is not None:
             before, self._before = self._before, None
@@ -113,13 +113,13 @@ class Monitor:
     def wait(self) -> None:
         """Releases the lock until something has changed; may return without a reason. Ctrl-C may
         leave the operation here, so its state must be consistent."""
-        depth, self.is_consistent = self._depth, True
+        depth, self.may_be_interrupted = self._depth, True
         self.sleep()
         self._depth = depth
         if threading.get_ident() == _MAIN_THREAD and self._is_interrupted:
             self._is_interrupted = False
             self._before(signal.SIGINT, None)
-        self.is_consistent = False
+        self.may_be_interrupted = False
         if self._is_torn or self.events.value != self.seen:
             self._catch_up(is_entering=False)
 
@@ -181,7 +181,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 Block = Callable[[], int]
 """Moves one block and returns its bytes; what it raises becomes the error of its read."""
 
-OnDone = Callable[["Read"], None]
+OnDone = Callable[["Transfer"], None]
 """Called once when a read has ended, by a reading thread or within an operation of the store."""
 
 
@@ -192,7 +192,7 @@ class Priority(IntEnum):
     READAHEAD = 1
 
 
-class Read:
+class Transfer:
     """One expert on its way into a slot.
 
     Attributes:
@@ -241,8 +241,8 @@ class ReadQueue:
         """Starts the threads, and ``num_for_demands`` more that serve demands alone."""
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
-        self._works: dict[Read, _Work] = {}
-        self._tickets: list[tuple[int, int, Read]] = []
+        self._works: dict[Transfer, _Work] = {}
+        self._tickets: list[tuple[int, int, Transfer]] = []
         self._number = itertools.count()
         self._monitor = Monitor(self._reset)
         self._closed = False
@@ -254,7 +254,7 @@ class ReadQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
+    def submit(self, blocks: Sequence[Block], read: Transfer, *, wakes: bool = True) -> None:
         """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while. Raises
         MoERuntimeError: the queue was closed."""
         if self._closed:
@@ -269,7 +269,7 @@ class ReadQueue:
         with self._monitor:
             self._monitor.notify_all()
 
-    def promote(self, read: Read) -> None:
+    def promote(self, read: Transfer) -> None:
         """Serves the rest of a read-ahead as a demand."""
         with self._monitor:
             if read.priority is not Priority.DEMAND:
@@ -277,7 +277,7 @@ class ReadQueue:
                 work = self._works.get(read)
                 self._push(read, len(work.blocks) if work else 0)
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         """Cancels a read of which no block has begun; its end is never announced. Says whether it
         could."""
         with self._monitor:
@@ -287,7 +287,7 @@ class ReadQueue:
             del self._works[read]
             return True
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         """Whether a read was submitted and its end is still to be announced."""
         with self._monitor:
             return read in self._works
@@ -305,7 +305,7 @@ class ReadQueue:
             read.refuse()
             self._works.pop(read)
 
-    def _push(self, read: Read, num_blocks: int, *, wakes: bool = True) -> None:
+    def _push(self, read: Transfer, num_blocks: int, *, wakes: bool = True) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
         condition, is_demand = self._monitor._condition, read.priority is Priority.DEMAND
@@ -328,7 +328,7 @@ class ReadQueue:
         if found is not None:
             self._move(*found)
 
-    def _take(self, last: Priority) -> tuple[Read, _Work, Block] | None:
+    def _take(self, last: Priority) -> tuple[Transfer, _Work, Block] | None:
         """Waits for the next block; None once the queue is closed."""
         with self._monitor:
             while not self._closed:
@@ -341,7 +341,7 @@ class ReadQueue:
                 self._monitor.wait()
         return None
 
-    def _move(self, read: Read, work: _Work, block: Block) -> None:
+    def _move(self, read: Transfer, work: _Work, block: Block) -> None:
         attempt = _Attempt()
         with attempt:
             attempt.moved = block()
@@ -417,7 +417,7 @@ def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
     return b"".join(_BLOCK.pack(*block) for block in blocks)
 
 
-def pack_steps(steps: Iterable[tuple[int, ...]]) -> bytes:
+def pack_reorderings(steps: Iterable[tuple[int, ...]]) -> bytes:
     """What puts a read in order, as ``reads.c`` takes it: numbers of ``StorageOrder.step``."""
     return b"".join(_STEP.pack(*step) for step in steps)
 
@@ -445,13 +445,13 @@ class NativeReadQueue(Monitor):
         self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
         self._close.atexit = False
         self._numbers = itertools.count(1)
-        self._running: dict[int, tuple[Read, ReadJudge]] = {}
+        self._running: dict[int, tuple[Transfer, ReadJudge]] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self._sleepers = 0
         self.events = ctypes.c_int64.from_address(library.reads_events(queue))
 
     def submit(
-        self, blocks: bytes, address: int, read: Read, judge: ReadJudge, steps: bytes = b""
+        self, blocks: bytes, address: int, read: Transfer, judge: ReadJudge, steps: bytes = b""
     ) -> None:
         """Queues a read.
 
@@ -459,7 +459,7 @@ class NativeReadQueue(Monitor):
             blocks: made by ``pack_blocks``.
             address: of the slot, which must stay where it is until the read has ended.
             judge: gives the error of the ended read, if it has one.
-            steps: made by ``pack_steps``.
+            steps: made by ``pack_reorderings``.
         """
         if self._queue is None:
             raise MoERuntimeError(CLOSED)
@@ -482,19 +482,19 @@ class NativeReadQueue(Monitor):
             self._library.reads_start(self._queue)
         self.has_unstarted = False
 
-    def promote(self, read: Read) -> None:
+    def promote(self, read: Transfer) -> None:
         if read.priority is not Priority.DEMAND:
             if self._queue is not None:
                 self._library.reads_promote(self._queue, read.number)
             read.priority = Priority.DEMAND
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         if self._queue is None or not self._library.reads_cancel(self._queue, read.number):
             return False
         self._running.pop(read.number, None)
         return True
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return read.number in self._running
 
     def close(self) -> None:
@@ -642,19 +642,19 @@ class Fetcher(Protocol):
 
     monitor: Monitor
 
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         """Starts to fill a slot; the end of the read is announced later."""
         ...
 
-    def promote(self, key: ExpertKey, read: Read) -> None:
+    def promote(self, key: ExpertKey, read: Transfer) -> None:
         """Serves the rest of a read-ahead as a demand."""
         ...
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
         ...
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         """Whether a read was started and its end is still to be announced."""
         ...
 

@@ -30,11 +30,11 @@ from moe_runtime.memory.reads import (
     Monitor,
     NativeReadQueue,
     Priority,
-    Read,
     ReadJudge,
     ReadQueue,
+    Transfer,
     pack_blocks,
-    pack_steps,
+    pack_reorderings,
 )
 from moe_runtime.types import ExpertKey
 
@@ -289,7 +289,7 @@ class ExpertSource:
             self.close()
             raise
 
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         """Starts to read an expert into a slot. Python threads announce its end themselves; that of
         native ones is delivered by the next operation under ``monitor``."""
         if self._native:
@@ -303,7 +303,9 @@ class ExpertSource:
                         for file, at, place, size, needed in self._blocks(key)
                     ]
                 )
-                steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
+                steps = pack_reorderings(
+                    order.step(*at) for order, *at in self._layouts[key].reorderings
+                )
                 used = [files[f] for f in {extent.file for extent in self._layouts[key].extents}]
                 packed = self._packed[key] = blocks, partial(self._judge, key, used), steps
             blocks, judge, steps = packed
@@ -315,18 +317,18 @@ class ExpertSource:
             partial(self._read_block, key, number, *block, buffer)
             for number, block in enumerate(self._blocks(key))
         ]
-        if self._layouts[key].steps:
+        if self._layouts[key].reorderings:
             blocks = [partial(self._read_in_order, key, blocks, slot)]
         self._queue.submit(blocks, read)
 
     def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
         """Reads experts into slots and waits; CheckpointError where one cannot be read."""
 
-        def announce(_: Read) -> None:
+        def announce(_: Transfer) -> None:
             with self.monitor:
                 self.monitor.notify_all()
 
-        reads = {key: Read(Priority.DEMAND, announce) for key in slots}
+        reads = {key: Transfer(Priority.DEMAND, announce) for key in slots}
         with self.monitor:
             for key, read in reads.items():
                 self.fetch(key, slots[key], read)
@@ -340,13 +342,13 @@ class ExpertSource:
         """The files that experts are read from, as they were opened."""
         return {file.version for file in self._files.values()}
 
-    def promote(self, key: ExpertKey, read: Read) -> None:
+    def promote(self, key: ExpertKey, read: Transfer) -> None:
         self._threads.promote(read)
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         return self._threads.cancel(read)
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return self._threads.is_under_way(read)
 
     def close(self) -> None:
@@ -400,7 +402,7 @@ class ExpertSource:
         from moe_runtime.kernels.quantized.storage_order import put_in_order
 
         moved = sum(block() for block in blocks)
-        for order, source, place in self._layouts[key].steps:
+        for order, source, place in self._layouts[key].reorderings:
             found = put_in_order(order, slot[source : source + order.stored_bytes])
             slot[place : place + found.numel()] = found
         return moved
@@ -536,7 +538,7 @@ class ExpertLayout:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
-    def steps(self) -> list[tuple[StorageOrder, int, int]]:
+    def reorderings(self) -> list[tuple[StorageOrder, int, int]]:
         """What is put in order after the read: order, from where, and to where in the slot."""
         places = zip(self.tensors, self.read_offsets, self.slot_offsets, strict=True)
         return [(t.order, source, place) for t, source, place in places if t.order is not None]

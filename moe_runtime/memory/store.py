@@ -22,11 +22,10 @@ from typing import Generic, Never, Protocol, TypeVar, cast
 import torch
 
 from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
-from moe_runtime.memory.reads import Fetcher, LinkMeter, Priority, Read
+from moe_runtime.memory.reads import Fetcher, LinkMeter, Priority, Transfer
 from moe_runtime.memory.source import Slab, give_back
-from moe_runtime.policies.eviction import LayerShares, even_shares
+from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.policies.eviction.base import Watcher
-from moe_runtime.policies.eviction.classic import AdaptiveShares
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -47,7 +46,7 @@ class Entry(Generic[W]):
     """
 
     slot: int
-    read: Read
+    read: Transfer
     expected: bool = False
     guessed: bool = False
     pins: int = 0
@@ -75,7 +74,7 @@ class StoreListener(Protocol):
     """Called for the reads of a store, with its lock held, and for its leases."""
 
     def read_began(self, key: ExpertKey, priority: Priority) -> None: ...
-    def read_ended(self, key: ExpertKey, read: Read) -> None: ...
+    def read_ended(self, key: ExpertKey, read: Transfer) -> None: ...
     def dropped(self, key: ExpertKey) -> None: ...
     def was_reset(self, arriving: Collection[ExpertKey]) -> None: ...
     def lease(self) -> LeaseListener | None: ...
@@ -102,7 +101,7 @@ class Lease(Generic[W]):
         keys: Sequence[ExpertKey],
         *,
         streaming: bool,
-        above: Read | None,
+        above: Transfer | None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -208,7 +207,7 @@ class Lease(Generic[W]):
                 self._held = []
             while True:
                 if self not in store._leases:
-                    monitor.is_consistent = True
+                    monitor.may_be_interrupted = True
                     raise LeaseEndedError
                 if self._missing:
                     self._demand_missing()
@@ -310,7 +309,7 @@ class Lease(Generic[W]):
             for key in arrived:
                 error = entries[key].read.error
                 if error is not None:
-                    self._store._monitor.is_consistent = True
+                    self._store._monitor.may_be_interrupted = True
                     try:
                         raise error
                     finally:
@@ -379,7 +378,7 @@ class ExpertStore(Generic[W]):
         return self._policy.share(layer)
 
     def lease(
-        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Transfer | None = None
     ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 
@@ -415,9 +414,9 @@ class ExpertStore(Generic[W]):
                 if entry is None or entry.weights is None or entry.read.error is not None:
                     return None
                 found.append(entry.weights)
-            monitor.is_consistent = True
+            monitor.may_be_interrupted = True
             result = use(found)
-            monitor.is_consistent = False
+            monitor.may_be_interrupted = False
             if result is not None:
                 policy = self._policy
                 layer = policy if policy.counts_uses else policy.layers[keys[0].layer]
@@ -564,7 +563,7 @@ class ExpertStore(Generic[W]):
             stream_slots: those of them that experts which only pass through may take.
         """
         with self._monitor:
-            divide(self._policy, shared_slots)
+            self._policy.divide(shared_slots)
             self._stream_slots = max(1, min(stream_slots, num_slots))
             while self.num_slots > num_slots:
                 if not self._free:
@@ -623,12 +622,12 @@ class ExpertStore(Generic[W]):
     def _start(
         self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
     ) -> Entry[W]:
-        read = Read(priority, partial(self._arrive, key), passes=passes)
+        read = Transfer(priority, partial(self._arrive, key), passes=passes)
         entry = self._enter(key, slot, read, keep=keep)
         self._fetcher.fetch(key, self._slab.slot(slot), read)
         return entry
 
-    def _enter(self, key: ExpertKey, slot: int, read: Read, *, keep: bool) -> Entry[W]:
+    def _enter(self, key: ExpertKey, slot: int, read: Transfer, *, keep: bool) -> Entry[W]:
         if self.listener is not None:
             self.listener.read_began(key, read.priority)
         entry: Entry[W] = Entry(slot, read)
@@ -643,7 +642,7 @@ class ExpertStore(Generic[W]):
             self._link.begin_demand()
             self._fetcher.promote(key, entry.read)
 
-    def _arrive(self, key: ExpertKey, read: Read) -> None:
+    def _arrive(self, key: ExpertKey, read: Transfer) -> None:
         with self._monitor:
             if self.listener is not None:
                 self.listener.read_ended(key, read)
@@ -786,13 +785,6 @@ class ExpertStore(Generic[W]):
             if found is None and len(held[layer]):
                 found = self._policy.victim_within(layer, self._is_idle, ExpertKey(layer, 0))
         return found
-
-
-def divide(policy: LayerShares, num_slots: int) -> None:
-    """Divides slots evenly; a layer that holds more keeps it."""
-    policy._shares = even_shares(num_slots, len(policy.layers))
-    if isinstance(policy, AdaptiveShares):
-        policy._num_slots = num_slots
 
 
 def _refuse(_: ExpertKey, __: torch.Tensor) -> Never:

@@ -13,7 +13,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, Event
 from moe_runtime.memory.device.device_layout import CopyPart
-from moe_runtime.memory.reads import Fetcher, Monitor, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.reads import Fetcher, Monitor, OnDone, Priority, ReadQueue, Transfer
 from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError, is_resident
 from moe_runtime.types import ExpertKey
 
@@ -90,11 +90,11 @@ class TierFetcher:
         self._ends = ReadQueue(1)
         self._device = device
         self.speed = CopySpeed()
-        self.queued: dict[Read, _Copy] = {}
+        self.queued: dict[Transfer, _Copy] = {}
         self._has_sleeping_end = False
         self._failure: BaseException | None = None
 
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
         is_demand = self._device and read.priority is Priority.DEMAND
         if not is_demand or not self.copy_resident({key: slot}, read):
@@ -121,18 +121,18 @@ class TierFetcher:
         still = self.lower.leaving(slots) if isinstance(self.lower, LowerStore) else ()
         return self._device.vacate(*slots, still=still)
 
-    def promote(self, key: ExpertKey, read: Read) -> None:
+    def promote(self, key: ExpertKey, read: Transfer) -> None:
         """Serves a copy before all read-aheads, here and below."""
         self._copies.promote(read)  # first: the thread that has begun it looks at its priority
         self.lower.promote(key)
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         return self._copies.cancel(read)
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return self._copies.is_under_way(read) or self._ends.is_under_way(read)
 
-    def can_hasten(self, read: Read) -> bool:
+    def can_hasten(self, read: Transfer) -> bool:
         """Whether ``promote`` reaches a copy: not one of several experts, which is queued
         already."""
         return self._copies.is_under_way(read)
@@ -145,7 +145,9 @@ class TierFetcher:
         self.lower.close()
         self._copies.close()
 
-    def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]) -> int:
+    def _copy(
+        self, key: ExpertKey, slot: torch.Tensor, read: Transfer, after: Sequence[Any]
+    ) -> int:
         """Waits for an expert and returns its bytes; retries where the tier below was emptied."""
         while True:
             try:
@@ -166,7 +168,7 @@ class TierFetcher:
         """Those that lie in the tier below, without its lock: ``copy_resident`` looks again."""
         return [key for key in keys if is_resident(self.lower._entries.get(key))]
 
-    def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
+    def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Transfer) -> bool:
         """Queues one copy of experts that are resident below, in the calling thread.
 
         A thread waits for its end, once ``wake_ends`` was called. Handing over the copy itself
@@ -217,7 +219,12 @@ class TierFetcher:
             self._ends.wake()
 
     def _finish(
-        self, lease: Lease[torch.Tensor], read: Read, copied: CudaCopy, num_bytes: int, count: int
+        self,
+        lease: Lease[torch.Tensor],
+        read: Transfer,
+        copied: CudaCopy,
+        num_bytes: int,
+        count: int,
     ) -> int:
         """Waits for a queued copy; returns an expert's part of its bytes."""
         try:
@@ -245,7 +252,7 @@ class TierFetcher:
         source: torch.Tensor,
         slot: torch.Tensor,
         after: Sequence[Any],
-        read: Read,
+        read: Transfer,
         lease: Lease[torch.Tensor],
     ) -> int:
         """Copies to the device, and returns the bytes when they are there."""
@@ -265,7 +272,7 @@ class TierFetcher:
         self._wait(read, copied, num_bytes)
         return num_bytes
 
-    def _wait(self, read: Read, copied: CudaCopy | None, num_bytes: int) -> None:
+    def _wait(self, read: Transfer, copied: CudaCopy | None, num_bytes: int) -> None:
         """Waits for a copy, or without one until none writes any more."""
         assert self._device is not None
         has_ended = False
@@ -282,7 +289,7 @@ class TierFetcher:
             finally:
                 self._forget(read, sys.exc_info()[1])
 
-    def _forget(self, read: Read, error: BaseException | None) -> None:
+    def _forget(self, read: Transfer, error: BaseException | None) -> None:
         """A copy has ended; its error is kept if its slot was handed out before."""
         with self.monitor:
             copy = self.queued.get(read)
@@ -349,7 +356,7 @@ class TierStore(ExpertStore[W]):
             self.fetcher.lower.end_leases()
 
 
-class Return(Read):
+class Return(Transfer):
     """An expert on its way back from a device; none of its bytes count as read.
 
     ``offer`` is its slot of the device and where its bytes lie there (places) and in the host's
@@ -375,7 +382,7 @@ class ReturningSource:
         self._leaving: dict[int, Event] = {}  # by addresses of slots of the device
         self.kernels: Sequence[Event] = ()
 
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         offer = None
         if isinstance(read, Return):
             offer, read.offer = read.offer, None  # the device's memory is not held by it any more
@@ -388,16 +395,16 @@ class ReturningSource:
         found = (self._leaving.get(slot.data_ptr()) for slot in slots)
         return [event for event in found if event is not None and not event.query()]
 
-    def promote(self, key: ExpertKey, read: Read) -> None:
+    def promote(self, key: ExpertKey, read: Transfer) -> None:
         if self._returns.is_under_way(read):
             self._returns.promote(read)
         else:
             self._source.promote(key, read)
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         return not self._returns.is_under_way(read) and self._source.cancel(read)
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return self._returns.is_under_way(read) or self._source.is_under_way(read)
 
     def close(self) -> None:
@@ -412,7 +419,7 @@ class ReturningSource:
         self.kernels = ()
 
     def _copy_back(
-        self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Read
+        self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Transfer
     ) -> bool:
         """Queues the copy from a slot of the device; a thread waits for its end."""
         parts = [
@@ -518,7 +525,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
     def _is_idle_and_not_asked(self, key: Hashable) -> bool:
         return self._is_idle(key) and key not in self.asked
 
-    def _arrive(self, key: ExpertKey, read: Read) -> None:
+    def _arrive(self, key: ExpertKey, read: Transfer) -> None:
         with self._monitor:
             entry = self._entries.get(key)
             if isinstance(read, Return) and entry is not None and entry.read is read:

@@ -111,7 +111,7 @@ _NAME = re.compile(rf"step-(\d{{8}})(\.pt|{re.escape(SHARDED_SUFFIX)})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run has come, without its weights.
 
     Attributes:
@@ -130,7 +130,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingState(Progress):
+class TrainingState(RunProgress):
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
 
@@ -200,7 +200,7 @@ def load_checkpoint(path: Path) -> TrainingState:
     return TrainingState(**load_content(path, TrainingState))
 
 
-def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
+def load_content(path: Path, kind: type[RunProgress]) -> dict[str, Any]:
     """Reads the fields of a dataclass, and what else the file holds.
 
     Raises:

@@ -21,7 +21,7 @@ from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
-    Progress,
+    RunProgress,
     TrainingState,
     named_checkpoint,
     random_states,
@@ -149,7 +149,9 @@ class Trainer:
         self._first_step = 1
         self._saved_step = -1
 
-    def resume(self, last: Path, state: Progress, shards: ShardedCheckpoints | None = None) -> None:
+    def resume(
+        self, last: Path, state: RunProgress, shards: ShardedCheckpoints | None = None
+    ) -> None:
         """Goes on from the last checkpoint of a run; one that does not fit ends the sinks.
 
         Args:
@@ -182,7 +184,7 @@ class Trainer:
         model.load_state_dict(dict(state.model))
         self.optimizer.load_state_dict(dict(state.optimizer))
 
-    def _go_on(self, state: Progress) -> None:
+    def _go_on(self, state: RunProgress) -> None:
         """Takes up where a checkpoint left off, without its weights."""
         self._run.batches.seek(state.taken)
         restore_random_states(state.random)
@@ -242,7 +244,7 @@ class Trainer:
         }
         keep = self._config.run.keep_checkpoints
         if self._shards is not None:
-            self._shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
+            self._shards.save(self._run.checkpoints, RunProgress(**progress), keep=keep)
         else:
             parts: dict[str, Any] = {
                 "model": self._model.state_dict(),

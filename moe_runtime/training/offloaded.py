@@ -49,7 +49,7 @@ from moe_runtime.training.offload.offloading import (
     plan_memory,
 )
 from moe_runtime.training.offload.records import RecordLayout
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
@@ -90,7 +90,7 @@ class StreamedInit(TorchDispatchMode):
             return args[0]
         return func(*args, **options)
 
-    def tensors_of(self, sites: Sequence[ExpertsModuleSpec], key: ExpertKey) -> list[Tensor]:
+    def tensors_of(self, sites: Sequence[ExpertsSite], key: ExpertKey) -> list[Tensor]:
         """One expert's first weights; to be called for a layer's experts in ascending order."""
         module = sites[key.layer].module
         names = sites[key.layer].parameter_names

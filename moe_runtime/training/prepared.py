@@ -25,7 +25,7 @@ from moe_runtime.files import (
 )
 from moe_runtime.folders import remove_or_warn
 from moe_runtime.training.checkpoint import (
-    Progress,
+    RunProgress,
     check_settings,
     checkpoints_in,
     load_checkpoint,
@@ -128,7 +128,7 @@ class PreparedRun:
 
     def find_state(
         self, *, resume: bool, reschedule: bool = False
-    ) -> tuple[Path | None, Progress | None]:
+    ) -> tuple[Path | None, RunProgress | None]:
         """The newest checkpoint of a run and what it holds; None twice where a run begins."""
         found = checkpoints_in(self.checkpoints)
         if not found:
@@ -158,7 +158,7 @@ class PreparedRun:
             )
         return last, state
 
-    def open_sinks(self, state: Progress | None) -> list[MetricsSink]:
+    def open_sinks(self, state: RunProgress | None) -> list[MetricsSink]:
         sinks: list[MetricsSink] = []
         first_step, records = (0, "") if state is None else (state.step, state.records)
         if self.config.run.tensorboard:

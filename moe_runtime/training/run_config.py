@@ -215,8 +215,8 @@ class RunConfig:
             the run begins with; relative to the configuration file.
         seed: decides the initial weights, the order of the data and the noise of gates.
         precision: dtype of the matrix products; weights and optimizer states stay float32.
-        device: auto, cpu, cuda or cuda:N. When omitted, auto for `train` and cpu for `finetune`,
-            which has run on an emulated device only.
+        device: auto, cpu, cuda or cuda:N. When omitted, auto for `train` and cpu for
+            `finetune`.
         threads: threads of torch; 0 leaves torch's choice.
         recompute: keep a block's input instead of its activations, and compute it twice.
         host_memory: budget for experts, their optimizer states and everything else: a size such as

@@ -28,7 +28,7 @@ from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
 from moe_runtime.training.checkpoint import (
     SHARDED_SUFFIX,
-    Progress,
+    RunProgress,
     TrainingState,
     load_content,
     remove_oldest,
@@ -58,7 +58,7 @@ class ShardedCheckpoints:
         self._ranks = ranks
         self._names = names
 
-    def save(self, folder: Path, progress: Progress, *, keep: int) -> Path:
+    def save(self, folder: Path, progress: RunProgress, *, keep: int) -> Path:
         """Writes a checkpoint and removes the oldest beyond `keep`; a collective call."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
@@ -106,7 +106,7 @@ class ShardedCheckpoints:
         if reason:
             raise OSError(f"the checkpoint cannot be written: {reason}")
 
-    def _save_progress(self, path: Path, progress: Progress) -> None:
+    def _save_progress(self, path: Path, progress: RunProgress) -> None:
         content = {field.name: getattr(progress, field.name) for field in fields(progress)}
         steps = [float(state["step"]) for state in self._optimizer.moments().values()]
         write_content(path, {"optimizer_steps": max(steps), **content})
@@ -114,7 +114,7 @@ class ShardedCheckpoints:
     def load(self, path: Path) -> None:
         """Reads this process's part of a checkpoint of any number of processes; a collective
         call."""
-        steps = load_content(path / _PROGRESS_FILE, Progress).get("optimizer_steps", 0.0)
+        steps = load_content(path / _PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
         read_tensors(path, self.tensors(), self._ranks)
         for state in self._optimizer.moments().values():
             state["step"].fill_(steps)
@@ -156,9 +156,9 @@ class ShardedCheckpoints:
         return logical_tensors(self._model, moments)
 
 
-def read_progress(path: Path) -> Progress:
-    content = load_content(path / _PROGRESS_FILE, Progress)
-    return Progress(**{field.name: content[field.name] for field in fields(Progress)})
+def read_progress(path: Path) -> RunProgress:
+    content = load_content(path / _PROGRESS_FILE, RunProgress)
+    return RunProgress(**{field.name: content[field.name] for field in fields(RunProgress)})
 
 
 def logical_tensors(

@@ -12,7 +12,8 @@ from moe_runtime.policies.eviction.base import (
     Setting,
     Watcher,
 )
-from moe_runtime.policies.eviction.classic import LRU, AdaptiveShares, LayerShares, even_shares
+from moe_runtime.policies.eviction.classic import LRU
+from moe_runtime.policies.eviction.layer_shares import AdaptiveShares, LayerShares, even_shares
 from moe_runtime.policies.prediction.base import Shape
 from moe_runtime.types import ExpertKey
 

@@ -52,7 +52,7 @@ def test_numbers_put_in_order_meanwhile_are_compared_in_that_order(tmp_path):
     """Files of AWQ hold codes and zeros in an order that no product reads."""
     (awq,) = (one for one in quantized_checkpoints.SAMPLES if one.name.endswith("awq"))
     plan = plan_of(quantized_checkpoints.write(awq, tmp_path).folder, 2, 1)
-    assert all(layout.steps for layout in plan.layouts.values())
+    assert all(layout.reorderings for layout in plan.layouts.values())
     with make_read_systems(plan) as systems:
         for system in systems:
             system.repeat()

@@ -11,7 +11,7 @@ from virtual_time import Part, events, pieces, run_virtually, scripted
 
 from moe_runtime.benchmarks.harness import soak_server
 from moe_runtime.benchmarks.serve_soak import Client, Tally, draw_request, growth, is_error
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
 
@@ -114,7 +114,7 @@ def test_an_expert_cannot_be_read_for_a_while(monkeypatch, capsys):
     """Its reads have the error when they end, however often they are tried again."""
     now_s = 0.0
 
-    def fetch(source: Any, key: Any, slot: Any, read: Read) -> None:
+    def fetch(source: Any, key: Any, slot: Any, read: Transfer) -> None:
         assert read.error is None
         read.end()
 
@@ -124,7 +124,7 @@ def test_an_expert_cannot_be_read_for_a_while(monkeypatch, capsys):
     told: list[tuple[int, bool]] = []
 
     def read(key: ExpertKey) -> None:
-        one = Read(Priority.DEMAND, lambda ended: told.append((key.expert, bool(ended.error))))
+        one = Transfer(Priority.DEMAND, lambda ended: told.append((key.expert, bool(ended.error))))
         ExpertSource.fetch(None, key, None, one)  # pyright: ignore[reportArgumentType]
 
     for number in (0, 1, 2, 2, 3):

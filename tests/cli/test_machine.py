@@ -42,7 +42,7 @@ def test_doctor_says_what_the_kernels_choose(tmp_path: Path, monkeypatch: Patch,
     least = machine._IN_REGISTERS.get(isa, 0)
     kinds = [WeightFormat("uint4", "f16", group_cols=group) for group in GROUPS]
     for kind in (*kinds, WeightFormat("e4m3", "f32", 128, 128), *map(WeightFormat, BLOCKS)):
-        record = random_matrix(kind, 2, 768, torch.Generator()).native_record()
+        record = random_matrix(kind, 2, 768, torch.Generator()).native_struct()
         assert record is not None
         described = ctypes.c_void_p(record[1].buffer_info()[0])
         in_registers = bool(chosen.quantized_kind(described, 0))  # else KIND_F32, which is 0

@@ -86,7 +86,7 @@ def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
         with model.moe:
             model.generate(torch.arange(5, 9)[None], max_new_tokens=4, min_new_tokens=4)
             listeners = model._steps.listeners
-            assert (len(listeners.routed), len(listeners.demanded)) == heard
+            assert (len(listeners.routing_listeners), len(listeners.demand_listeners)) == heard
     kept = read_recent(inspect_checkpoint(pocket_path()).signature, pocket_path())
     assert kept is not None
     assert kept.num_steps == 3  # of the last one

@@ -87,8 +87,8 @@ def test_a_pass_asks_who_hears_of_its_layers_once_it_has_begun() -> None:
     listeners.add(one := Every())
     for _ in range(4):
         listeners.begin({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
-        assert (listeners.routed, listeners.demanded).count((one,)) == 1
-        heard.append("routed" if listeners.routed else "demanded")
+        assert (listeners.routing_listeners, listeners.demand_listeners).count((one,)) == 1
+        heard.append("routed" if listeners.routing_listeners else "demanded")
     assert heard == ["routed", "demanded"] * 2
 
 

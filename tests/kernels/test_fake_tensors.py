@@ -61,4 +61,7 @@ def test_a_named_kernel_refuses_them():
         with pytest.raises(ValueError, match="no fake tensors"):
             linear(rows(4, 64), rows(32, 64), impl="native")
         own = expert()
-        assert ExpertStep(own.shape, "silu")(rows(4, 64), torch.rand(4, 1), [0] * 4, [own]) is None
+        assert (
+            ExpertStep(own.shape, "silu").layer(rows(4, 64), torch.rand(4, 1), [0] * 4, [own])
+            is None
+        )

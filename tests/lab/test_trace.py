@@ -96,21 +96,6 @@ def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path):
     assert trace.gate_weights[:, 0].tolist() == [[0.0, 0.5]] * 5
 
 
-def test_warm_up_is_not_recorded(tmp_path):
-    recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
-    recorder.pause()
-    recorder.begin_request()
-    recorder.begin_step(phase="prefill", token_ids=[1, 2], positions=[0, 1])
-    recorder.routing(0, [[1, 2], [1, 2]], [[0.5, 0.5], [0.5, 0.5]])
-    recorder.resume()
-    recorder.begin_request()
-    recorder.begin_step(phase="prefill", token_ids=[3], positions=[0])
-    recorder.close()
-    trace = read_trace(tmp_path / "trace.npz")
-    assert trace.token_id.tolist() == [3]
-    assert trace.token_request.tolist() == [0]
-
-
 def test_sequences_of_a_batch_are_requests_of_their_own(tmp_path):
     with TraceRecorder(tmp_path / "trace.npz", SIGNATURE) as recorder:
         recorder.begin_request(num_sequences=2)

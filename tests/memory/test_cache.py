@@ -32,12 +32,12 @@ from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import (
     LIVE_POLICIES,
     LRU,
+    AdaptiveShares,
     LayerShares,
     Setting,
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.eviction.classic import AdaptiveShares
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,

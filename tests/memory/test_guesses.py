@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from slow_reader import SlowReader
 
 from moe_runtime.memory.prefetcher import Guesses
-from moe_runtime.memory.reads import Priority, Read, ReadQueue
+from moe_runtime.memory.reads import Priority, ReadQueue, Transfer
 from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.eviction.classic import LRU, LayerShares
+from moe_runtime.policies.eviction import LRU, LayerShares
 from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.types import ExpertKey
 
@@ -189,15 +189,15 @@ def test_the_queue_takes_back_only_what_was_not_begun():
         go.wait(600)
         return 1
 
-    first = Read(Priority.DEMAND, lambda read: None)
+    first = Transfer(Priority.DEMAND, lambda read: None)
     queue.submit([block], first)
     assert begun.wait(600)
     moved = []
-    second = Read(Priority.READAHEAD, lambda read: None)
+    second = Transfer(Priority.READAHEAD, lambda read: None)
     queue.submit([lambda: moved.append(2) or 1], second)
     assert not queue.cancel(first)
     assert queue.cancel(second)
-    queue.submit([lambda: 1], Read(Priority.READAHEAD, lambda read: done.set()))
+    queue.submit([lambda: 1], Transfer(Priority.READAHEAD, lambda read: done.set()))
     go.set()
     assert done.wait(600)
     queue.close()

@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.kernels.native import native_library
-from moe_runtime.memory.reads import NativeReadQueue, Priority, Read, ReadQueue, pack_blocks
+from moe_runtime.memory.reads import NativeReadQueue, Priority, ReadQueue, Transfer, pack_blocks
 
 PATIENCE_S = 600  # a test that fails waits so long; one that passes never does
 
@@ -22,13 +22,13 @@ class Ends:
     """Reads, and how they ended."""
 
     def __init__(self) -> None:
-        self.ended: list[Read] = []
+        self.ended: list[Transfer] = []
         self._told = threading.Event()
 
-    def read(self, priority: Priority = Priority.DEMAND) -> Read:
-        return Read(priority, self._end)
+    def read(self, priority: Priority = Priority.DEMAND) -> Transfer:
+        return Transfer(priority, self._end)
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: Transfer) -> None:
         self.ended.append(read)
         self._told.set()
 
@@ -36,7 +36,7 @@ class Ends:
         while len(self.ended) < number:
             self.wait()
 
-    def wait(self) -> Read:
+    def wait(self) -> Transfer:
         assert self._told.wait(PATIENCE_S), "the read never ended"
         self._told.clear()
         return self.ended[-1]
@@ -77,14 +77,14 @@ def test_an_error_of_the_runtime_stays_what_it_is():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_an_end_that_cannot_be_announced_ends_no_thread(num_failures):
-    queue, ends, calls = ReadQueue(1), Ends(), list[Read]()
+    queue, ends, calls = ReadQueue(1), Ends(), list[Transfer]()
 
-    def fail(read: Read) -> None:
+    def fail(read: Transfer) -> None:
         calls.append(read)
         if len(calls) <= num_failures:
             raise MemoryError("as asked")
 
-    read = Read(Priority.DEMAND, fail)
+    read = Transfer(Priority.DEMAND, fail)
     queue.submit([lambda: 1], read)
     queue.submit([lambda: 1], ends.read())
     assert ends.wait().error is None
@@ -193,7 +193,7 @@ class Pipes:
         self._reads: list[int] = []
         self._writes: dict[str, list[int]] = {}
 
-    def submit(self, name: str, *, blocks: int = 1, ahead: bool = False) -> Read:
+    def submit(self, name: str, *, blocks: int = 1, ahead: bool = False) -> Transfer:
         self._slots[name] = torch.zeros(blocks * SIZE, dtype=torch.uint8)
         ends = [os.pipe() for _ in range(blocks)]
         self._reads += [end[0] for end in ends]
@@ -202,7 +202,7 @@ class Pipes:
         priority = Priority.READAHEAD if ahead else Priority.DEMAND
         address = self._slots[name].data_ptr()
         with self.queue:
-            read = Read(priority, lambda _: self.ended.append(name))
+            read = Transfer(priority, lambda _: self.ended.append(name))
             self.queue.submit(packed, address, read, fault)
             return read
 
@@ -280,14 +280,14 @@ def test_only_what_has_not_begun_is_taken_back(pipes):
 def test_a_read_that_fails_says_which_block(pipes):
     with pipes.queue:
         slot = torch.zeros(SIZE, dtype=torch.uint8)
-        read = Read(Priority.DEMAND, lambda _: pipes.ended.append("bad"))
+        read = Transfer(Priority.DEMAND, lambda _: pipes.ended.append("bad"))
         packed = pack_blocks([(-1, 0, 0, SIZE, SIZE)])
         pipes.queue.submit(packed, slot.data_ptr(), read, fault)
     pipes.wait_for("bad")
     assert error_of(read) == "block 0: [Errno 9] Bad file descriptor"
 
 
-def error_of(read: Read) -> str:
+def error_of(read: Transfer) -> str:
     assert isinstance(read.error, CheckpointError)
     return str(read.error)
 

@@ -16,7 +16,7 @@ from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, ke
 
 from moe_runtime.memory import store as store_module
 from moe_runtime.memory.device.device_layout import CopyPart
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.tiers import Return, ReturningSource
 from moe_runtime.types import ExpertKey
 
@@ -69,9 +69,11 @@ class Refusing(EmulatedDevice):
         raise RuntimeError("as asked")
 
 
-def returned(device: EmulatedDevice, disk: FakeTier) -> tuple[torch.Tensor, Read, ReturningSource]:
+def returned(
+    device: EmulatedDevice, disk: FakeTier
+) -> tuple[torch.Tensor, Transfer, ReturningSource]:
     """An expert on its way from a slot of the device, and where it goes."""
-    source, ends = ReturningSource(disk, device), list[Read]()
+    source, ends = ReturningSource(disk, device), list[Transfer]()
     memory, slot = (torch.full((SLOT_BYTES,), byte, dtype=torch.uint8) for byte in (7, 255))
     device.pin(slot, SLOT_BYTES)
     key, half = ExpertKey(0, 0), SLOT_BYTES // 2

@@ -11,7 +11,7 @@ from slow_reader import SlowReader
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.prefetcher import Guesses
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierFetcher, TierStore
@@ -164,12 +164,12 @@ def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers):
     until(lambda: not reads_of_nobody(tiers))  # the other thread may still be in the call
 
 
-def reads_of_nobody(tiers: Tiers) -> list[Read]:
+def reads_of_nobody(tiers: Tiers) -> list[Transfer]:
     """Reads that something still holds though no tier has an entry for them."""
     entries = [*tiers.device._entries.values(), *tiers.host._entries.values()]
     known = {id(entry.read) for entry in entries}
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) is Read and id(one) not in known]
+    return [one for one in gc.get_objects() if type(one) is Transfer and id(one) not in known]
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def few_objects_to_collect() -> Iterator[None]:
 def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(tiers, monkeypatch):
     arrive, failures = tiers.device._arrive, [MemoryError("as asked")]
 
-    def fail_once(key: ExpertKey, read: Read) -> None:
+    def fail_once(key: ExpertKey, read: Transfer) -> None:
         if failures:
             raise failures.pop()
         arrive(key, read)

@@ -20,7 +20,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.lab.record_tiers import TIER_CHANGE_STEPS
-from moe_runtime.training.offload.device_link import ComputeCopies
+from moe_runtime.training.offload.compute_copies import ComputeCopies
 from moe_runtime.types import ExpertKey
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))

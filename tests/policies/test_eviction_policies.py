@@ -9,13 +9,12 @@ from traces import trace_of
 
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction import LRU, Setting, make_global_policy
+from moe_runtime.policies.eviction import LRU, AdaptiveShares, Setting, make_global_policy
 from moe_runtime.policies.eviction.classic import (
     GDSF,
     LFRU,
     SIEVE,
     SLRU,
-    AdaptiveShares,
     AgingLFU,
     LeastExpectedCost,
 )

@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
 from moe_runtime.inference.device.decode_graphs import RecordedStep
-from moe_runtime.inference.device.decoding_model import record_decoding
+from moe_runtime.inference.device.decoding_model import capture_decoding
 from moe_runtime.inference.device.device_experts import (
     DeviceExperts,
     experts_on_device,
@@ -117,7 +117,7 @@ def load_on_emulated_device(
             module.store = stores[0]
     if misses != "device":
         open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
-    record_decoding(model, experts_modules_of(model))
+    capture_decoding(model, experts_modules_of(model))
     model._steps._stores = [*stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])
     model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.reads import Monitor, Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority, Transfer
 from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -28,13 +28,13 @@ class FakeTier:
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
         self.monitor = Monitor()
-        self.under_way: set[Read] = set()
+        self.under_way: set[Transfer] = set()
         self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
         self.fetched: list[ExpertKey] = []
         self.promoted: list[ExpertKey] = []
         self.broken: set[ExpertKey] = set()
 
-    def fetch(self, key, slot, read: Read) -> None:
+    def fetch(self, key, slot, read: Transfer) -> None:
         self.fetched.append(key)
         self.under_way.add(read)
 
@@ -56,10 +56,10 @@ class FakeTier:
         read.priority = Priority.DEMAND
         self.promoted.append(key)
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         return False
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return read in self.under_way
 
     def close(self) -> None:
@@ -106,17 +106,17 @@ class PromptTier:
 
     def __init__(self) -> None:
         self.monitor = Monitor()
-        self.under_way: set[Read] = set()
+        self.under_way: set[Transfer] = set()
         self.threads: list[threading.Thread] = []
 
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         slot.fill_(key.layer * 16 + key.expert)
         read.num_bytes = len(slot)
         self.under_way.add(read)
         self.threads.append(threading.Thread(target=self.finish, args=(read,)))
         self.threads[-1].start()
 
-    def finish(self, read: Read) -> None:
+    def finish(self, read: Transfer) -> None:
         read.end()
         self.under_way.discard(read)
 
@@ -125,13 +125,13 @@ class PromptTier:
         while self.threads:
             self.threads.pop().join()
 
-    def is_under_way(self, read: Read) -> bool:
+    def is_under_way(self, read: Transfer) -> bool:
         return read in self.under_way
 
-    def promote(self, key: ExpertKey, read: Read) -> None:
+    def promote(self, key: ExpertKey, read: Transfer) -> None:
         pass
 
-    def cancel(self, read: Read) -> bool:
+    def cancel(self, read: Transfer) -> bool:
         return False
 
     def close(self) -> None:

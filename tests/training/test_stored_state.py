@@ -41,7 +41,7 @@ from moe_runtime.policies.eviction.learned import ActivationMatrices
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.training.checkpoint import (
-    Progress,
+    RunProgress,
     load_content,
     on_host,
     random_states,
@@ -170,7 +170,7 @@ def sharded_of(folder: Path, seed: int) -> Path:
     optimizer: Any = trainer.optimizer
     names = state_order(dict(preparation.model.named_parameters()))
     shards = ShardedCheckpoints(preparation.model, optimizer, OneRank(), names)
-    progress = Progress(
+    progress = RunProgress(
         step=2, tokens=128, elapsed_s=1.0, taken=(1, 3), random=random_states(), settings={}
     )
     with warnings.catch_warnings():
@@ -270,7 +270,7 @@ def test_a_tensor_that_is_marked_as_a_folder_is_refused(tmp_path: Path) -> None:
     content[entry + 38] |= 0x10
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"data/0 is not what was written"):
-        load_content(path, Progress)
+        load_content(path, RunProgress)
 
 
 def damaged(content: bytes, other: bytes, chance: random.Random) -> Iterator[tuple[str, bytes]]:

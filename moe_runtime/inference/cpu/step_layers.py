@@ -364,7 +364,7 @@ class FusedAttention:
     def _most_sequences(self) -> int:
         """Up to how many sequences the layer's own products are the native ones too."""
         weights, library = self._weights, native_library()
-        if weights is None or weights.record is None or library is None:
+        if weights is None or weights.c_struct is None or library is None:
             return 0
         most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
         products = (getattr(weight, "product", None) for weight in (weights.qkv, weights.output))

@@ -467,7 +467,7 @@ def _all_keys(modules: Sequence[DeviceExperts]) -> list[ExpertKey]:
 
 def _is_quiet(experts: DeviceExperts) -> bool:
     """Whether no listener needs to hear of a layer within a step."""
-    listens = experts.listeners.routed or experts.listeners.demanded
+    listens = experts.listeners.routing_listeners or experts.listeners.demand_listeners
     return not listens and experts.store is not None and experts.store.listener is None
 
 

@@ -57,7 +57,7 @@ _NOT_OF_STEPS = ("tokenizer", "assistant_tokenizer")
 _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "position_ids"})
 
 
-def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
+def capture_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """Records the decode steps of a loaded model as CUDA graphs."""
     if model.device.type == "cuda":
         fuse_steps(model)

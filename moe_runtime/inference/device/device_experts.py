@@ -137,17 +137,17 @@ class DeviceExperts(OffloadedExperts):
         residents, found = launch()
         if self.misses is not None:
             self.misses.goes_on(self.layer)
-        listens = self.listeners.routed or self.listeners.demanded
+        listens = self.listeners.routing_listeners or self.listeners.demand_listeners
         if residents.are_all and not listens and store.listener is None:
             store.count_later(found.copied, found.used)
             return
         while not found.copied.query() and store.count_one():
             """The host has nothing better to do."""
         found.copied.synchronize()
-        if self.listeners.routed:
+        if self.listeners.routing_listeners:
             told = routed._replace(ids_TK=found.ids_TK.clone())  # which they may keep
             self._announce(self.experts_of(found.ids_TK), *told)
-        if not self.listeners.demanded and found.ids_TK.numel() <= _FEW_CHOICES:
+        if not self.listeners.demand_listeners and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
             if self.misses is not None:
                 self.misses.used(self.layer, ids)
@@ -162,7 +162,7 @@ class DeviceExperts(OffloadedExperts):
         elif keys:
             if self.misses is not None and not residents.experts.issuperset(experts):
                 self.misses.speeds.rested()
-            if not self.listeners.demanded and (
+            if not self.listeners.demand_listeners and (
                 len(found.ids_TK) == 1 or len(keys) <= store.slots_of(self.layer)
             ):
                 queue = partial(self._launch_arrived, store, products)
@@ -255,7 +255,7 @@ class DeviceExperts(OffloadedExperts):
             self._lease_and_run(routing._replace(keys=others), add)
         else:
             misses.keep(kept)
-            for listener in self.listeners.demanded:
+            for listener in self.listeners.demand_listeners:
                 listener.demanded(routing)
         if keys:
             part.finish(products.give)

@@ -1,5 +1,5 @@
-"""What a loaded model answers otherwise than other transformers models, or refuses to, as
-``docs/transformers-features.md`` lists, and its handle ``moe``."""
+"""The class of a loaded model: what it refuses or does otherwise than transformers, and
+``model.moe``. ``docs/transformers-features.md`` lists it."""
 
 from __future__ import annotations
 

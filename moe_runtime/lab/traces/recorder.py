@@ -67,7 +67,6 @@ class TraceRecorder:
         check_draft_path(path, "trace")
         self._signature = signature
         self._expert_bytes = expert_bytes
-        self._recording = True
         self._closed = False
         self._first_request = 0
         self._num_requests = 0
@@ -98,7 +97,7 @@ class TraceRecorder:
         """Starts a prompt, or a batch of them: each sequence gets the next request number."""
         if num_sequences < 1:
             raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
-        if self._recording:
+        if not self._closed:
             self._first_request = self._num_requests
             self._num_requests += num_sequences
 
@@ -131,7 +130,7 @@ class TraceRecorder:
         if self._trains != (update is not None) or (update is not None and update < last):
             wanted = f"a number from {last} on" if self._trains else "None outside of training"
             raise ValueError(f"update must be {wanted}, got {update}")
-        if not self._recording:
+        if self._closed:
             return
         tokens = np.array(token_ids, dtype=np.int32)
         places = np.array(positions, dtype=np.int32)
@@ -168,7 +167,7 @@ class TraceRecorder:
         Raises:
             ValueError: no step was begun, or layer, shape or ids do not fit the model.
         """
-        if not self._recording:
+        if self._closed:
             return
         if not self._steps:
             raise ValueError("routing was called before begin_step")
@@ -199,13 +198,6 @@ class TraceRecorder:
         if self._journal is None:
             self._journal = JournalWriter(self._path)
 
-    def pause(self) -> None:
-        """Ignores all events until ``resume``; for warm-up."""
-        self._recording = False
-
-    def resume(self) -> None:
-        self._recording = True
-
     def close(self) -> None:
         """Writes the file, if a step was recorded. Later calls do nothing.
 
@@ -216,7 +208,6 @@ class TraceRecorder:
             return
         if self._steps:
             self._closed = True
-            self._recording = False
             self._journal_waiting()
             write_trace(self._path, join_traces(self._steps))
         self.discard()
@@ -224,7 +215,6 @@ class TraceRecorder:
     def discard(self) -> None:
         """Ends the recording and leaves the file as it was."""
         self._closed = True
-        self._recording = False
         if self._journal is not None:
             self._journal.remove()
 

@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime.memory.device.cuda_device import CudaDevice, Event
 from moe_runtime.memory.device.recent_uses import RecentUses
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.store import Entry, Lease, is_resident
 from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
@@ -65,7 +65,7 @@ class Planned(NamedTuple):
     seconds: float
     begun_s: float
     host_s: float
-    reads: Sequence[Read]
+    reads: Sequence[Transfer]
 
 
 class DeviceLease(Lease[W]):
@@ -76,7 +76,7 @@ class DeviceLease(Lease[W]):
     """
 
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
-    _awaited: Read | None = None  # what the current stream waits for already, of this group
+    _awaited: Transfer | None = None  # what the current stream waits for already, of this group
 
     def _next_group(self) -> list[tuple[ExpertKey, W]]:
         if self._held and not self._arriving:  # the caller has queued what it does with all
@@ -178,7 +178,7 @@ class DeviceStore(TierStore[W]):
         self._residents: dict[int, Residents] = {}
         self._slots: dict[int, Slots] = {}  # of each layer's experts
         self._planned: deque[Planned] = deque()
-        self._brought: list[Read] = []
+        self._brought: list[Transfer] = []
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
         if isinstance(fetcher.lower, LowerStore):
             own = weakref.ref(self)
@@ -189,7 +189,7 @@ class DeviceStore(TierStore[W]):
         return is_resident(self._entries.get(key))
 
     def lease(
-        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Transfer | None = None
     ) -> DeviceLease[W]:
         """As ``ExpertStore.lease``; MoERuntimeError where a copy failed that work was queued
         after."""
@@ -244,7 +244,7 @@ class DeviceStore(TierStore[W]):
             found = self._residents.get(layer)
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
-            self._monitor.is_consistent = True
+            self._monitor.may_be_interrupted = True
             queue(found)
             return found
 
@@ -259,7 +259,7 @@ class DeviceStore(TierStore[W]):
             for layer, found in expected.items():
                 if self._residents.get(layer) is not found or found.stream != stream:
                     return False
-            self._monitor.is_consistent = True
+            self._monitor.may_be_interrupted = True
             queue()
             return True
 
@@ -416,7 +416,7 @@ class DeviceStore(TierStore[W]):
             Those that are on their way now.
         """
         slots: dict[ExpertKey, torch.Tensor] = {}
-        read = Read(priority, partial(self._arrive_together, slots), passes=passes)
+        read = Transfer(priority, partial(self._arrive_together, slots), passes=passes)
         for key in self.fetcher.resident_below(keys):
             slot = self._take_slot(key, keep=key in keep and not passes)
             if slot is None:
@@ -425,7 +425,7 @@ class DeviceStore(TierStore[W]):
             slots[key] = self._slab.slot(slot)
         if slots and not self.fetcher.copy_resident(slots, read):
             for key, memory in slots.items():
-                own = Read(priority, partial(self._arrive, key), passes=passes)
+                own = Transfer(priority, partial(self._arrive, key), passes=passes)
                 self._entries[key].read = own
                 self.fetcher.fetch(key, memory, own)
         return [*slots]
@@ -434,7 +434,7 @@ class DeviceStore(TierStore[W]):
         if self.fetcher.can_hasten(entry.read):
             super()._hasten(key, entry, priority)
 
-    def _arrive_together(self, keys: Iterable[ExpertKey], read: Read) -> None:
+    def _arrive_together(self, keys: Iterable[ExpertKey], read: Transfer) -> None:
         with self._monitor:
             for key in keys:
                 self._arrive(key, read)
@@ -474,7 +474,7 @@ class DeviceStore(TierStore[W]):
         if slots is not None:
             slots[key.expert] = self._entries[key].slot if self.has(key) else -1
 
-    def _arrive(self, key: ExpertKey, read: Read) -> None:
+    def _arrive(self, key: ExpertKey, read: Transfer) -> None:
         with self._monitor:
             self.fetcher.has_arrived(key)
             super()._arrive(key, read)
@@ -553,7 +553,7 @@ def use_arriving(
         for copy in copies:
             copy.has_users = True
             store.device.wait_here(copy.event)
-        store._monitor.is_consistent = True
+        store._monitor.may_be_interrupted = True
         launch(started)
     fetcher.wake_ends()
     return [key for key in missing if key not in started]

@@ -25,7 +25,7 @@ from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority
-from moe_runtime.memory.store import divide, is_resident
+from moe_runtime.memory.store import is_resident
 from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 
@@ -92,7 +92,7 @@ class HostTables:
                 self._stream = stream
             if not all(self._list(layer, stream) for layer in self.layers):
                 return None
-            store._monitor.is_consistent = lower._monitor.is_consistent = True
+            store._monitor.may_be_interrupted = lower._monitor.may_be_interrupted = True
             try:
                 queue()
             finally:
@@ -209,7 +209,7 @@ def open_host_tables(
         tables = HostTables(store, lower, places, slots_E)
         store._closed.update(landing)
         store.host_tables = tables
-        divide(store._policy, sum(store._policy.slots_by_layer) - num_choices)
+        store._policy.divide(sum(store._policy.slots_by_layer) - num_choices)
     return tables
 
 

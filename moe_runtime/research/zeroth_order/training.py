@@ -63,7 +63,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import Sections, StateFormat
-from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
+from moe_runtime.training.offload.site import ExpertsSite, processes_of
 from moe_runtime.training.optimizer import StepOutcome, decays
 from moe_runtime.types import ExpertKey
 
@@ -139,7 +139,7 @@ class SpsaExecutor:
     """
 
     def __init__(
-        self, sites: Sequence[ExpertsModuleSpec], records: RecordStore, settings: ZerothOrder
+        self, sites: Sequence[ExpertsSite], records: RecordStore, settings: ZerothOrder
     ) -> None:
         self.slopes: list[float | None] = []
         self.rates: list[float] = []
@@ -279,7 +279,7 @@ class SpsaExecutor:
 class SpsaExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for forward passes to both sides."""
 
-    def __init__(self, site: ExpertsModuleSpec, layer: int, executor: SpsaExecutor) -> None:
+    def __init__(self, site: ExpertsSite, layer: int, executor: SpsaExecutor) -> None:
         super().__init__(site, layer, has_gradient=lambda: False)
         self._executor = executor
 
@@ -359,7 +359,7 @@ class ZerothOrderTraining(ExpertTraining):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         records: RecordStore,
         settings: ZerothOrder,
         memory: TrainingMemory,

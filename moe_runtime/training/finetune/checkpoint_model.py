@@ -32,7 +32,7 @@ from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
 from moe_runtime.training.offload.frozen import ExpertAdapters
 from moe_runtime.training.offload.handle import trained_around_experts
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -209,7 +209,7 @@ def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
 def write_adapters(
     folder: Path,
     model: PreTrainedModel,
-    sites: Sequence[ExpertsModuleSpec],
+    sites: Sequence[ExpertsSite],
     lora: LoraConfig,
     base: str,
 ) -> None:
@@ -251,7 +251,7 @@ def write_adapters(
         write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
 
 
-def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, Tensor]:
+def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor]:
     """Adapters of stacked parameters, under the names that PEFT has for them.
 
     PEFT wraps a module once for each of its adapted parameters, the first one innermost. Its `A` is
@@ -266,7 +266,7 @@ def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, 
     return found
 
 
-def _in_order(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> Iterator[str]:
+def _in_order(site: ExpertsSite, adapters: ExpertAdapters) -> Iterator[str]:
     """Adapted parameters in the order in which the module has them."""
     for name, _ in site.module.named_parameters(recurse=False):
         if name in adapters.names:

@@ -79,7 +79,7 @@ from moe_runtime.training.offload.memory import (
     device_budget,
 )
 from moe_runtime.training.offload.offloading import find_sites, layouts_of, plan_memory
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.prepared import (
     BASE_FILES,
@@ -104,7 +104,7 @@ def divide_budget(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     experts: ExpertMap,
-    sites: list[ExpertsModuleSpec],
+    sites: list[ExpertsSite],
     place: torch.device,
 ) -> TrainingMemory | FrozenMemory:
     method = config.method
@@ -174,7 +174,7 @@ def _host_plan(host_memory: str, dense: int, reserve: int, experts: ExpertMap) -
 
 
 def _routed_bytes(
-    config: FinetuneConfig, checkpoint: Checkpoint, top_k: int, sites: list[ExpertsModuleSpec]
+    config: FinetuneConfig, checkpoint: Checkpoint, top_k: int, sites: list[ExpertsSite]
 ) -> int:
     """Of a layer's routed rows where kernels compute all of them together: outputs, hidden values,
     gradients of pre-activations, and what adapters add to the outputs."""
@@ -184,9 +184,7 @@ def _routed_bytes(
     return int(rows * width * getattr(torch, config.run.precision).itemsize)
 
 
-def _adapter_bytes(
-    config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsModuleSpec]
-) -> int:
+def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsSite]) -> int:
     assert config.lora is not None
     total = 0
     if "experts" in config.lora.places:
@@ -302,7 +300,7 @@ class FinetunePreparation(PreparedRun):
     model: PreTrainedModel
     experts: ExpertMap
     exporter: LikeCheckpoint | None
-    sites: list[ExpertsModuleSpec]
+    sites: list[ExpertsSite]
     memory: TrainingMemory | FrozenMemory
 
     @property

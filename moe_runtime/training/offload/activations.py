@@ -30,8 +30,7 @@ from torch import Tensor
 from moe_runtime.config import nearest
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.lab.programme import Programme
-from moe_runtime.memory.reads import Monitor, Priority, ReadQueue
-from moe_runtime.memory.reads import Read as Transfer
+from moe_runtime.memory.reads import Monitor, Priority, ReadQueue, Transfer
 from moe_runtime.memory.source import aligned_bytes, host_view
 from moe_runtime.training.offload.disk import RecordFile
 

@@ -49,7 +49,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """Settings of AdamW.
+    """Settings of AdamW for ``offload_training``; no ``torch.optim`` optimizer.
 
     Values out of range raise a `ValueError`, those of another type a `TypeError`.
 

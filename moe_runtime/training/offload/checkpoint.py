@@ -43,7 +43,7 @@ from moe_runtime.training.offload.records import (
     check_digest,
     records_path,
 )
-from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
+from moe_runtime.training.offload.site import ExpertsSite, OneProcess
 from moe_runtime.types import ExpertKey
 
 EXPERTS_FORMAT = 3
@@ -163,7 +163,7 @@ class ExpertCheckpoints:
     def __init__(
         self,
         records: RecordStore,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         state_format: StateFormat,
         processes: OneProcess | None = None,
     ) -> None:

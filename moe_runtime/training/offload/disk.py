@@ -17,8 +17,7 @@ from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.reads import Block, ReadQueue
-from moe_runtime.memory.reads import Read as Transfer
+from moe_runtime.memory.reads import Block, ReadQueue, Transfer
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile, host_view
 from moe_runtime.training.offload.records import (
     ORDER,

@@ -34,7 +34,7 @@ from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.device_link import LinkTraffic
+from moe_runtime.training.offload.compute_copies import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.passes import (
@@ -46,7 +46,7 @@ from moe_runtime.training.offload.passes import (
     visited,
 )
 from moe_runtime.training.offload.records import Traffic
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
@@ -131,7 +131,7 @@ class SlottedExecutor:
 
     def __init__(
         self,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         store: DeviceStore,
         adapters: Sequence[ExpertAdapters],
     ) -> None:
@@ -265,7 +265,7 @@ class FrozenExpertsExecutor:
 
     def __init__(
         self,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         experts: ExpertMap,
         store: ExpertStore[Tensor],
         adapters: Sequence[ExpertAdapters],
@@ -419,9 +419,7 @@ class FrozenExpertsExecutor:
         return self._scratch[place]
 
 
-def adapters_for(
-    sites: Sequence[ExpertsModuleSpec], rank: int, scale: float
-) -> list[ExpertAdapters]:
+def adapters_for(sites: Sequence[ExpertsSite], rank: int, scale: float) -> list[ExpertAdapters]:
     return [
         ExpertAdapters(
             {
@@ -457,7 +455,7 @@ class AdapterTraining(StepOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         executor: FrozenExpertsExecutor,
         adapters: Sequence[ExpertAdapters],
         stores: Sequence[ExpertStore[Tensor]],

@@ -20,7 +20,8 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
+from moe_runtime.training.offload.compute_copies import LinkTraffic
+from moe_runtime.training.offload.device_link import DeviceLink
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
@@ -31,7 +32,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import Sections, Traffic
-from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
+from moe_runtime.training.offload.site import ExpertsSite, OneProcess
 from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
@@ -83,7 +84,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         records: RecordStore,
         memory: TrainingMemory,
         checkpoints: ExpertCheckpoints,
@@ -179,7 +180,7 @@ def require_trained(model: nn.Module) -> None:
 
 def fill(
     records: RecordStore,
-    sites: Sequence[ExpertsModuleSpec],
+    sites: Sequence[ExpertsSite],
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None,
 ) -> None:
     """Writes every expert's first record: what `initial` gives, or its module's parameters."""
@@ -219,7 +220,7 @@ class OffloadedTraining(ExpertTraining):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         records: RecordStore,
         settings: AdamW,
         memory: TrainingMemory,

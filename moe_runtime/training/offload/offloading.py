@@ -47,7 +47,7 @@ from moe_runtime.training.offload.memory import (
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.site import (
-    ExpertsModuleSpec,
+    ExpertsSite,
     OneProcess,
     layer_sites,
     processes_of,
@@ -55,7 +55,7 @@ from moe_runtime.training.offload.site import (
 from moe_runtime.types import ExpertKey
 
 
-def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) -> None:
+def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsSite]) -> None:
     """Makes `save_pretrained` of a model and of its parts refuse to leave experts out."""
     parameters = {
         f"{site.name}.{name}": site.module.get_parameter(name)
@@ -228,7 +228,7 @@ def offload_training(
 
 def plan_memory(
     model: nn.Module,
-    sites: Sequence[ExpertsModuleSpec],
+    sites: Sequence[ExpertsSite],
     host_memory: MemorySize,
     activation_memory: MemorySize,
     *,
@@ -277,7 +277,7 @@ def plan_memory(
     )
 
 
-def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
+def find_sites(model: nn.Module) -> list[ExpertsSite]:
     sites = layer_sites(model)
     if not sites and any(hasattr(module, "config") for module in model.modules()):
         sites = _transformers_sites(model)
@@ -289,12 +289,12 @@ def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
     return sites
 
 
-def expert_parameters(sites: Sequence[ExpertsModuleSpec]) -> list[nn.Parameter]:
+def expert_parameters(sites: Sequence[ExpertsSite]) -> list[nn.Parameter]:
     return [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
 
 
 def layouts_of(
-    sites: Sequence[ExpertsModuleSpec], state: StateFormat | None = None
+    sites: Sequence[ExpertsSite], state: StateFormat | None = None
 ) -> dict[ExpertKey, RecordLayout]:
     """The record of every expert, in order; with full moments when no state is named."""
     layouts = [site.layout(state) for site in sites]
@@ -336,7 +336,7 @@ def open_records(
     return records
 
 
-def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
+def _transformers_sites(model: Any) -> list[ExpertsSite]:
     sites = []
     for experts in find_experts(model):
         module = experts.module
@@ -354,7 +354,7 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
             )
         own = gate_of(module) if module.has_gate else module.act_fn
         sites.append(
-            ExpertsModuleSpec(
+            ExpertsSite(
                 name=experts.name,
                 module=module,
                 num_experts=experts.num_experts,
@@ -370,7 +370,7 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
 
 def _activation_policy(
     kind: Activations,
-    sites: Sequence[ExpertsModuleSpec],
+    sites: Sequence[ExpertsSite],
     room: int,
     folder: Path | None,
     direct: bool,

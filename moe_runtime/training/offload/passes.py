@@ -34,11 +34,12 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 from moe_runtime.layer import MoELayer
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.activations import ActivationPolicy, Pass
-from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, add_up, crosses
+from moe_runtime.training.offload.compute_copies import ComputeCopies, crosses
+from moe_runtime.training.offload.device_link import DeviceLink, add_up
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.record_store import Need
 from moe_runtime.training.offload.records import Sections
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.types import ExpertKey
 
 
@@ -82,7 +83,7 @@ class TrainedExpertsExecutor:
 
     def __init__(
         self,
-        sites: Sequence[ExpertsModuleSpec],
+        sites: Sequence[ExpertsSite],
         optimizer: ExpertOptimizer,
         activations: ActivationPolicy,
         copy_bytes: int,
@@ -300,7 +301,7 @@ class TrainedExpertsExecutor:
         return self._sites[key.layer].gradients(names, tensors)
 
 
-def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
+def streamed(site: ExpertsSite, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
     """A layer's experts, to be given one after another, for each micro-batch."""
     return [
         StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
@@ -463,9 +464,7 @@ class AbsentExperts(AbsentParameters):
 
     _misses_absent = False  # the optimizer's `load_state_dict` brings them
 
-    def __init__(
-        self, site: ExpertsModuleSpec, layer: int, has_gradient: Callable[[], bool]
-    ) -> None:
+    def __init__(self, site: ExpertsSite, layer: int, has_gradient: Callable[[], bool]) -> None:
         super().__init__()
         self.num_experts = site.num_experts
         self.layer = layer
@@ -518,7 +517,7 @@ class OffloadedTrainingExperts(AbsentExperts):
 
     def __init__(
         self,
-        site: ExpertsModuleSpec,
+        site: ExpertsSite,
         layer: int,
         executor: LayerExecutor,
         activations: ActivationPolicy | None = None,

@@ -23,8 +23,7 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.reads import Monitor, Priority
-from moe_runtime.memory.reads import Read as Transfer
+from moe_runtime.memory.reads import Monitor, Priority, Transfer
 from moe_runtime.memory.source import Slab
 from moe_runtime.training.offload.disk import Disk, RecordFile, RecordPart
 from moe_runtime.training.offload.records import (

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.reads import Read as Transfer
+from moe_runtime.memory.reads import Transfer
 from moe_runtime.memory.source import BLOCK_BYTES
 from moe_runtime.types import ExpertKey
 

@@ -29,7 +29,7 @@ from moe_runtime.training.optimizer import decays
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsModuleSpec:
+class ExpertsSite:
     """What has to be known of a module to take its place.
 
     Attributes:
@@ -128,14 +128,14 @@ class ExpertsModuleSpec:
         )
 
 
-def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
+def layer_sites(model: nn.Module) -> list[ExpertsSite]:
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
     return [
         _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
     ]
 
 
-def _site(name: str, experts: nn.Module) -> ExpertsModuleSpec:
+def _site(name: str, experts: nn.Module) -> ExpertsSite:
     if isinstance(experts, Experts):
         kind: dict[str, Any] = {
             "has_gate": experts.activation.has_gate,
@@ -166,7 +166,7 @@ def _site(name: str, experts: nn.Module) -> ExpertsModuleSpec:
             f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
             "ParallelExperts"
         )
-    return ExpertsModuleSpec(
+    return ExpertsSite(
         name=name,
         module=experts,
         num_experts=experts.num_experts,
@@ -261,7 +261,7 @@ class SpreadProcesses(OneProcess):
 
 
 def processes_of(
-    groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], model: nn.Module
+    groups: LayoutGroups | None, sites: Sequence[ExpertsSite], model: nn.Module
 ) -> OneProcess:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise UnsupportedModelError(

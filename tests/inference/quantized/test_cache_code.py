@@ -40,7 +40,7 @@ from moe_runtime.kernels.lossless import encode_planes
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
-from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
 
@@ -211,7 +211,7 @@ def test_escapes_without_room_take_their_bytes_only_and_while_they_are_used_only
         with pytest.raises(CapacityError, match="down weights of expert 2"):
             move(2, *all_odd)
         move(3, "gate")  # what was refused has nothing
-        fetcher.fetch(ExpertKey(0, 2), slots[0], Read(Priority.DEMAND, lambda _: None))
+        fetcher.fetch(ExpertKey(0, 2), slots[0], Transfer(Priority.DEMAND, lambda _: None))
         move(2, *all_odd)  # nor what is no more in its slot
 
 

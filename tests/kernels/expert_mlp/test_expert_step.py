@@ -60,9 +60,9 @@ def test_a_step_has_the_bits_of_its_rows_one_by_one(isa, library, ids_TK, dtype,
     step = ExpertStep(experts[0].shape, "silu")
     for num_threads in (1, 3):
         library.set_num_threads(num_threads)
-        found = step(x_TD, weights_TK, [visited.index(e) for e in ids_R], chosen)
+        found = step.layer(x_TD, weights_TK, [visited.index(e) for e in ids_R], chosen)
         rows_RD = x_TD.new_empty((len(ids_R), DIM))
-        has_run = step.run(x_TD, chosen, counts, tokens, by_expert, rows_RD)
+        has_run = step.rows(x_TD, chosen, counts, tokens, by_expert, rows_RD)
         assert has_run == (found is not None)
         if found is None:
             assert isa == "portable"  # where torch takes most products in half precision
@@ -77,30 +77,35 @@ def test_what_the_step_does_not_take_is_left_to_others(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     x_TD, weights_TK = torch.randn(1, DIM), torch.rand(1, 2)
-    assert step(x_TD, weights_TK, [0, 1], experts[:2]) is not None
+    assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is not None
     many = STEP_ROWS // 2 + 1
-    assert step(torch.randn(many, DIM), torch.rand(many, 2), [0, 1] * many, experts[:2]) is None
-    assert step(x_TD.double(), weights_TK, [0, 1], experts[:2]) is None
-    assert step(x_TD, weights_TK.double(), [0, 1], experts[:2]) is None
-    assert step(x_TD, torch.rand(2, 1).t(), [0, 1], experts[:2]) is not None
-    assert step(x_TD, torch.rand(1, 60), [0, 1], experts[:2]) is None
-    assert step(x_TD, torch.rand(1, 1), [0, 1], experts[:2]) is None
-    assert step(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
-    assert step(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
-    assert ExpertStep(experts[0].shape, "unheard of")(x_TD, weights_TK, [0, 1], experts[:2]) is None
+    assert (
+        step.layer(torch.randn(many, DIM), torch.rand(many, 2), [0, 1] * many, experts[:2]) is None
+    )
+    assert step.layer(x_TD.double(), weights_TK, [0, 1], experts[:2]) is None
+    assert step.layer(x_TD, weights_TK.double(), [0, 1], experts[:2]) is None
+    assert step.layer(x_TD, torch.rand(2, 1).t(), [0, 1], experts[:2]) is not None
+    assert step.layer(x_TD, torch.rand(1, 60), [0, 1], experts[:2]) is None
+    assert step.layer(x_TD, torch.rand(1, 1), [0, 1], experts[:2]) is None
+    assert step.layer(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
+    assert step.layer(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
+    assert (
+        ExpertStep(experts[0].shape, "unheard of").layer(x_TD, weights_TK, [0, 1], experts[:2])
+        is None
+    )
     out_RD = torch.empty(1, DIM)
     one = experts[:1], [1], [0], [0]
-    assert step.run(x_TD, *one, out_RD)
-    assert not step.run(x_TD.double(), *one, out_RD.double())
-    assert not step.run(x_TD, *one, out_RD.bfloat16())
-    assert not step.run(x_TD[:, ::2], *one, out_RD)
-    assert not step.run(x_TD, *one, out_RD.expand(DIM, DIM).t())
-    assert not step.run(x_TD, make_experts(torch.bfloat16)[:1], [1], [0], [0], out_RD)
+    assert step.rows(x_TD, *one, out_RD)
+    assert not step.rows(x_TD.double(), *one, out_RD.double())
+    assert not step.rows(x_TD, *one, out_RD.bfloat16())
+    assert not step.rows(x_TD[:, ::2], *one, out_RD)
+    assert not step.rows(x_TD, *one, out_RD.expand(DIM, DIM).t())
+    assert not step.rows(x_TD, make_experts(torch.bfloat16)[:1], [1], [0], [0], out_RD)
     with torch.enable_grad():
-        assert not step.run(x_TD, *one, out_RD)
-        assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None
+        assert not step.rows(x_TD, *one, out_RD)
+        assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None
+        assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is None
 
 
 @torch.no_grad()
@@ -108,4 +113,4 @@ def test_a_row_of_no_expert_is_refused(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     with pytest.raises(ValueError, match="expert_of_row must be in"):
-        step(torch.randn(1, DIM), torch.rand(1, 2), [0, 2], experts[:2])
+        step.layer(torch.randn(1, DIM), torch.rand(1, 2), [0, 2], experts[:2])

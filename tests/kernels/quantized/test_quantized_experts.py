@@ -132,7 +132,7 @@ def test_a_step_has_the_bits_of_its_experts_one_by_one(isa, library, kind, activ
     step = ExpertStep(experts[0].shape, activation)
     for num_threads in (1, 3):
         library.set_num_threads(num_threads)
-        found = step(x_TD, weights_TK, ids_R, experts)
+        found = step.layer(x_TD, weights_TK, ids_R, experts)
         assert found is not None
         assert torch.equal(found, combine_assignments(rows_RD, weights_TK))
 
