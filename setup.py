@@ -79,6 +79,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "layers/attention.c",
     "layers/look_ahead.c",
     "layers/norm.c",
+    "layers/prompt_attention.c",
     "layers/recurrent.c",
     "products/batched.c",
     "products/columns.c",

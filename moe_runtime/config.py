@@ -41,6 +41,10 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
     return int(num_bytes)
 
 
+CHOSE = "chose"
+"""A stage of progress that begins so is a line to be shown, and no work."""
+
+
 def format_bytes(num_bytes: float, *, up: bool = False) -> str:
     """A number of bytes in binary units with four significant digits.
 

@@ -133,6 +133,18 @@ typedef struct {
     Bias gate_bias, up_bias, down_bias;
 } Expert;
 
+/* Some queries of the heads that share a key head, and what they attend to. Query q sees the keys up to place + q, `window` of
+ * them at most. Distances in bytes. */
+typedef struct {
+    const char *query, *key, *value; /* [heads, queries, key_dim], [length, key_dim], [length, value_dim] */
+    char *out;                       /* [heads, queries, value_dim] */
+    const char *sinks;               /* of each head, or NULL */
+    int64_t query_head, query_row, key_row, value_row, out_head, out_row;
+    int64_t heads, queries, length, key_dim, value_dim, place, window;
+    int dtype, sinks_dtype;
+    float scale;
+} AttentionBlock;
+
 /* ---- instruction sets ---- */
 
 /* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as [k / k_step][row][k_step], for matrix
@@ -160,6 +172,8 @@ typedef struct {
      * after an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
     void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
                              float *out, int64_t ldo);
+    /* out = softmax(scale * query . keys, sink) . values; `scratch` as attention_scratch divides it. */
+    void (*attend)(const AttentionBlock *block, char *scratch);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
     /* Adds the values of a bias from the first on. */
@@ -224,6 +238,29 @@ int64_t order_scratch_bytes(const OrderStep *steps, int64_t count);
 MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *slot, char *scratch);
 
 /* ---- small helpers ---- */
+
+/* Keys that a block of queries is multiplied with at once, and where `attend` keeps what: places in bytes, of queries as many
+ * steps in a row, and columns of values with those that fill up vectors. */
+enum { KEYS_AT_ONCE = 128 };
+typedef struct {
+    int64_t query_steps, query_row, weight_row, columns;
+    int64_t queries, keys, values, weights, scores, sums, most, bytes;
+} AttentionScratch;
+
+static inline AttentionScratch attention_scratch(const AttentionBlock *block, int pairs, const Isa *isa) {
+    const int64_t rows = block->heads * block->queries, together = pairs ? 2 : 1, line = 64;
+    AttentionScratch at = {.query_steps = parts_of(block->key_dim, together), .columns = round_up(block->value_dim, isa->k_step)};
+    at.query_row = 4 * (at.query_steps + 1);
+    at.weight_row = 4 * KEYS_AT_ONCE / together;
+    at.keys = round_up(rows * at.query_row, line);
+    at.values = at.keys + 4 * at.query_steps * KEYS_AT_ONCE;
+    at.weights = at.values + at.weight_row * at.columns;
+    at.scores = at.weights + isa->max_panel_rows * at.weight_row;
+    at.sums = at.scores + isa->max_panel_rows * 4 * KEYS_AT_ONCE;
+    at.most = at.sums + 4 * rows * at.columns;
+    at.bytes = round_up(at.most + 8 * rows, line);
+    return at;
+}
 
 /* How weights whose outputs are neighbours in memory are multiplied with rows of a data type. */
 static inline int column_kind(const Isa *isa, int x_dtype, int weight_dtype) {

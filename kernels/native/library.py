@@ -60,6 +60,7 @@ _KERNELS = {
     "moe_attention_heads": "i pppqqppqqppi",
     "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfiii",
     "moe_latent_attention": "i p",
+    "moe_prompt_attention": "i p",
     "moe_delta_rule_step": "v p",
     "moe_conv_step": "v p",
     "moe_rms_norm": "v pqqppqfiii",

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.safetensors_index import (
     read_weight_map,
 )
 from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.config import format_bytes
+from moe_runtime.config import CHOSE, format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError, blamed_on
 from moe_runtime.files import write_text
 
@@ -219,6 +219,8 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _QUANTISATION = re.compile(
     r"(?:^|[-_./])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
 )
+_USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_0", "Q8_0")
+"""Of several quantisations, the first of these is taken where none is named."""
 _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
 """GGUF files that hold no language model."""
 
@@ -257,24 +259,40 @@ def parse_hub_name(text: str) -> HubName | None:
     return HubName(repository, given.get("@", "main"), given.get(":", ""), path)
 
 
-def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
-    """The GGUF file that a name asks for, or its parts; none for a safetensors repository."""
+def gguf_models(names: Iterable[str], file: str = "") -> dict[str, list[str]]:
+    """The files of each GGUF model of a repository, by the beginning of their names.
+
+    Files that hold no language model are left out, unless one is the ``file``.
+    """
     models: dict[str, list[str]] = {}
-    for file in sorted(sizes):
-        if file.endswith(".gguf") and (file == name.file or not _NO_MODELS.match(file)):
-            part = _PART.fullmatch(file)
-            models.setdefault(part[1] if part else file.removesuffix(".gguf"), []).append(file)
+    for name in sorted(names):
+        if name.endswith(".gguf") and (name == file or not _NO_MODELS.match(name)):
+            part = _PART.fullmatch(name)
+            models.setdefault(part[1] if part else name.removesuffix(".gguf"), []).append(name)
+    return models
+
+
+def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
+    """The GGUF file that a name asks for, or its parts; none for a safetensors repository.
+
+    Where the name leaves it open, the usual quantisation is taken, the same on every machine.
+    """
+    models = gguf_models(sizes, name.file)
     if name.file:
         chosen = [stem for stem, files in models.items() if name.file in files]
     elif name.quantisation:
         wanted = name.quantisation.lower()
-        chosen = [stem for stem in models if _label(stem).lower() == wanted]
+        chosen = [stem for stem in models if label_of(stem).lower() == wanted]
         ending = re.compile(rf"(?:.*[-_./])?{re.escape(wanted)}", re.IGNORECASE)
         chosen = chosen or [stem for stem in models if ending.fullmatch(stem)]
     elif "config.json" in sizes and any(file.endswith(".safetensors") for file in sizes):
         return []
     else:
         chosen = [*models]
+        for usual in _USUAL if len(models) > 1 else ():
+            if found := [stem for stem in models if label_of(stem).upper() == usual]:
+                chosen = found
+                break
     if not models and not name.file and not name.quantisation:
         return []
     if len(chosen) != 1:
@@ -287,7 +305,7 @@ def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
     return files
 
 
-def _label(stem: str) -> str:
+def label_of(stem: str) -> str:
     found = _QUANTISATION.search(stem)
     return found[1] if found else stem
 
@@ -298,7 +316,7 @@ def _refuse_choice(
     chosen: Sequence[str],
     sizes: Mapping[str, int],
 ) -> NoReturn:
-    labels = [_label(stem) for stem in models]
+    labels = [label_of(stem) for stem in models]
     shown = [
         f"{label if labels.count(label) == 1 else files[0]} "
         f"({format_bytes(sum(sizes[file] for file in files))})"
@@ -349,6 +367,15 @@ class _Repository:
             )
         return small
 
+    def tell_choice(self, files: Sequence[str], progress: Progress | None) -> None:
+        """Says which of several GGUF models was taken where the name leaves it open."""
+        models = gguf_models(self.files)
+        is_open = not self.name.file and not self.name.quantisation
+        if progress is not None and is_open and len(models) > 1 and files[0].endswith(".gguf"):
+            label = next(label_of(stem) for stem, own in models.items() if files[0] in own)
+            which = f"{CHOSE} {label} of {len(models)} GGUF models"
+            progress(f"{which}; {self.name.repository}:QUANTISATION takes another", 0, 0)
+
     def shards(self) -> list[str]:
         if SINGLE_FILE_NAME in self.files:
             return [SINGLE_FILE_NAME]
@@ -377,6 +404,7 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
     """Downloads what the hub's cache lacks; gives the repository's folder or first GGUF file."""
     found = _ask(name)
     chosen = found.chosen()
+    found.tell_choice(chosen, progress)
     _fetch(found, chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if weights and not is_gguf:
@@ -390,6 +418,15 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
     return found.folder / chosen[0] if is_gguf else found.folder
 
 
+def quantisations(name: HubName) -> dict[str, int]:
+    """The GGUF models of a repository and their bytes; none where there is nothing to choose."""
+    files = {file: about.num_bytes for file, about in _ask(name).files.items()}
+    models = gguf_models(files)
+    if name.file or len(models) < 2:
+        return {}
+    return {label_of(stem): sum(files[file] for file in own) for stem, own in models.items()}
+
+
 @contextmanager
 def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
     """Reads headers of a model's files alone, unless all files are in the cache.
@@ -398,6 +435,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
     """
     found = _ask(name)
     chosen = found.chosen()
+    found.tell_choice(chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if not is_gguf:
         _fetch(found, chosen, progress)

@@ -157,6 +157,27 @@ def decides_by_attention_name(model: torch.nn.Module) -> bool:
     return not DECIDE_BY_ATTENTION_NAME.isdisjoint(families)
 
 
+def window_of_mask(function: Any) -> tuple[bool, int | None]:
+    """Whether a function for masks lets a token see those up to itself, and how many of them; 5.17.
+
+    The function of a window is that of causal masks within one that keeps the window's size.
+    """
+    from transformers import masking_utils as masks
+
+    if function is masks.causal_mask_function:
+        return True, None
+    of_window = masks.sliding_window_causal_mask_function(1)
+    if getattr(function, "__code__", None) is not of_window.__code__:
+        return False, None
+    (parts,) = (cell.cell_contents for cell in function.__closure__)
+    overlay, *causal = parts
+    is_window = overlay.__code__ is masks.sliding_window_overlay(1).__code__
+    if not is_window or causal != [masks.causal_mask_function]:
+        return False, None
+    (window,) = (cell.cell_contents for cell in overlay.__closure__)
+    return isinstance(window, int), window
+
+
 def is_output_recorder(hook: Callable[..., object]) -> bool:
     """Whether a hook is one with which transformers records the outputs it is asked for; 5.17."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"

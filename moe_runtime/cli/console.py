@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.config import format_bytes
+from moe_runtime.config import CHOSE, format_bytes
 from moe_runtime.errors import CapacityError, MoERuntimeWarning
 
 if TYPE_CHECKING:
@@ -170,9 +170,14 @@ def loading_bar() -> Iterator[Progress]:
     )
     with terminal_bar(*columns, expand=True) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(
-            task, description=stage, completed=done, total=total or None
-        )
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage.startswith(CHOSE):
+                bar.console.print(_printable(f"moe-runtime: {stage}"), markup=False)
+            else:
+                bar.update(task, description=stage, completed=done, total=total or None)
+
+        yield show
 
 
 class _DownloadLines:
@@ -183,6 +188,8 @@ class _DownloadLines:
         self._begun_s = self._shown_s = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage.startswith(CHOSE):
+            say_line(stage)
         if not stage.startswith("downloading"):
             self.end()
             return

@@ -23,6 +23,7 @@ from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
 from moe_runtime.cli.commands.generate import generate
 from moe_runtime.cli.commands.inspect import inspect
+from moe_runtime.cli.commands.models import models_app
 from moe_runtime.cli.commands.pack import pack
 from moe_runtime.cli.commands.place import place
 from moe_runtime.cli.commands.predictor import predictor_app
@@ -46,6 +47,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
   moe-runtime chat MODEL                  a conversation in the terminal
   moe-runtime generate MODEL --prompts IN.jsonl -o OUT.jsonl    answer a file of prompts
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
+  moe-runtime models list                 models of the hub that are on this disk
   moe-runtime pack MODEL OUT              the same model with smaller experts, bit for bit
   moe-runtime doctor                      what this machine offers, and what it lacks
   moe-runtime replay TRACE                hits and time of a recorded trace with other policies
@@ -122,6 +124,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_first_screen)
     for function in (*_COMMANDS, train, finetune):
         app.command(cls=StrictCommand)(expanded(function))
+    app.add_typer(models_app(), name="models")
     app.add_typer(predictor_app(), name="predictor")
     app.add_typer(
         typer.Typer(

@@ -20,9 +20,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from moe_runtime.inference.cpu.seen_keys import SeenKeys
 from moe_runtime.inference.device.static_caches import RowCache, RowLayer
 from moe_runtime.inference.kv_cache import can_take_place, give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
+from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.memory.device.cuda_device import CudaDevice
 
 OF_EACH_STATE = (
@@ -253,16 +255,10 @@ class KeysOfSequences:
         is_plain = num_new == num_keys and not self.adds_mask
         if num_new == 1 or (is_plain and (self.window is None or num_keys <= self.window)):
             return None
-        places = torch.arange(num_keys, device=query.device)
-        new = places[num_keys - num_new :, None]
-        allowed = places <= new
-        if self.window is not None:
-            allowed &= places > new - self.window
-        allowed = allowed[None, None]
-        if not self.adds_mask:
-            return allowed
-        lowest = torch.finfo(query.dtype).min
-        return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+        dtype = query.dtype if self.adds_mask else torch.bool
+        sight = Sight(num_keys - num_new, self.window)
+        seen = SeenKeys((1, 1, num_new, num_keys), dtype, sight)
+        return seen if query.is_cpu else seen.made().to(query.device)
 
 
 class BatchCache(Cache):

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import signal
@@ -46,6 +47,7 @@ class LocalHub:
     sent: dict[str, int] = field(default_factory=dict)
     # the ranges of files that were asked for
     ranges: list[tuple[str, str]] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)  # that requests came with
     # status and error code that files are answered with; None where they are sent
     refusal: tuple[int, str] | None = None
     most_bytes: int | None = None  # of a file that are sent at once before the connection is closed
@@ -125,6 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, *, has_body: bool) -> None:
+        self.served.tokens.add(self.headers.get("Authorization"))
         path = unquote(urlsplit(self.path).path)
         asked = _API.fullmatch(path) or _FILE.fullmatch(path)
         names = {name for name, _ in self.served.repositories}
@@ -290,8 +293,8 @@ Q8 = ["Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00002-of-00002.gguf"]
         ("a/b:Q8_0", Q8),
         (f"a/b/{Q8[0]}", Q8),
         ("a/b/mmproj-F16.gguf", ["mmproj-F16.gguf"]),
-        ("a/b", r"several models; it has BF16 \(1.*Q4_K_M \(5 MiB\), UD-Q4_K_XL .*a/b:QUANT"),
-        ("a/b:Q3_K", "has no 'Q3_K'; it has BF16 "),
+        ("a/b", ["M-Q4_K_M.gguf"]),
+        ("a/b:Q3_K", r"no 'Q3_K'; it has BF16 \(1.*Q4_K_M \(5 MiB\), UD-Q4_K_XL .*a/b:QUANT"),
         ("a/b/M.gguf", r"has no 'M.gguf'; .* or a/b/FILE.gguf"),
         ("a/b:BF16", "expected all of BF16/M-BF16, found 1 of the 2 files"),
     ],
@@ -304,6 +307,13 @@ def test_which_files_of_a_gguf_repository(name, expected):
         return
     with pytest.raises(CheckpointError, match=expected):
         gguf_files(parsed, GGUF)
+
+
+def test_repositories_in_which_no_file_is_the_usual_one_leave_the_choice():
+    with pytest.raises(CheckpointError, match=r"several models; it has IQ2_M \(1 B\), Q6_K"):
+        gguf_files(HubName("a/b"), {"M-Q6_K.gguf": 1, "M-IQ2_M.gguf": 1})
+    with pytest.raises(CheckpointError, match=r"several models; it has L-Q8_0\.gguf"):
+        gguf_files(HubName("a/b"), {"M-Q8_0.gguf": 1, "L-Q8_0.gguf": 1, "M-F16.gguf": 1})
 
 
 def test_a_file_and_a_quantisation_are_one_too_many():
@@ -435,7 +445,7 @@ def test_inspecting_a_model_of_the_hub_reads_headers_alone(
     assert not hub.sent  # all of it is here
 
 
-def test_gguf_repositories(hub, tmp_path):
+def test_gguf_repositories(hub, tmp_path, capsys):
     sample = next(one for one in gguf_checkpoints.SAMPLES if one.architecture == "olmoe")
     source = tmp_path / "repository"
     source.mkdir()
@@ -457,7 +467,81 @@ def test_gguf_repositories(hub, tmp_path):
         assert file.name == first.name
         assert inspect_checkpoint(file, max_tokens=64).expert_bytes == expected.expert_bytes
     assert len(hub.sent) == len(parts)
-    assert "several models; it has Q2_K (4 B), Q8_0 (" in refused(NAME)
+    shown: list[str] = []
+    assert find_checkpoint(NAME, progress=lambda stage, *_: shown.append(stage)) == file
+    assert shown == [f"chose Q8_0 of 2 GGUF models; {NAME}:QUANTISATION takes another"]
+    capsys.readouterr()
+    fetch_model(NAME)
+    assert capsys.readouterr().err == f"moe-runtime: {shown[0]}\n"
+
+
+def test_models_on_this_disk_are_listed_and_removed(hub, folder, tmp_path, monkeypatch, capsys):
+    def listed() -> dict[str, Any]:
+        assert main(["models", "list", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {model["name"]: model for model in found["models"]}
+
+    def refusal(*words: str) -> str:
+        assert main(["models", "remove", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    cache = Path(constants.HF_HUB_CACHE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # which is no terminal
+    assert listed() == {}
+    other = tmp_path / "other"
+    tiny_text_model(300).save_pretrained(other)
+    old = hub.add(NAME, folder)
+    find_checkpoint(NAME)
+    new = hub.add(NAME, other)
+    find_checkpoint(NAME)
+    hub.add("maker/gguf", source := tmp_path / "gguf")
+    source.mkdir()
+    (source / "M-Q4_K_M.gguf").write_bytes(b"GGUF")
+    hub.add("maker/gguf", source)
+    find_checkpoint("maker/gguf")
+    blobs = cache / "models--maker--tiny" / "blobs"
+    (blobs / "x.incomplete").write_bytes(b"some")
+    (cache / "datasets--maker--tiny" / "snapshots").mkdir(parents=True)
+
+    found = listed()
+    assert [*found] == ["maker/gguf", NAME]
+    tiny = found[NAME]
+    whole = sum(blob.stat().st_size for blob in blobs.iterdir())
+    assert tiny["num_bytes"] + tiny["unfinished_bytes"] == whole
+    assert (tiny["unfinished_bytes"], tiny["family"]) == (4, tiny_text_model(300).config.model_type)
+    assert (tiny["formats"], found["maker/gguf"]["formats"]) == (["float32"], ["Q4_K_M"])
+    assert tiny["revisions"] == {old: [], new: ["main"]}
+    assert main(["models", "list"]) == 0
+    assert "4 B unfinished" in capsys.readouterr().out
+
+    assert "there is maker/gguf, maker/tiny" in refusal("maker/absent", "-y")
+    assert "expected OWNER/NAME or OWNER/NAME@REVISION" in refusal(f"{NAME}:Q4_K_M", "-y")
+    assert "has no such revision in the cache" in refusal(f"{NAME}@v7", "-y")
+    assert "give --yes, as nobody can be asked here" in refusal(NAME)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin.readline", lambda: "no\n", raising=False)
+    assert main(["models", "remove", NAME]) == 2
+    assert "nothing was removed" in capsys.readouterr().err
+    assert listed() == found
+
+    assert main(["models", "remove", f"{NAME}@{old}", "--yes"]) == 0
+    assert listed()[NAME]["revisions"] == {new: ["main"]}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint(NAME).name == new
+    monkeypatch.setattr("sys.stdin.readline", lambda: "y\n", raising=False)
+    assert main(["models", "remove", NAME]) == 0
+    assert [*listed()] == ["maker/gguf"]
+    assert not blobs.parent.exists()
+
+
+def test_a_token_is_sent_to_the_hub(hub, folder, monkeypatch):
+    hub.add(NAME, folder)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    inspect_checkpoint(NAME, max_tokens=64)
+    find_checkpoint(NAME)
+    assert hub.tokens == {"Bearer hf_x"}
 
 
 def test_without_a_connection_the_cache_serves(hub, folder, monkeypatch):

@@ -299,6 +299,13 @@ CASES = {
         },
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
     ),
+    "models list": Case((), (), {}),
+    "models remove": Case(
+        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("maker/tiny",),
+        {"names": ("", "maker/tiny")},
+        {"yes": "tests/checkpoints/test_hub.py"},
+    ),
     "predictor list": Case((), (), {}),
     "predictor teach": Case(
         (), (), {}, dict.fromkeys(("model", "traces"), "tests/cli/test_predictor.py")

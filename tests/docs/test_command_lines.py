@@ -59,6 +59,7 @@ BRIEFLY = {
 NOT_RUN = {
     "moe-runtime chat MODEL --device *": "needs a GPU",
     "torchrun *": "several processes: tests/parallel",
+    "moe-runtime models remove *": "removes a download: tests/checkpoints/test_hub.py",
     "moe-runtime serve *": "serves until it is stopped: tests/serving",
     "moe-runtime bench serve *": "needs a server: tests/cli/test_bench.py",
     "moe-runtime bench dispatch*": "several processes: tests/cli/test_bench.py",

@@ -98,6 +98,8 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(shape));
 }
 
+#include "isa/attend.h"
+
 static float read_all(const char *data, int64_t bytes) {
     Vec sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
     const int64_t block = 4 * LANES * 4;
@@ -111,7 +113,7 @@ static float read_all(const char *data, int64_t bytes) {
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .tile_rows = TILE_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
-    .dot_planes = DOT_PLANES, .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
+    .dot_planes = DOT_PLANES, .multiply_columns = multiply_columns, .attend = attend, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = product_kind, .dequantize = dequantize,
     .dot_rounded = dot_rounded, .mix_rounded = mix_rounded,
 };

@@ -37,6 +37,7 @@ INLINE Vec vec_all(float value) { return _mm512_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 INLINE Vec vec_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, acc); }
+INLINE Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 INLINE Vec vec_load_f32(const float *src) { return _mm512_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm512_storeu_ps(dst, a); }
@@ -81,6 +82,8 @@ INLINE void vec_pair_rows(const char *even, const char *odd, char *low, char *hi
     _mm512_storeu_si512(high, _mm512_unpackhi_epi16(first, second));
 }
 
+INLINE void vec_store_bf16(char *dst, Vec a) { _mm256_storeu_si256((__m256i *)dst, (__m256i)_mm512_cvtneps_pbh(a)); }
+
 INLINE Vec dot_bf16(Vec acc, BfVec a, BfVec b) { return _mm512_dpbf16_ps(acc, a, b); }
 #endif
 
@@ -97,6 +100,7 @@ INLINE Vec vec_all(float value) { return _mm256_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 INLINE Vec vec_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, acc); }
+INLINE Vec vec_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 INLINE Vec vec_load_f32(const float *src) { return _mm256_loadu_ps(src); }
 
 INLINE void vec_store_f32(float *dst, Vec a) { _mm256_storeu_ps(dst, a); }
@@ -135,6 +139,11 @@ INLINE Vec vec_all(float value) { return (Vec){value, value, value, value}; }
 INLINE Vec vec_add(Vec a, Vec b) { return a + b; }
 INLINE Vec vec_mul(Vec a, Vec b) { return a * b; }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return acc + a * b; }
+
+INLINE Vec vec_max(Vec a, Vec b) {
+    const Words is_more = (Words)(a > b);
+    return (Vec)(((Words)a & is_more) | ((Words)b & ~is_more));
+}
 
 INLINE Vec vec_load_f32(const float *src) {
     Vec value;
@@ -177,3 +186,20 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
     for (int i = 0; i < 4; i++) out[i] = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
 }
 #endif
+
+/* exp_f32 of numbers that are not positive. */
+INLINE Vec vec_exp(Vec x) {
+    typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+    const Vec shifter = vec_all(12582912.0f);
+    x = vec_max(vec_all(-87.0f), x); /* a NaN stays one */
+    const Vec shifted = x * vec_all(1.44269504088896341f) + shifter, n = shifted - shifter;
+    const Vec r = x - n * vec_all(0.693359375f) - n * vec_all(-2.12194440e-4f);
+    Vec p = vec_all(1.9875691500e-4f);
+    p = p * r + vec_all(1.3981999507e-3f);
+    p = p * r + vec_all(8.3334519073e-3f);
+    p = p * r + vec_all(4.1665795894e-2f);
+    p = p * r + vec_all(1.6666665459e-1f);
+    p = p * r + vec_all(5.0000001201e-1f);
+    p = p * (r * r) + r + vec_all(1.0f);
+    return p * (Vec)(((Ints)shifted - (Ints)shifter + 127) << 23);
+}

@@ -1,8 +1,9 @@
-"""Attention on a CPU: transformers' own, but for single tokens and for short prompts.
+"""Attention on a CPU: the kernels' where they are able, else transformers' own.
 
 In a step of one token attention is two small products with the cache, for which torch's fused
-kernel takes several times as long as reading it. With matrix units torch keeps code for every
-length of a prompt: short ones are padded to few lengths.
+kernel takes several times as long as reading it. Prompts have a kernel that needs no mask; torch's
+takes more than twice as long without matrix units. With these torch keeps code for every length of
+a prompt: short ones are padded to few lengths.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.inference.cpu.seen_keys import SeenKeys, as_seen_keys
 from moe_runtime.inference.cpu.step_layers import (
     ATTENTION,
     EAGER_ATTENTION,
@@ -37,6 +39,7 @@ from moe_runtime.inference.known_classes import (
 from moe_runtime.inference.kv_cache import Rounding
 from moe_runtime.inference.steps import OneThread
 from moe_runtime.kernels.decode_step.latent_attention import Tokens, native_latent_attention
+from moe_runtime.kernels.decode_step.prompt_attention import Sight, native_prompt_attention
 from moe_runtime.kernels.decode_step.rounded_rows import widen_rows
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.linear.op import keeps_code
@@ -62,7 +65,7 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     if name != "sdpa" or private.decides_by_attention_name(model):
         return
     AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, as_seen_keys(sdpa_mask, adds=False))
     model.set_attn_implementation(ATTENTION)
     if any(hasattr(layer, "expand_kv") for layer in model.modules()):
         use_latents(model)
@@ -101,14 +104,19 @@ def attend(
     if mixed is not None:
         return mixed, None
     key, value = as_computed(query, key, value)
+    is_causal = options.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mixed = _of_prompt(query, key, value, attention_mask, options, is_causal=is_causal)
+    if mixed is not None:
+        return mixed, None
+    if isinstance(attention_mask, SeenKeys):
+        attention_mask = attention_mask.made()
     num_queries, value_dim = query.shape[2], value.shape[3]
     with_threads = torch_threads_for(query, key)
     if value_dim < key.shape[3]:
         # torch's fused kernel takes one width; without it the scores of all pairs are kept at once
         value = F.pad(value, (0, key.shape[3] - value_dim))
     if keeps_code_of_length(query, key):
-        is_causal = options.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if (bias := options.get("position_bias")) is not None:
             options["position_bias"] = _padded_scores(bias, query, key)
         query, key, value, attention_mask = padded(
@@ -119,6 +127,40 @@ def attend(
             module, query, key, value, attention_mask, **options
         )
     return mixed[:, :num_queries, :, :value_dim], weights
+
+
+def _of_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    options: dict[str, Any],
+    sinks: torch.Tensor | None = None,
+    *,
+    is_causal: bool,
+) -> torch.Tensor | None:
+    """Attention of several queries by the kernel, ``[B, Q, H, V]``; None where it is not able, or
+    torch's is faster. ``is_causal`` says what no mask means."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if mask is None:
+        sight = Sight(0 if is_causal else num_keys - 1)
+    else:
+        known = isinstance(mask, SeenKeys) and mask.shape[2:] == (num_queries, num_keys)
+        sight = mask.sight if known else None
+    library = native_library()
+    if (
+        sight is None
+        or library is None
+        or num_queries == 1
+        or query.shape[1] % key.shape[1]
+        or changes_attention(options)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    has_units = query.dtype != torch.float32 and torch.cpu._is_amx_tile_supported()
+    if (has_units or library.isa == "portable") and sinks is None and sight.window is None:
+        return None
+    return native_prompt_attention(query, key, value, sight, scale_of(query, options), sinks)
 
 
 def as_computed(query: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -193,14 +235,22 @@ _NAME = _EagerName(EAGER_ATTENTION)
 
 
 def use_eager_attention(model: PreTrainedModel) -> None:
-    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file."""
+    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file, and
+    its masks where it has no other layers."""
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     AttentionInterface.register(EAGER_ATTENTION, attend_eagerly)
+    AttentionMaskInterface.register(EAGER_ATTENTION, as_seen_keys(eager_mask, adds=True))
     for layer in model.modules():
         family = type(layer).__module__
         if class_name(layer) in EAGER_ATTENTION_CLASSES and is_theirs(_own_attention_of(family)):
             vars(layer)["config"] = LayerConfig(layer.config, family)
+    base = getattr(model, "base_model", model)
+    own = [vars(layer).get("config") for layer in base.modules() if "layer_idx" in vars(layer)]
+    of_layers = [config for config in own if isinstance(config, LayerConfig)]
+    if of_layers and len(of_layers) == len(own) - own.count(None) and hasattr(base, "layers"):
+        vars(base)["config"] = LayerConfig(base.config, of_layers[0].family)
 
 
 class LayerConfig:
@@ -272,6 +322,9 @@ def attend_eagerly(
     if mixed is not None:
         return mixed, None
     key, value = as_computed(query, key, value)
+    mixed = _of_prompt(query, key, value, attention_mask, others, sinks, is_causal=False)
+    if mixed is not None:
+        return mixed, None
     scale = scale_of(query, options)
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
     parts = query, key, value, attention_mask

@@ -13,6 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_runtime.checkpoints import transformers_private
 from moe_runtime.inference.cpu.attention import ATTENTION, attend, use_single_query_attention
+from moe_runtime.inference.cpu.seen_keys import SeenKeys
+from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.native import native_library
 
 
@@ -59,17 +61,38 @@ def test_one_query_equals_fp64(mask, dtype, key_heads):
     assert (found - exact).abs().max() < bound
 
 
-@pytest.mark.parametrize("change", [{"queries": 3}, {"dtype": torch.float64}])
+@pytest.mark.parametrize("change", [{"mask": "bool"}, {"dtype": torch.float64}])
 def test_everything_else_is_transformers_own(change):
     layer = Layer(3)
-    query, key, value = inputs(change.get("dtype", torch.float32), queries=change.get("queries", 1))
+    query, key, value = inputs(change.get("dtype", torch.float32), queries=3)
+    mask, _ = masks(change.get("mask", "none"))
     with torch.inference_mode():
-        found, _ = attend(layer, query, key, value, None, scaling=0.3)
-        expected, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+        found, _ = attend(layer, query, key, value, mask, scaling=0.3)
+        expected, _ = sdpa_attention_forward(layer, query, key, value, mask, scaling=0.3)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+@pytest.mark.parametrize("kind", ["causal", "all", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_equal_fp64(dtype, kind):
+    """A mask that is none, and one that a layer of another kind has none of."""
+    layer = Layer(3)
+    layer.is_causal = kind != "all"
+    query, key, value = inputs(dtype, queries=37)
+    mask = SeenKeys((2, 1, 37, 37), torch.bool, Sight(0, 5)) if kind == "window" else None
+    with torch.inference_mode():
+        found, _ = attend(layer, query, key, value, mask, scaling=0.3)
+        assert mask is None or native_library() is None or mask.sight is not None
+        wide = (query.double(), key.double(), value.double())
+        made = None if mask is None else mask.made()
+        exact, _ = sdpa_attention_forward(layer, *wide, made, scaling=0.3)
+    assert found.shape == exact.shape
+    assert found.dtype == dtype
+    # averages of at most |value| by weights in the dtype, in fp32, rounded once to the dtype
+    assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
+
+
+@pytest.mark.parametrize("mask", ["bool", "added"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_values_are_given_to_torch_as_wide_as_keys(mask, dtype, monkeypatch):
     widths = set[tuple[int, int]]()

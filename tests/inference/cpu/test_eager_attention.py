@@ -22,6 +22,7 @@ from moe_runtime.inference.cpu.step_layers import use_small_batch_layers
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
+OF_PROMPTS = "_fused_with_sinks" if native_library() is None else "_of_prompt"
 WITH_SINKS = {"gpt_oss", "flint", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4"}
 WITH_SINKS |= {"openai_privacy_filter", "hy_v4"}
 FAMILIES = {row.folder: row for row in INSTALLED if row.folder in WITH_SINKS | {"inkling2"}}
@@ -45,7 +46,9 @@ def pair(
 
 def attention_layers(model: Any) -> list[Any]:
     return [
-        layer for layer in model.modules() if isinstance(vars(layer).get("config"), LayerConfig)
+        layer
+        for layer in model.modules()
+        if not hasattr(layer, "layers") and isinstance(vars(layer).get("config"), LayerConfig)
     ]
 
 
@@ -53,11 +56,11 @@ def attention_layers(model: Any) -> list[Any]:
 def is_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which attention computed, call by call: the native one, torch's fused one, or their own."""
     calls: list[str] = []
-    for name in ("single_query_attention", "_fused_with_sinks", "_own_attention"):
+    for name in ("single_query_attention", "_of_prompt", "_fused_with_sinks", "_own_attention"):
         function = getattr(eager_attention, name)
 
-        def count(*arguments, _function=function, _name=name):
-            found = _function(*arguments)
+        def count(*arguments, _function=function, _name=name, **options):
+            found = _function(*arguments, **options)
             if found is not None:
                 calls.append(_name)
             return found
@@ -215,7 +218,8 @@ def test_no_step_has_products_of_its_own_shapes_in_half_precision(
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_prompts_have_attention_in_half_precision_of_few_lengths(watched, keeps_code):
-    """Weights that somebody sees are computed in fp32."""
+    """Weights that somebody sees are computed in fp32; the kernel of prompts has no products of
+    torch's."""
     _, model = pair("gpt_oss", torch.bfloat16)
     attentions = []
     for length in (5, 9, 33):
@@ -223,7 +227,7 @@ def test_prompts_have_attention_in_half_precision_of_few_lengths(watched, keeps_
             model(torch.arange(length)[None], output_attentions=watched)
         attentions.append({shape for shape in products.shapes if shape[0] != "linear"})
     assert attentions[0] == attentions[1] == attentions[2]
-    assert bool(attentions[0]) is not watched
+    assert bool(attentions[0]) is (not watched and native_library() is None)
 
 
 def test_attention_weights_are_there_for_whoever_asks(is_called):
@@ -239,7 +243,7 @@ def test_attention_weights_are_there_for_whoever_asks(is_called):
             assert torch.equal(one, other)
         is_called.clear()
         ours(ids, output_router_logits=True)  # the recorders of outputs stay hooked
-        assert set(is_called) == {"_fused_with_sinks"}
+        assert set(is_called) == {OF_PROMPTS}
         ours.config.output_attentions = True
         assert len(ours(ids).attentions) == 3
         ours.config.output_attentions = False
@@ -275,7 +279,7 @@ def test_a_model_set_to_another_attention_has_that_one_and_its_copy_ours(is_call
         wanted, found = (model(ids).logits for model in (theirs, ours))
         assert is_called == []
         twin(ids)
-        assert set(is_called) == {"_fused_with_sinks"}
+        assert set(is_called) == {OF_PROMPTS}
     assert torch.equal(found, wanted)
     layer = attention_layers(twin)[0]
     assert layer.config.behind is twin.config

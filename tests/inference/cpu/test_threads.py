@@ -123,18 +123,18 @@ def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(monkeypatch
     monkeypatch.setattr(attention, "native_row_limit", lambda *_: UNLIMITED)
     before, kernels = torch.get_num_threads(), library.num_threads
     module = torch.nn.Module()
-    module.is_causal = True
+    mask = torch.ones(200, 200, dtype=torch.bool).tril()[None, None]  # for which there is no kernel
     try:
         library.set_num_threads(3)
         torch.set_num_threads(1)
-        short = attend(module, *parts, None)[0]
+        short = attend(module, *parts, mask)[0]
         monkeypatch.setattr(attention, "LEAST_PRODUCTS", 2 * 200 * 64 * 200)
-        assert torch.equal(attend(module, *parts, None)[0], short)
+        assert torch.equal(attend(module, *parts, mask)[0], short)
         with pytest.raises(RuntimeError, match="as asked"):
-            attend(module, *parts, None, fail=True)
+            attend(module, *parts, mask, fail=True)
         assert torch.get_num_threads() == 1
         torch.set_num_threads(2)  # torch does not rest
-        attend(module, *parts, None)
+        attend(module, *parts, mask)
         assert seen == [1, 3, 3, 2]
     finally:
         library.set_num_threads(kernels)

@@ -33,6 +33,8 @@ _SOUND = {
     "finetune": ("model", "text.txt", "--dry-run", "--context", "16", "--sequences", "1"),
     "predictor fit": ("trace.npz", "-o", "new.npz"),
     "predictor evaluate": ("trace.npz",),
+    "models list": (),
+    "models remove": ("none/none", "--yes"),
     "predictor list": (),
     "predictor teach": ("model", "trace.npz"),
     "bench kernels": (),

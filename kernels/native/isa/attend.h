@@ -1,0 +1,188 @@
+/* Attention of a block of queries with a block of keys after another, whose scores stay in the cache (FlashAttention-2).
+ *
+ * A step is four bytes of a row of queries or weights: a pair of bf16, or one fp32. Keys are transposed and values of two
+ * tokens brought together, so that a value of a row multiplies whole vectors. A row's sums run over the keys in order, by
+ * blocks that begin at multiples of KEYS_AT_ONCE: they depend neither on the other rows nor on where the block begins. */
+#pragma once
+
+#include <float.h>
+
+#include "isa/columns.h"
+
+enum { ATTEND_VECS = LANES == 16 ? 4 : 2, ATTEND_COLUMNS = ATTEND_VECS * LANES };
+
+/* sums = sums * factors + x . w, or x . w without factors; one step of x after another. */
+INLINE void attend_tile(int pairs, int rows, int vecs, int64_t steps, const char *x, int64_t x_row, const char *w, int64_t w_step,
+                        const float *factors, float *sums, int64_t ld) {
+    const int kind = pairs ? KIND_BF16_DOT : KIND_F32;
+    Vec acc[PANEL_ROWS][ATTEND_VECS];
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++)
+            acc[m][n] = factors ? vec_mul(vec_load_f32(sums + m * ld + n * LANES), vec_all(factors[m])) : vec_zero();
+    for (int64_t s = 0; s < steps; s++, x += 4, w += w_step)
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = add_product(kind, acc[m][n], w + n * LANES * 4, x + m * x_row);
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int n = 0; n < vecs; n++) vec_store_f32(sums + m * ld + n * LANES, acc[m][n]);
+}
+
+/* The same for a number of columns that K_STEP divides. */
+INLINE void attend_rows(int pairs, int rows, int64_t columns, int64_t steps, const char *x, int64_t x_row, const char *w,
+                        int64_t w_step, const float *factors, float *sums, int64_t ld) {
+    int64_t c = 0;
+    for (; c + ATTEND_COLUMNS <= columns; c += ATTEND_COLUMNS)
+        attend_tile(pairs, rows, ATTEND_VECS, steps, x, x_row, w + 4 * c, w_step, factors, sums + c, ld);
+    for (; c < columns; c += K_STEP) attend_tile(pairs, rows, 2, steps, x, x_row, w + 4 * c, w_step, factors, sums + c, ld);
+}
+
+INLINE void attend_panel(int pairs, int64_t rows, int64_t columns, int64_t steps, const char *x, int64_t x_row, const char *w,
+                         int64_t w_step, const float *factors, float *sums, int64_t ld) {
+#define ATTEND_CASE(pairs, rows) \
+    case rows: attend_rows(pairs, rows, columns, steps, x, x_row, w, w_step, factors, sums, ld); break;
+    switch (rows) { FOR_PANEL_ROWS(ATTEND_CASE, pairs) }
+}
+
+/* A row as steps; a step beyond an odd number of bf16 has a zero. */
+INLINE void attend_words(int pairs, int dtype, const char *row, int64_t count, uint32_t *out) {
+    if (!pairs) {
+        for (int64_t i = 0; i < count; i++) out[i] = bits_of(load_as(dtype, row, i));
+        return;
+    }
+    out[count / 2] = 0; /* overwritten where the number is even: the last step comes with it */
+    memcpy(out, row, (size_t)(2 * count));
+}
+
+enum { TRANSPOSED = 16 };
+
+/* Keys as [steps][KEYS_AT_ONCE], zeros after the last one. */
+INLINE void attend_keys(int pairs, int dtype, const char *key, int64_t stride, int64_t count, int64_t dim, uint32_t *out) {
+    const int64_t steps = pairs ? (dim + 1) / 2 : dim;
+    uint32_t words[TRANSPOSED][steps + 1];
+    for (int64_t first = 0; first < KEYS_AT_ONCE; first += TRANSPOSED) {
+        for (int i = 0; i < TRANSPOSED; i++) {
+            if (first + i < count)
+                attend_words(pairs, dtype, key + (first + i) * stride, dim, words[i]);
+            else
+                memset(words[i], 0, (size_t)(4 * steps));
+        }
+        for (int64_t s = 0; s < steps; s++)
+            UNROLL for (int i = 0; i < TRANSPOSED; i++) out[s * KEYS_AT_ONCE + first + i] = words[i][s];
+    }
+}
+
+/* Values as [KEYS_AT_ONCE or half as many][columns], zeros after the last token and column. */
+INLINE void attend_values(int pairs, int dtype, const char *value, int64_t stride, int64_t count, int64_t dim, int64_t columns,
+                          uint32_t *out) {
+    const int together = pairs ? 2 : 1;
+    for (int64_t first = 0; first < KEYS_AT_ONCE; first += together, value += together * stride, out += columns) {
+        memset(out, 0, (size_t)(4 * columns));
+        if (first >= count) continue;
+        if (!pairs)
+            for (int64_t c = 0; c < dim; c++) out[c] = bits_of(load_as(dtype, value, c));
+        else if (first + 1 < count)
+            for (int64_t c = 0; c < dim; c++) out[c] = load_u16(value + 2 * c) | (uint32_t)load_u16(value + stride + 2 * c) << 16;
+        else
+            for (int64_t c = 0; c < dim; c++) out[c] = load_u16(value + 2 * c);
+    }
+}
+
+/* Scores [first, end) of `count` become weights, the others none; gives the factor of the sums before. A scale is positive. */
+INLINE float attend_weights(int pairs, float *restrict scores, int64_t first, int64_t end, int64_t count, float scale,
+                            float *restrict most, float *restrict sum, char *restrict out) {
+    float parts[LANES];
+    for (int64_t k = 0; k < first; k++) scores[k] = -FLT_MAX;
+    for (int64_t k = end; k < count; k++) scores[k] = -FLT_MAX;
+    Vec tops = vec_load_f32(scores), totals = vec_zero();
+    for (int64_t k = LANES; k < count; k += LANES) tops = vec_max(vec_load_f32(scores + k), tops);
+    vec_store_f32(parts, tops);
+    UNROLL for (int half = LANES / 2; half; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+    const float greatest = *most > parts[0] * scale ? *most : parts[0] * scale;
+    for (int64_t k = 0; k < count; k += LANES) {
+        const Vec weight = vec_exp(vec_fma(vec_all(-greatest), vec_load_f32(scores + k), vec_all(scale)));
+        totals = vec_add(totals, weight);
+#if HAS_BF16_DOT
+        if (pairs) {
+            vec_store_bf16(out + 2 * k, weight);
+            continue;
+        }
+#endif
+        vec_store_f32((float *)out + k, weight);
+    }
+    const int64_t width = pairs ? 2 : 4;
+    memset(out, 0, (size_t)(width * first));
+    memset(out + width * end, 0, (size_t)(width * (count - end)));
+    vec_store_f32(parts, totals);
+    UNROLL for (int half = LANES / 2; half; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    const float factor = *sum > 0 ? exp_f32(*most - greatest) : 0;
+    *most = greatest;
+    *sum = *sum * factor + parts[0];
+    return factor;
+}
+
+INLINE void attend_block(int pairs, const AttentionBlock *block, char *scratch) {
+    const AttentionScratch at = attention_scratch(block, pairs, &ISA_SYMBOL);
+    const int64_t rows = block->heads * block->queries, together = pairs ? 2 : 1, columns = at.columns;
+    char *queries = scratch + at.queries, *keys = scratch + at.keys, *values = scratch + at.values, *weights = scratch + at.weights;
+    float *sums = (float *)(scratch + at.sums), *most = (float *)(scratch + at.most), *total = most + rows;
+    float *scores = (float *)(scratch + at.scores);
+    memset(sums, 0, (size_t)(4 * rows * columns));
+    for (int64_t h = 0, r = 0; h < block->heads; h++)
+        for (int64_t q = 0; q < block->queries; q++, r++) {
+            attend_words(pairs, block->dtype, block->query + h * block->query_head + q * block->query_row, block->key_dim,
+                         (uint32_t *)(queries + r * at.query_row));
+            most[r] = block->sinks ? load_as(block->sinks_dtype, block->sinks, h) : -FLT_MAX;
+            total[r] = block->sinks ? 1 : 0;
+        }
+    const int64_t last = block->place + block->queries - 1; /* of the last query */
+    const int64_t stop = min64(block->length, last + 1);
+    int64_t begin = max64(0, block->place - block->window + 1) / KEYS_AT_ONCE * KEYS_AT_ONCE;
+    for (; begin < stop; begin += KEYS_AT_ONCE) {
+        const int64_t count = min64(KEYS_AT_ONCE, stop - begin);
+        attend_keys(pairs, block->dtype, block->key + begin * block->key_row, block->key_row, count, block->key_dim, (uint32_t *)keys);
+        attend_values(pairs, block->dtype, block->value + begin * block->value_row, block->value_row, count, block->value_dim, columns,
+                      (uint32_t *)values);
+        for (int64_t h = 0; h < block->heads; h++)
+            for (int64_t q = 0; q < block->queries; q += PANEL_ROWS) {
+                const int64_t panel = min64(PANEL_ROWS, block->queries - q), r = h * block->queries + q, place = block->place + q;
+                /* what the panel's queries see of these keys, in whole tiles */
+                const int64_t low = max64(0, place - block->window + 1 - begin) / K_STEP * K_STEP;
+                const int64_t high = min64(count, place + panel - begin);
+                if (low >= high) continue;
+                const int64_t wide = round_up(high - low, K_STEP);
+                float factors[PANEL_ROWS];
+                attend_panel(pairs, panel, wide, at.query_steps, queries + r * at.query_row, at.query_row, keys + 4 * low,
+                             4 * KEYS_AT_ONCE, NULL, scores, KEYS_AT_ONCE);
+                for (int64_t m = 0; m < panel; m++) {
+                    const int64_t first = max64(low, place + m - block->window + 1 - begin) - low;
+                    const int64_t end = max64(first, min64(count, place + m + 1 - begin) - low);
+                    factors[m] = 1;
+                    if (first < min64(end, wide))
+                        factors[m] = attend_weights(pairs, scores + m * KEYS_AT_ONCE, first, end, wide, block->scale, most + r + m,
+                                                    total + r + m, weights + m * at.weight_row);
+                    else
+                        memset(weights + m * at.weight_row, 0, (size_t)(4 * wide / together));
+                }
+                attend_panel(pairs, panel, columns, parts_of(high - low, together), weights, at.weight_row,
+                             values + low / together * 4 * columns, 4 * columns, factors, sums + r * columns, columns);
+            }
+    }
+    for (int64_t h = 0, r = 0; h < block->heads; h++)
+        for (int64_t q = 0; q < block->queries; q++, r++) {
+            float *row = sums + r * columns;
+            const float share = total[r] > 0 ? 1 / total[r] : 0;
+            for (int64_t c = 0; c < block->value_dim; c++) row[c] *= share;
+            store(block->out + h * block->out_head + q * block->out_row, block->dtype, row, block->value_dim);
+        }
+}
+
+static void attend(const AttentionBlock *block, char *scratch) {
+#if HAS_BF16_DOT
+    if (block->dtype == DTYPE_BF16) {
+        attend_block(1, block, scratch);
+        return;
+    }
+#endif
+    attend_block(0, block, scratch);
+}
