@@ -53,29 +53,45 @@ class Adapters:
     """
 
     def __init__(
-        self, model: Any, folders: Mapping[str, AdapterFolder], *, max_bytes: int | None = None
+        self,
+        model: Any,
+        folders: Mapping[str, AdapterFolder],
+        *,
+        max_bytes: int | None = None,
+        takes_more: bool = False,
     ) -> None:
         """Compares the adapters with the model, and reads none. ``max_bytes`` is that of all when
-        omitted.
+        omitted; where it ``takes_more``, passes with the widest of them have part of it.
 
         Raises:
             UnsupportedModelError: one is for another model, or for layers that are not linear.
             ValueError: ``max_bytes`` is less than one of them needs.
         """
-        self._folders = folders
-        self.max_bytes = resident_bytes(folders, max_bytes)
-        self._numbers = {name: number for number, name in enumerate(folders, 1)}
+        self._folders: dict[str, AdapterFolder] = {}
+        self._takes_more = takes_more
+        self._model = model
+        self._numbers: dict[str, int] = {}
         self._modules = dict(model.named_modules())
         self._alone: set[str] = set()
+        self.max_bytes = resident_bytes(folders, max_bytes, takes_more=takes_more)
         for name, folder in folders.items():
-            require_fit(model, folder)
-            for layer in folder.widths:
-                owner, _, own_name = layer.rpartition(".")
-                if own_name == "kv_b_proj" and hasattr(self._modules[owner], "expand_kv"):
-                    self._alone.add(name)
+            self.add(name, folder)
         self._resident: dict[str, _Parts | None] = {}  # those used last are last
         self._users: dict[Hashable, str] = {}
         self.num_reads = 0
+
+    def add(self, name: str, folder: AdapterFolder) -> None:
+        """Takes one more, which later sequences may have; it is read with the first. From any
+        thread; raises as the constructor."""
+        require_fit(self._model, folder)
+        for layer in folder.widths:
+            owner, _, own_name = layer.rpartition(".")
+            if own_name == "kv_b_proj" and hasattr(self._modules[owner], "expand_kv"):
+                self._alone.add(name)
+        self._folders[name] = folder
+        if (needed := self._num_bytes({name})) > self.max_bytes:
+            raise _too_large(name, needed, self.max_bytes)
+        self._numbers[name] = len(self._numbers) + 1
 
     def number(self, name: str | None) -> int:
         """Counts adapters from 1; 0 is the model without any. Refuses unknown names."""
@@ -155,7 +171,12 @@ class Adapters:
         assert set(self._users.values()) <= self._resident.keys()
 
     def _num_bytes(self, names: Iterable[str]) -> int:
-        return sum(self._folders[name].num_bytes for name in names)
+        folders = [self._folders[name] for name in names]
+        whole = sum(folder.num_bytes for folder in folders)
+        if self._takes_more:
+            room = self._model._max_tokens
+            whole += max((folder.workspace_bytes(room) for folder in folders), default=0)
+        return whole
 
     def _parts(
         self, groups: Items[tuple[str | None, int]]
@@ -231,7 +252,9 @@ class LoadedAdapter:
         vars(model).update(_adapter=self._folder.folder, _adapter_hooks=kept)
 
 
-def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) -> int:
+def resident_bytes(
+    folders: Mapping[str, AdapterFolder], max_bytes: int | None, *, takes_more: bool = False
+) -> int:
     """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None."""
     sizes = {name: folder.num_bytes for name, folder in folders.items()}
     whole = sum(sizes.values())
@@ -239,11 +262,15 @@ def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) 
         return whole
     largest = max(sizes, key=sizes.__getitem__, default=None)
     if largest is not None and sizes[largest] > max_bytes:
-        raise ValueError(
-            f"the adapter {largest!r} needs {format_bytes(sizes[largest], up=True)}, but adapters "
-            f"have {format_bytes(max_bytes)} of memory; give them as much"
-        )
-    return min(whole, max_bytes)
+        raise _too_large(largest, sizes[largest], max_bytes)
+    return max_bytes if takes_more else min(whole, max_bytes)
+
+
+def _too_large(name: str, num_bytes: int, max_bytes: int) -> ValueError:
+    return ValueError(
+        f"the adapter {name!r} needs {format_bytes(num_bytes, up=True)}, but adapters have "
+        f"{format_bytes(max_bytes)} of memory; give them as much"
+    )
 
 
 def _adding(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Draft
@@ -201,6 +202,15 @@ class Engine:
             self._arrived.append(sequence)
             self._changed.notify_all()
         return EngineHandle(self, sequence)
+
+    def add_adapter(self, name: str, folder: AdapterFolder) -> None:
+        """Takes an adapter that requests may name from now on; from any thread.
+
+        Raises:
+            UnsupportedModelError, CheckpointError: it is not for this model.
+            ValueError: it needs more memory than adapters have.
+        """
+        self._adapters.add(name, folder)
 
     @property
     def is_open(self) -> bool:

@@ -76,6 +76,7 @@ CASES = {
             "on_demand": ("--on-demand", ("on_demand", True)),
             "unload_idle": ("--unload-idle 8.5", ("idle_s", 8.5)),
             "adapters": ("--adapter one=there", ("adapters", "one=there")),
+            "allow_adapter_loading": ("--allow-adapter-loading", ("loads_adapters", True)),
             "adapter_memory": ("--adapter-memory 9MiB", ("adapter_bytes", 9 * MIB)),
             "host": ("--host 0.0.0.0", ("host", "0.0.0.0")),
             "port": ("--port 237", ("port", 237)),

@@ -312,6 +312,48 @@ def test_adapters_are_models_of_the_server(
         assert "wide" not in metrics
 
 
+def test_adapters_are_loaded_and_unloaded_on_request(
+    base: Path, folders: dict[str, Path], expected: dict[Any, Any]
+) -> None:
+    """As vLLM's endpoints; requests under way keep the adapter that they began with."""
+    loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
+    loading["kv_cache"] = "exact"
+    memory = 2 * sum(AdapterFolder(folder).num_bytes for folder in folders.values()) + (1 << 20)
+    options = {"loads_adapters": True, "adapter_bytes": memory}
+
+    def tokens(name: str) -> list[int]:
+        body = {"model": name, "prompt": list(PROMPTS[0]), "max_tokens": 6, "temperature": 0}
+        status, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
+        return answer["choices"][0]["token_ids"] if status == 200 else [status]
+
+    with started([str(base)], loading, [], **options) as (site, _):
+        load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        assert tokens("mine") == [404]
+        for path, body, status in (
+            (load, {"lora_name": "mine", "lora_path": str(base / "none")}, 404),
+            (load, {"lora_name": "mine", "lora_path": str(base)}, 400),
+            (load, {"lora_name": "mine"}, 400),
+            (load, {"lora_name": "base", "lora_path": str(folders["wide"])}, 400),
+            (load, {"lora_name": "x", "lora_path": "x", "base_model_name": "other"}, 404),
+            (unload, {"lora_name": "mine"}, 404),
+            (unload, {"lora_name": "base"}, 404),
+        ):
+            assert site.ask(path, body)[0] == status, (path, body)
+        assert tokens("base") == expected[None, PROMPTS[0]][0]
+        for name in ("wide", "narrow"):
+            body = {"lora_name": "mine", "lora_path": str(folders[name])}
+            assert site.ask(load, body)[0] == (200 if name == "wide" else 400)
+            assert site.ask(load, {**body, "load_inplace": True})[0] == 200
+            assert tokens("mine") == expected[name, PROMPTS[0]][0]
+        _, listed = site.ask("/v1/models")
+        parents = {found["id"]: found["parent"] for found in listed["data"]}
+        assert parents == {"base": None, "mine": "base"}
+        assert site.ask(unload, {"lora_name": "mine"})[0] == 200
+        assert tokens("mine") == [404]
+    with started([str(base)], loading, []) as (site, _):
+        assert site.ask(load, {"lora_name": "a", "lora_path": str(folders["wide"])})[0] == 404
+
+
 def test_the_first_screen_has_the_memory_of_adapters(
     base: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

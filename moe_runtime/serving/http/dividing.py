@@ -99,6 +99,8 @@ def needs_of(
     adapters: Sequence[Mapping[str, AdapterFolder]],
     loading: Mapping[str, Any],
     adapter_bytes: int | None = None,
+    *,
+    loads_adapters: bool = False,
 ) -> dict[str, Need]:
     """What each model needs with its adapters, from its files' headers.
 
@@ -117,7 +119,7 @@ def needs_of(
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
-        beside = workspace + resident_bytes(own, adapter_bytes)
+        beside = workspace + resident_bytes(own, adapter_bytes, takes_more=loads_adapters)
         needs[name] = Need(smallest + beside, max(0, whole - smallest), beside)
     return needs
 
