@@ -32,7 +32,7 @@ from moe_runtime.benchmarks.harness.scripting import facts, positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.training.config_tree import build_tree
-from moe_runtime.training.finetune.finetuning import prepare, start
+from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 
 SHARE = 0.4

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
     from moe_runtime.training.offload.adamw import AdamW as AdamW
-    from moe_runtime.training.offload.offloading import offload_training as offload_training
+    from moe_runtime.training.offload.entry import offload_training as offload_training
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -30,7 +30,7 @@ else:
             ".inference.hugging_face.backend": "register_with_transformers",
             ".inference.loading": "load",
             ".layer": "MoELayer",
-            ".training.offload.offloading": "offload_training",
+            ".training.offload.entry": "offload_training",
             ".training.offload.adamw": "AdamW",
             ".research.zeroth_order": "ZerothOrder offload_zeroth_order",  # not in `__all__`
         },

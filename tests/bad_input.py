@@ -105,8 +105,8 @@ def _import_everything() -> "Main":
 
     import moe_runtime.inference.inspection
     import moe_runtime.lab.report.trace_page
-    import moe_runtime.training.finetune.finetuning
-    import moe_runtime.training.session  # noqa: F401
+    import moe_runtime.training.finetune.finetune_run
+    import moe_runtime.training.train_run  # noqa: F401
     from moe_runtime.cli.main import main as program
 
     torch.set_num_threads(1)

@@ -40,11 +40,11 @@ from moe_runtime.training.config_tree import (
 )
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
 from moe_runtime.training.offload.checkpoint import remove_own_files
-from moe_runtime.training.offload.offloading import expert_parameters, find_sites
-from moe_runtime.training.offloaded import offload_plan
+from moe_runtime.training.offload.entry import expert_parameters, find_sites
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import Preparation, prepare, start
+from moe_runtime.training.train_plan import offload_plan
+from moe_runtime.training.train_run import Preparation, prepare, start
 
 BASE = "as configured"
 _OVERWRITTEN = {

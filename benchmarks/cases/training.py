@@ -37,7 +37,7 @@ from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.offload import AdamW
-from moe_runtime.training.offload.offloading import offload_training
+from moe_runtime.training.offload.entry import offload_training
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
 

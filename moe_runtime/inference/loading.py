@@ -239,25 +239,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
-    slot_maps, set_aside_bytes = {"host": experts, "device": experts}, 0
-    if cache_code != "none":
-        from moe_runtime.inference.cache_code import coded_experts
-
-        slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
-    kind = OffloadedExperts
-    if place.type != "cpu":
-        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
-
-        kind = DeviceExperts
-        experts.packed_dense.clear()  # dense layers have no products from codes there
-        slot_maps["device"], set_aside_bytes = plan_device(experts)
-    modules = replace_experts(
-        model,
-        experts,
-        lambda module, layer: kind(
-            module, layer, [key for key in experts.layouts if key.layer == layer + 1]
-        ),
-    )
+    modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
@@ -399,6 +381,29 @@ def load(
         cast(Any, model)._drafts = drafts
         cast(Any, model).moe.reset_stats()
     return model
+
+
+def _lay_out(
+    model: PreTrainedModel, experts: ExpertMap, place: torch.device, cache_code: str
+) -> tuple[list[OffloadedExperts], dict[str, ExpertMap], int]:
+    """Modules in the place of the experts, how experts lie in the slots of each tier, and bytes to
+    set aside for that."""
+    slot_maps, set_aside_bytes, kind = {"host": experts, "device": experts}, 0, OffloadedExperts
+    if cache_code != "none":
+        from moe_runtime.inference.cache_code import coded_experts
+
+        slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
+    if place.type != "cpu":
+        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
+
+        kind = DeviceExperts
+        experts.packed_dense.clear()  # dense layers have no products from codes there
+        slot_maps["device"], set_aside_bytes = plan_device(experts)
+
+    def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
+        return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])
+
+    return replace_experts(model, experts, make), slot_maps, set_aside_bytes
 
 
 def replace_experts(

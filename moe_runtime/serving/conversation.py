@@ -50,6 +50,17 @@ class Turn:
     reason: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A conversation without its model: files of pictures that messages show, and of those that
+    wait for the next one."""
+
+    messages: list[dict[str, Any]]
+    turns: list[Turn]
+    shown: list[str]
+    waiting: list[str]
+
+
 class Conversation:
     """Messages so far, and answers to new ones. Later turns reuse what the engine cached of
     earlier ones.
@@ -111,22 +122,18 @@ class Conversation:
         self._waiting.append((os.path.abspath(at_home(file)), picture))
 
     @property
-    def files(self) -> list[str]:
-        """Of all pictures: those of messages, then those before the next one."""
+    def said(self) -> Said:
         contents = [message["content"] for message in self.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        return [*(part["image"] for part in parts if "image" in part)] + [
-            file for file, _ in self._waiting
-        ]
+        shown = [part["image"] for part in parts if "image" in part]
+        return Said([*self.messages], [*self.turns], shown, [file for file, _ in self._waiting])
 
-    def go_on_from(self, other: Conversation, pictures: Sequence[Picture]) -> None:
-        """Takes the messages of another model's conversation; ``pictures`` are its ``files``, as
-        this model has them."""
-        num_waiting = len(other._waiting)
-        self.messages, self.turns = [*other.messages], [*other.turns]
-        self._pictures = [*pictures[: len(pictures) - num_waiting]]
-        waiting = zip(other._waiting, pictures[len(self._pictures) :], strict=True)
-        self._waiting = [(file, picture) for (file, _), picture in waiting]
+    def go_on_from(self, said: Said, pictures: Sequence[Picture]) -> None:
+        """Takes what was said to another model; ``pictures`` are those of its files, shown ones
+        first, as this model has them."""
+        self.messages, self.turns = [*said.messages], [*said.turns]
+        self._pictures = [*pictures[: len(said.shown)]]
+        self._waiting = [*zip(said.waiting, pictures[len(said.shown) :], strict=True)]
 
     def undo(self) -> bool:
         """Takes the last message and its answer back; gives whether there was one."""

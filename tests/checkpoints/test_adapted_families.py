@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import moe_runtime
 from moe_runtime.checkpoints.families import BLOCKS
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.training.finetune.finetuning import prepare
+from moe_runtime.training.finetune.finetune_run import prepare
 
 PROMPT = torch.tensor([[5, 7, 11, 13]])
 

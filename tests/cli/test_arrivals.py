@@ -224,7 +224,7 @@ CASES = {
         {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
     ),
     "finetune": Case(
-        ("moe_runtime.training.finetune.finetuning.prepare",),
+        ("moe_runtime.training.finetune.finetune_run.prepare",),
         ("models/pocket", "text.txt"),
         {
             "model": ("", "models/pocket"),

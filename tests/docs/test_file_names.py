@@ -1,4 +1,4 @@
-"""Files that pages, docstrings and comments name in backticks exist."""
+"""Files that pages, docstrings and comments name in backticks exist, and so do names of code."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,16 @@ TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks", "examples"
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".md"}
 QUOTED = re.compile(r"(`+)([^`\n]+)\1")
 NAME = re.compile(r"(?<![\w/.*-])[\w/-]+\.(?:py|cpp|c|h)(?![\w.*-])")
+CODE_NAME = re.compile(
+    r"(?<![\w/.*-])(?:[A-Z]\w*[a-z]\w*[A-Z]\w*|[A-Z]+(?:_[A-Z]+)+|_?[a-z]+(?:_[a-z0-9]+)+)(?![\w/*-])"
+)
+OF_OTHERS = {"transformers-features.md", "serving.md"}
+"""Pages of names of transformers and of metrics, which other tests compare."""
 FOREIGN = {
+    "manylinux_2_28",
+    "GPU_ARGS",
+    "NAME_OR_FILE",
+    "TRITON_INTERPRET",
     "llama.cpp",
     "malloc.h",
     "convert_hf_to_gguf.py",
@@ -43,7 +52,24 @@ def test_named_files_exist():
     assert wrong == []
 
 
+def test_named_code_exists():
+    pages = {path: path.read_text(encoding="utf-8") for path in files()}
+    code = (text for path, text in pages.items() if path.suffix != ".md")
+    known = FOREIGN.union(path.stem for path in pages).union(*(re.findall(r"\w+", c) for c in code))
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in pages.items()
+        if path.suffix == ".md" and path.name not in {"CHANGELOG.md", *OF_OTHERS}
+        for _, quoted in QUOTED.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for name in CODE_NAME.findall(quoted)
+        if name not in known
+    ]
+    assert gone == []
+
+
 def test_names_are_found():
+    code = "ReorderedW OLD_NAMES _gone_step lru a/long_name --some_option x_y"
+    assert CODE_NAME.findall(code) == ["ReorderedW", "OLD_NAMES", "_gone_step", "x_y"]
     text = "'kernels/gone.py', ''gone.h'', 'python gone.py -o x'".replace("'", "`")
     assert [*named(text)] == ["kernels/gone.py", "gone.h", "gone.py"]
     assert [*named("`FILE.py` gone.py `llama.cpp` `self.c_x`")] == []

@@ -25,7 +25,7 @@ from offloaded_models import (
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload import memory as offload_memory
-from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.offloaded_training import OffloadedTraining
 
 LAYERS, EXPERTS = 2, 4
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))

@@ -13,7 +13,7 @@ from offloaded_models import budget_for, stack
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload import activations as activation_swap
-from moe_runtime.training.offload import disk, offloading, record_store
+from moe_runtime.training.offload import disk, entry, record_store
 
 
 class Struck(RuntimeError):
@@ -38,15 +38,15 @@ def second_time(call: Callable[..., Any]) -> Callable[..., Any]:
 STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a file of records": (disk.RecordFile, "_grow", lambda _: fail),
     "the threads of the disk": (disk, "ReadQueue", lambda _: fail),
-    "memory for records": (offloading, "RecordStore", lambda _: fail),
-    "the link": (offloading, "open_link", lambda _: fail),
+    "memory for records": (entry, "RecordStore", lambda _: fail),
+    "the link": (entry, "open_link", lambda _: fail),
     "first weights": (record_store.RecordStore, "write_state", second_time),
     "their versions": (record_store.RecordStore, "commit", lambda _: fail),
     "the threads of the swap": (activation_swap, "ReadQueue", lambda _: fail),
-    "the swap": (offloading, "ActivationSwap", lambda _: fail),
-    "the policy of activations": (offloading, "ActivationPolicy", lambda _: fail),
-    "saves that refuse": (offloading, "require_whole_saves", lambda _: fail),
-    "the handle": (offloading, "OffloadedTraining", lambda _: fail),
+    "the swap": (entry, "ActivationSwap", lambda _: fail),
+    "the policy of activations": (entry, "ActivationPolicy", lambda _: fail),
+    "saves that refuse": (entry, "require_whole_saves", lambda _: fail),
+    "the handle": (entry, "OffloadedTraining", lambda _: fail),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 
 import moe_runtime
 from moe_runtime.research.zeroth_order import ZerothOrder
-from moe_runtime.training.offload.offloading import offload_training
+from moe_runtime.training.offload.entry import offload_training
 
 
 def test_options_of_training_of_a_wrong_type():

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig, direction
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, prepare, start
 from moe_runtime.training.loop import learning_rate
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,10 +358,6 @@ def test_what_cannot_be_obeyed_is_one_line(
     assert (tmp_path / "here.txt").read_text() == "old"
 
 
-READY = b"\x1b[?2004h"
-"""What a program tells a terminal where keys are its own, line ends too."""
-
-
 class Typing:
     """A terminal with a program in it, which is typed into."""
 
@@ -377,6 +374,11 @@ class Typing:
             self._shown += self._screen.read(64)
         self._shown = self._shown.partition(text)[2]
 
+    def prompt(self) -> None:
+        """Waits until keys are understood, and says where the cursor is, as terminals do."""
+        self.until(b"\x1b[6n\x1b[?2004h")
+        self.press(b"\x1b[1;1R")
+
     def press(self, keys: bytes) -> None:
         self._screen.write(keys)
 
@@ -390,36 +392,34 @@ class Typing:
 def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path: Path) -> None:
     program = (
         "from moe_runtime.cli.terminal import typed_messages\n"
-        "for line in typed_messages(['/help'], lambda: 'ready'): print(ascii(line), flush=True)"
+        "for _ in range(2):\n"
+        " for line in typed_messages(['/help'], lambda: 'ready'): print(ascii(line), flush=True)"
     )
-    first = Typing(program, tmp_path)
-    first.until(b"\x1b[6n")
-    first.press(b"\x1b[1;1R")  # where the cursor is, as terminals say it
-    first.until(b"ready")
+    typing = Typing(program, tmp_path)
+    typing.prompt()
+    typing.until(b"ready")
     # as a terminal marks what is pasted into it, once the program has asked for marks
-    first.press(b"\x1b[200~one\n/quit\x1b[201~\r")
-    first.until(b"'one\\n/quit'")
-    first.until(READY)
-    first.press(b"two\x1b\rlines\r")
-    first.until(b"'two\\nlines'")
-    first.until(READY)
-    first.press(b"not sent\x03/he\t")
-    first.until(b"lp")
-    first.press(b"\r")
-    first.until(b"'/help'")
-    first.until(READY)
-    first.press(b"\x04")
-    assert first.end() == 0
+    typing.press(b"\x1b[200~one\n/quit\x1b[201~\r")
+    typing.until(b"'one\\n/quit'")
+    typing.prompt()
+    typing.press(b"two\x1b\rlines\r")
+    typing.until(b"'two\\nlines'")
+    typing.prompt()
+    typing.press(b"not sent\x03/he\t")
+    typing.until(b"lp")
+    typing.press(b"\r")
+    typing.until(b"'/help'")
+    typing.prompt()
+    typing.press(b"\x04")
+    typing.prompt()
+    typing.until(b">")
+    typing.press(b"\x12quit\r\r")  # Ctrl-R finds what another editor was told
+    typing.until(b"'one\\n/quit'")
+    typing.prompt()
+    typing.press(b"\x03")
+    assert typing.end() == -signal.SIGINT
     kept = tmp_path / "moe-runtime" / "chat_history"
     assert kept.stat().st_mode & 0o777 == 0o600
-    second = Typing(program, tmp_path)
-    second.until(READY)
-    second.until(b">")
-    second.press(b"\x12quit\r\r")  # Ctrl-R finds what another conversation was told
-    second.until(b"'one\\n/quit'")
-    second.until(READY)
-    second.press(b"\x03")
-    assert second.end() == -signal.SIGINT
 
 
 def screen_of(written: str) -> list[str]:
@@ -463,7 +463,7 @@ def f(x):
 """
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("size", [3, 11, 1000])
 def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,14 +501,15 @@ def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
     expected = capsys.readouterr().out
     other = shutil.copytree(model, tmp_path / "other")
     broken = shutil.copytree(model, tmp_path / "broken")
-    real, loaded, open_at_a_load = moe_runtime.load, [], []
+    real, loaded, in_memory_at_a_load = moe_runtime.load, [], []
 
     def load(path: str, **options: Any) -> Any:
-        open_at_a_load.append(sum(not one.moe._closed for one in loaded))
+        in_memory_at_a_load.append(sum(one() is not None for one in loaded))
         if path == str(broken):
             raise MoERuntimeError("no room for it")
-        loaded.append(real(path, **options))
-        return loaded[-1]
+        found = real(path, **options)
+        loaded.append(weakref.ref(found))
+        return found
 
     monkeypatch.setitem(vars(moe_runtime), "load", load)
     lines = ["/model nowhere", FIRST, f"/model {other}", "/model", f"/model {broken}", SECOND]
@@ -521,7 +522,7 @@ def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
     assert "no room for it" in told.err
     assert "other" in told.err
     # never two at a time: the first, the other, the broken one, the other again
-    assert open_at_a_load == [0, 0, 0, 0]
+    assert in_memory_at_a_load == [0, 0, 0, 0]
     assert len(loaded) == 3
 
 

@@ -14,7 +14,7 @@ from emulated_device import POISON
 from emulated_models import EagerDevice
 from torch import Tensor
 
-from moe_runtime.training.finetune import finetuning
+from moe_runtime.training.finetune import finetune_run
 from moe_runtime.training.offload import memory as offload_memory
 
 
@@ -94,8 +94,8 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
         torch.autograd.set_multithreading_enabled(False),
         patch.object(offload_memory, "open_device", lambda place: device),
         patch.object(offload_memory, "available_device_bytes", lambda place: 2**34),
-        patch.object(finetuning, "open_device", lambda place: device),
-        patch.object(finetuning, "available_device_bytes", lambda place: 2**34),
+        patch.object(finetune_run, "open_device", lambda place: device),
+        patch.object(finetune_run, "available_device_bytes", lambda place: 2**34),
     ):
         yield place
     vars(CROSSINGS).update(before)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.config_tree import build_tree
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
 

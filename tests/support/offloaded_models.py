@@ -104,8 +104,8 @@ def train_in_memory(
 
 def budget_for(model: nn.Module, settings: moe_runtime.AdamW, *, experts_in_memory: float) -> int:
     """Bytes that hold a share of the experts that this process has."""
+    from moe_runtime.training.offload.entry import find_sites, layouts_of
     from moe_runtime.training.offload.memory import dense_bytes
-    from moe_runtime.training.offload.offloading import find_sites, layouts_of
 
     sites = find_sites(model)
     layouts = layouts_of(sites, settings.state_format)

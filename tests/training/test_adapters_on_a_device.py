@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.training.finetune import checkpoint_model, finetuning
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune import checkpoint_model, finetune_run
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload import frozen
@@ -234,7 +234,7 @@ def test_an_interrupt_leaves_no_gradient(tmp_path, monkeypatch):
 )
 def test_the_budget_of_the_device_holds(tmp_path, kind, monkeypatch):
     """By what tensors take there, without what is set aside for libraries; and it is not idle."""
-    for module in (checkpoint_model, finetuning):
+    for module in (checkpoint_model, finetune_run):
         monkeypatch.setattr(module, "SPARE_BYTES", 0)
     folder = folder_of(kind, tmp_path)
     precision = "bfloat16" if kind == "planes" else "float32"
@@ -266,7 +266,7 @@ def test_the_command_says_both_budgets_and_computes_there(tmp_path, monkeypatch,
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(finetuning, "find_device", lambda *_: place)
+        monkeypatch.setattr(finetune_run, "find_device", lambda *_: place)
         assert main([*words, "--dry-run"]) == 0
         rows = capsys.readouterr().out
         assert re.search(r"host memory\s.*1 GiB, .* of it for experts", rows)

@@ -40,8 +40,8 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.training.checkpoint import checkpoints_in, write_content
-from moe_runtime.training.finetune import finetuning as memory
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune import finetune_run as memory
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.loop import learning_rate
 from moe_runtime.training.optimizer import DenseAdamW
 

@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moe_runtime.cli.main import main
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),

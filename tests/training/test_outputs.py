@@ -81,7 +81,7 @@ def test_a_full_disk_is_known_before_the_text_is_read(tmp_path, capsys, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("moe_runtime.files._new_held", full)
-    monkeypatch.setattr("moe_runtime.training.session.read_corpora", None)
+    monkeypatch.setattr("moe_runtime.training.train_run.read_corpora", None)
     assert train(path, *FEW) == 2
     assert "the run's output cannot be written: No space left" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []

@@ -11,7 +11,7 @@ from text_checkpoint import tiny_tokenizer
 from tiny_checkpoints import save, tiny_model
 
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.training.finetune.finetuning import prepare, start
+from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.offload.memory import FrozenMemory
 
 

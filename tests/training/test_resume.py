@@ -14,7 +14,7 @@ from warm_python import warm_python
 from moe_runtime.training import prepared
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import prepare, start
+from moe_runtime.training.train_run import prepare, start
 
 # More steps than any machine takes before it is told to stop.
 ENDLESS = ("run.steps=1000000", "run.checkpoint_every=5")

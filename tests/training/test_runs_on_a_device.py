@@ -21,10 +21,10 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.finetune.finetuning import device_of, prepare
+from moe_runtime.training.finetune.finetune_run import device_of, prepare
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import finish, start
-from moe_runtime.training.session import prepare as prepare_training
+from moe_runtime.training.train_run import finish, start
+from moe_runtime.training.train_run import prepare as prepare_training
 
 TOLERANCE = 1e-3
 """Of losses after few steps, on a GPU, whose sums have another order: they are of about 6."""

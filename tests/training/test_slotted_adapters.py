@@ -25,8 +25,8 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_experts import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.training.finetune import finetuning as frozen_stores
-from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
+from moe_runtime.training.finetune import finetune_run as frozen_stores
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, prepare, start
 from moe_runtime.training.offload.frozen import SlottedExecutor
 from moe_runtime.training.offload.memory import FrozenMemory
 

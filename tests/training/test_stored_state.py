@@ -52,8 +52,8 @@ from moe_runtime.training.optimizer import state_order
 from moe_runtime.training.prepared import run_folder
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import Preparation, prepare, start
 from moe_runtime.training.sharded import ShardedCheckpoints, read_progress, whole_model
+from moe_runtime.training.train_run import Preparation, prepare, start
 from moe_runtime.types import ModelSignature
 
 SMALL = CONFIG.replace("checkpoint_every = 3", "checkpoint_every = 0").replace(

@@ -14,7 +14,7 @@ from moe_runtime.lab.traces import Trace, read_trace
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import prepare, start
+from moe_runtime.training.train_run import prepare, start
 
 TRACED = ["--set", "run.trace=routing.npz", "--set", "run.trace_steps=2"]
 # sequences of one length, and numbers that do not depend on the order of a norm's sum

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
@@ -22,7 +23,7 @@ from moe_runtime.files import at_home, check_output_path, require_file_name, wri
 
 if TYPE_CHECKING:
     from moe_runtime.inference.pictures import Picture
-    from moe_runtime.serving.conversation import Conversation
+    from moe_runtime.serving.conversation import Conversation, Said
 
 _INTERRUPTED = 130
 _STOPPING = "stopping the answer; Ctrl-C once more leaves"
@@ -119,22 +120,17 @@ class _Prepared:
         found = Pictures(self.reader, pictures) if self.reader and pictures else None
         encode_messages(self.tokenizer, messages, found)
 
-    def pictures_of(self, talk: "Conversation") -> "list[Picture]":
-        """The pictures of another model's conversation, which this one could go on with."""
-        files = talk.files
+    def pictures_of(self, said: "Said") -> "list[Picture]":
+        """The pictures of what was said to another model, which this one could go on with."""
+        files = [*said.shown, *said.waiting]
         if files and self.reader is None:
             raise ValueError(
                 f"{self.name} takes no pictures, and the conversation has some; /reset first"
             )
         pictures = self.reader.open_all(files) if self.reader and files else []
-        if talk.turns:
-            self._check(talk.messages, pictures[: _num_shown(talk.messages)])
+        if said.turns:
+            self._check(said.messages, pictures[: len(said.shown)])
         return pictures
-
-
-def _num_shown(messages: list[dict[str, Any]]) -> int:
-    contents = [message["content"] for message in messages]
-    return sum(len(content) - 1 for content in contents if isinstance(content, list))
 
 
 @dataclass
@@ -290,27 +286,28 @@ class _Terminal:
             said = [("model", self._opened.prepared.name)]
             console.print_rows("what answers", said, to_stderr=True)
             return
-        old, talk = self._opened.prepared, self._opened.talk
+        old, said = self._opened.prepared, self._opened.talk.said
         prepared = self._prepare(name)
-        pictures = prepared.pictures_of(talk)
+        pictures = prepared.pictures_of(said)
         console.fetch_model(name)
         try:
-            self._open(prepared, talk, pictures)
+            self._open(prepared, said, pictures)
         except (ValueError, MoERuntimeError, OSError):
             console.say_line(f"loading {old.name} again")
-            self._open(old, talk, old.pictures_of(talk))
+            self._open(old, said, old.pictures_of(said))
             raise
         self._introduce()
 
-    def _open(self, prepared: _Prepared, talk: "Conversation", pictures: Any) -> None:
+    def _open(self, prepared: _Prepared, said: "Said", pictures: "list[Picture]") -> None:
         """Puts a model in the place of the one that is in memory, which has no room for both."""
         self._is_loaded = False
         vars(self).pop("_opened", None)
         self._stack.close()
         gc.collect()
+        give_back_free_pages()
         self._opened = _opened(prepared, self._stack)
         self._is_loaded = True
-        self._opened.talk.go_on_from(talk, pictures)
+        self._opened.talk.go_on_from(said, pictures)
         self._speed = ""
 
     def _obey(self, command: str, *given: str) -> bool:
@@ -318,6 +315,9 @@ class _Terminal:
         extra = given[command in ("/save", "/image", "/model") :]
         if extra and command in _COMMANDS:
             raise ValueError(f"{command}: expected nothing more, got {' '.join(extra)!r}")
+        if command == "/model":  # nothing here may hold the model that goes
+            self._switch("".join(given))
+            return True
         talk = self._opened.talk
         if command in ("/quit", "/exit"):
             return False
@@ -333,8 +333,6 @@ class _Terminal:
         elif command == "/image":
             require_file_name("".join(given), "/image")
             talk.show("".join(given))
-        elif command == "/model":
-            self._switch("".join(given))
         elif command == "/plain":
             self._is_plain = not self._is_plain
         elif command == "/help":

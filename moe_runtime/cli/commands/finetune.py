@@ -15,7 +15,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
-    from moe_runtime.training.finetune.finetuning import FinetunePreparation
+    from moe_runtime.training.finetune.finetune_run import FinetunePreparation
 
 
 def finetune(
@@ -141,7 +141,7 @@ def finetune(
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         with console.loading_bar() as progress:
-            from moe_runtime.training.finetune.finetuning import prepare
+            from moe_runtime.training.finetune.finetune_run import prepare
 
             preparation = prepare(
                 settings,
@@ -166,7 +166,7 @@ def _finetune(
     preparation: "FinetunePreparation", *, resume: bool, reschedule: bool
 ) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary and the exit code."""
-    from moe_runtime.training.finetune.finetuning import finish, plan, start
+    from moe_runtime.training.finetune.finetune_run import finish, plan, start
 
     found = plan(preparation)
     with console.loading_bar() as progress:
@@ -210,7 +210,7 @@ def _timed(
 
 
 def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
-    from moe_runtime.training.finetune.finetuning import plan
+    from moe_runtime.training.finetune.finetune_run import plan
 
     config, found = preparation.config, _timed(plan(preparation), preparation)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)

@@ -79,15 +79,15 @@ def run(
 
         with console.loading_bar() as progress:
             console.quiet_transformers(ctx.obj)
-            find_checkpoint(model, weights=False, progress=progress)
-            chosen, seed = find_sampling(ctx, model, sampling), sampling.seed
+            found = find_checkpoint(model, weights=False, progress=progress)
+            chosen, seed = find_sampling(ctx, found, sampling), sampling.seed
             if group is not None and chosen["temperature"] > 0 and seed is None:
                 # Every process samples, and all must draw the same tokens.
                 seed = from_first(group, "seed", lambda: secrets.randbelow(2**63))
-            tokenizer = load_tokenizer(model)
-            pictures = read_pictures(model, tokenizer, image) if image else None
+            tokenizer = load_tokenizer(found)
+            pictures = read_pictures(found, tokenizer, image) if image else None
             form = {"chat": chat or bool(image), "pictures": pictures}
-            room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, **form)
+            room = _room_for(found, tokenizer, texts, max_new_tokens, max_tokens, **form)
             import moe_runtime
 
             several = {"placement": placement, "group": group}
@@ -128,7 +128,7 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
     return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str | Path) -> Any:
     """Loads the tokenizer of a model, without its weights."""
     from moe_runtime.checkpoints.opening import find_checkpoint
     from moe_runtime.checkpoints.opening import load_tokenizer as load
@@ -136,7 +136,7 @@ def load_tokenizer(model: str) -> Any:
     return load(find_checkpoint(model, weights=False))
 
 
-def picture_reader(model: str, tokenizer: Any) -> "PictureReader":
+def picture_reader(model: str | Path, tokenizer: Any) -> "PictureReader":
     """What reads pictures for a model, without its weights; one that takes none is refused."""
     from moe_runtime.checkpoints.opening import find_checkpoint, read_config
     from moe_runtime.inference.pictures import PictureReader
@@ -151,7 +151,7 @@ def picture_reader(model: str, tokenizer: Any) -> "PictureReader":
     return found
 
 
-def read_pictures(model: str, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
+def read_pictures(model: str | Path, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
     from moe_runtime.inference.pictures import Pictures
 
     reader = picture_reader(model, tokenizer)
@@ -159,7 +159,7 @@ def read_pictures(model: str, tokenizer: Any, files: "Sequence[Path]") -> "Pictu
 
 
 def find_sampling(
-    ctx: typer.Context, model: str, asked: options.Sampling, *, is_engine: bool = False
+    ctx: typer.Context, model: str | Path, asked: options.Sampling, *, is_engine: bool = False
 ) -> dict[str, Any]:
     """How tokens are chosen: as the options say, else as the checkpoint's settings say.
 
@@ -182,7 +182,7 @@ def find_sampling(
 
 
 def _room_for(
-    model: str,
+    folder: Path,
     tokenizer: Any,
     texts: list[str],
     num_new_tokens: int,
@@ -190,13 +190,13 @@ def _room_for(
     **form: Any,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+    from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.inference.generation import check_length, check_room, encode_prompt
 
     num_prompt_tokens = max(
         encode_prompt(tokenizer, text, **form)["input_ids"].shape[1] for text in texts
     )
-    config = read_config(find_checkpoint(model, weights=False))
+    config = read_config(folder)
     check_length(config, num_prompt_tokens, num_new_tokens)
     check_room(config, "--max-tokens", max_tokens or 0)
     needed = num_prompt_tokens + num_new_tokens

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe_runtime.training.metrics import Record, StepRecord
     from moe_runtime.training.ranks import OneRank
     from moe_runtime.training.run_config import RunConfig
-    from moe_runtime.training.session import Preparation
+    from moe_runtime.training.train_run import Preparation
 
 
 ConfigFile = Annotated[
@@ -79,7 +79,7 @@ def train(
         stack.enter_context(run_folder(output, storage or None, is_used=is_used))
         with console.loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
-            from moe_runtime.training.session import prepare
+            from moe_runtime.training.train_run import prepare
 
             is_alone = group is None or group.size() == 1
             ranks = OneRank() if is_alone else SeveralRanks(config)
@@ -110,7 +110,7 @@ def _train(
     preparation: "Preparation", ranks: "OneRank", *, resume: bool, reschedule: bool
 ) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary, in the first process, and the exit code."""
-    from moe_runtime.training.session import finish, start
+    from moe_runtime.training.train_run import finish, start
 
     plan = _offload_plan(preparation, ranks)
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
@@ -190,7 +190,7 @@ def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any
     """Where experts live and what a step moves; empty where all are in memory."""
     if preparation.config.run.host_memory is None:
         return {}
-    from moe_runtime.training.offloaded import offload_plan
+    from moe_runtime.training.train_plan import offload_plan
 
     return offload_plan(preparation.config, preparation.model, ranks, preparation.device)
 
@@ -270,7 +270,7 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{summary['skipped_steps']} steps, gradients not finite"))
     if summary["offload"]:
-        from moe_runtime.training.offloaded import offload_status
+        from moe_runtime.training.train_plan import offload_status
 
         rows.append(("experts", offload_status(summary["offload"], summary["elapsed_s"])))
     obstacle = summary.get("export_obstacle")

@@ -39,20 +39,20 @@ from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.checkpoint import AMOUNT, MAPPING, NUMBER, PLAIN, require_kinds
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.handle import (
-    ExpertTraining,
-    fill,
-    require_no_new_parameters,
-    require_trained,
-    trained_around_experts,
-)
-from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
-from moe_runtime.training.offload.offloading import (
+from moe_runtime.training.offload.entry import (
     find_sites,
     layouts_of,
     open_records,
     plan_memory,
     require_whole_saves,
+)
+from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
+from moe_runtime.training.offload.offloaded_training import (
+    ExpertTraining,
+    fill,
+    require_no_new_parameters,
+    require_trained,
+    trained_around_experts,
 )
 from moe_runtime.training.offload.passes import (
     AbsentExperts,

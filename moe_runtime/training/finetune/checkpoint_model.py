@@ -30,8 +30,8 @@ from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
 from moe_runtime.training.offload.frozen import ExpertAdapters
-from moe_runtime.training.offload.handle import trained_around_experts
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
+from moe_runtime.training.offload.offloaded_training import trained_around_experts
 from moe_runtime.training.offload.site import ExpertsSite
 
 if TYPE_CHECKING:

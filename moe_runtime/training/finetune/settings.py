@@ -9,11 +9,11 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.handle import ExpertTraining
-from moe_runtime.training.offload.offloading import offload_training
+from moe_runtime.training.offload.entry import offload_training
+from moe_runtime.training.offload.offloaded_training import ExpertTraining
 from moe_runtime.training.offload.records import StateFormat
-from moe_runtime.training.offloaded import optimizer_settings
 from moe_runtime.training.run_config import DataConfig, OptimizerConfig, RunConfig
+from moe_runtime.training.train_plan import optimizer_settings
 
 
 class TrainingMethod(Protocol):

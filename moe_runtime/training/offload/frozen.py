@@ -35,8 +35,8 @@ from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.compute_copies import LinkTraffic
-from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
+from moe_runtime.training.offload.offloaded_training import OffloadStats
 from moe_runtime.training.offload.passes import (
     LayerInput,
     OffloadedTrainingExperts,

@@ -32,9 +32,9 @@ _KINDS = {
 class ExpertOptimizer:
     """The offloaded experts' part of `OffloadedTraining`: updates them in their tier or on the way.
 
-    An expert on the disk is updated inside the backward pass, as soon as its gradient is final; one
-    in memory at the end of it, which costs no transfer. Where the norm of all gradients is needed
-    first (`clip="two_phase"`), both wait.
+    With `clip_norm > 0` and `clip="two_phase"`, as `finetune` and `train` have by default, every
+    gradient waits for `step`. Otherwise an expert on the disk is updated inside the backward pass,
+    as soon as its gradient is final; one in memory at the end of it, which costs no transfer.
 
     Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a
     Single GPU" (Fuyou, 2024) for the update inside the backward pass.

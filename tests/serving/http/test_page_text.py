@@ -127,7 +127,7 @@ def reference(text: str) -> list[Any]:
 
 def test_markdown_is_what_others_make_of_it() -> None:
     chance = random.Random(1)
-    texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 14))) for _ in range(3000)]
+    texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 14))) for _ in range(1000)]
     answer, *found = parsed([ANSWER, *texts])
     assert answer == reference(ANSWER)
     other = [
@@ -153,7 +153,7 @@ def test_no_text_is_too_deep_or_too_long_for_it() -> None:
         "| a |\n|-|\n",
         "[a](b ",
     ]
-    for text, found in zip(marks, parsed([mark * 4000 for mark in marks]), strict=True):
+    for text, found in zip(marks, parsed([mark * 2000 for mark in marks]), strict=True):
         assert found, text
 
 

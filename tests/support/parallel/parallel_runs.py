@@ -21,8 +21,8 @@ from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneRank, SeveralRanks
 from moe_runtime.training.run_config import TrainConfig
-from moe_runtime.training.session import finish, prepare, start
 from moe_runtime.training.sharded import whole_model
+from moe_runtime.training.train_run import finish, prepare, start
 
 
 def train(

@@ -65,22 +65,21 @@ from moe_runtime.training.finetune.checkpoint_model import (
 )
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
+from moe_runtime.training.offload.entry import find_sites, layouts_of, plan_memory
 from moe_runtime.training.offload.frozen import (
     AdapterTraining,
     ExpertAdapters,
     FrozenExpertsExecutor,
     adapters_for,
 )
-from moe_runtime.training.offload.handle import ExpertTraining
 from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
     FrozenMemory,
     TrainingMemory,
     device_budget,
 )
-from moe_runtime.training.offload.offloading import find_sites, layouts_of, plan_memory
+from moe_runtime.training.offload.offloaded_training import ExpertTraining
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.prepared import (
     BASE_FILES,
     DATA,
@@ -90,6 +89,7 @@ from moe_runtime.training.prepared import (
     check_outputs,
 )
 from moe_runtime.training.tracing import TrainingTrace, open_trace, trace_bytes
+from moe_runtime.training.train_plan import optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
 
 
 def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
-    """What the division means for a step that visits every expert; as `offloaded.plan_of`."""
+    """What the division means for a step that visits every expert; as `train_plan.plan_of`."""
     host, computing = memory.host, memory.device or memory.host
     away = max(0, num_experts - host.num_slots)
     return {

@@ -31,15 +31,8 @@ from moe_runtime.training.data import (
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.handle import OffloadedTraining
-from moe_runtime.training.offload.offloading import find_sites
-from moe_runtime.training.offloaded import (
-    StreamedInit,
-    build_model,
-    export_of_all,
-    move_around_experts,
-    offloaded_optimizer,
-)
+from moe_runtime.training.offload.entry import find_sites
+from moe_runtime.training.offload.offloaded_training import OffloadedTraining
 from moe_runtime.training.optimizer import Optimizer, state_order
 from moe_runtime.training.prepared import (
     DATA,
@@ -53,6 +46,13 @@ from moe_runtime.training.ranks import OneRank, require_compiler
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
+from moe_runtime.training.train_plan import (
+    StreamedInit,
+    build_model,
+    export_of_all,
+    move_around_experts,
+    offloaded_optimizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,7 +30,6 @@ from moe_runtime.training.offload.activations import (
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.device_updates import DeviceUpdates, planned_updates
 from moe_runtime.training.offload.disk import Disk
-from moe_runtime.training.offload.handle import OffloadedTraining, fill, require_trained
 from moe_runtime.training.offload.memory import (
     CPU,
     DEFAULT_ACTIVATION_SHARE,
@@ -44,6 +43,7 @@ from moe_runtime.training.offload.memory import (
     open_link,
     saved_bytes,
 )
+from moe_runtime.training.offload.offloaded_training import OffloadedTraining, fill, require_trained
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.site import (

@@ -30,7 +30,13 @@ from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.offload.adamw import AdamW, bytes_of_step
 from moe_runtime.training.offload.checkpoint import remove_own_files
-from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.entry import (
+    expert_parameters,
+    find_sites,
+    layouts_of,
+    offload_training,
+    plan_memory,
+)
 from moe_runtime.training.offload.memory import (
     CPU,
     SPARE_BYTES,
@@ -41,13 +47,7 @@ from moe_runtime.training.offload.memory import (
     held_bytes,
     smallest_budget,
 )
-from moe_runtime.training.offload.offloading import (
-    expert_parameters,
-    find_sites,
-    layouts_of,
-    offload_training,
-    plan_memory,
-)
+from moe_runtime.training.offload.offloaded_training import OffloadedTraining
 from moe_runtime.training.offload.records import RecordLayout
 from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.ranks import OneRank
