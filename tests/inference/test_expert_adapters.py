@@ -10,6 +10,7 @@ import moe_families
 import peft
 import pytest
 import torch
+from finetuning_runs import config_of, train
 from frozen_bases import bases
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, stacked_experts, tiny_model
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, MoERuntimeError, UnsupportedUseError
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.training.finetune.checkpoint_model import write_adapters
+from moe_runtime.training.finetune.finetune_run import finish, prepare, start
 
 FAMILIES = {str(family): family for family in (*moe_families.FAMILIES, *moe_families.ADAPTED)}
 KINDS = {
@@ -188,3 +192,32 @@ def test_adapters_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: 
     ranks |= {n: t for n, t in stored.items() if "experts" not in n}
     assert "ranks, but the model's" in refusal(ranks)
     assert not read
+
+
+def test_what_finetune_writes_is_its_merged_model(tmp_path: Path) -> None:
+    """Three steps on the pocket model: adapters beside its experts, and fp32 weights with them."""
+    lora = {"rank": 4, "places": ["experts"]}
+    run = {"steps": 3, "precision": "float32"}
+    config = config_of(pocket_path(), tmp_path, lora=lora, export_dtype="float32", run=run)
+    preparation = prepare(config)
+    trainer = start(preparation, resume=False)
+    train(trainer)
+    finish(preparation, trainer, export=True)
+    assert config.lora is not None
+    adapter, merged = tmp_path / "adapter", tmp_path / "run" / "model"
+    write_adapters(adapter, preparation.model, preparation.sites, config.lora, "pocket")
+    trainer.close()
+    found = {}
+    for name, folder, options in (
+        ("base", pocket_path(), {}),
+        ("merged", merged, {}),
+        ("beside", pocket_path(), {"adapter": adapter}),
+    ):
+        model: Any = moe_runtime.load(folder, **LOADING, dtype="float32", **options)
+        with model.moe:
+            text = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
+            found[name] = logits_of(model), text[0].tolist()
+    assert found["beside"][1] == found["merged"][1]
+    assert 100 * error(found["beside"][0], found["merged"][0]) < error(
+        found["base"][0], found["merged"][0]
+    )
