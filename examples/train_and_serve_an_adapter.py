@@ -15,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import moe_runtime
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import Event, GenerationRequest, NewToken
 

@@ -53,7 +53,7 @@ def check_zip(file: BinaryIO) -> None:
 
 def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> None:
     """Writes the digests of files of a folder into it; `writer` numbers processes that do so."""
-    found = {name: _digest_of_file(folder / name) for name in sorted(names)}
+    found = {name: digest_of_file(folder / name) for name in sorted(names)}
     name = f"digests-{writer}.json" if writer else "digests.json"
     write_text(folder / name, json.dumps(found, indent=1) + "\n")
 
@@ -75,7 +75,7 @@ def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     for name in sorted(expected)[part::num_parts]:
         path, (text, source) = folder / name, expected[name]
         try:
-            is_same = _digest_of_file(path) == text
+            is_same = digest_of_file(path) == text
         except OSError as error:
             reason = f"cannot be read ({error.strerror}), {source} beside it names it"
             raise CheckpointError(f"{path}: {reason}") from error
@@ -86,7 +86,8 @@ def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
             )
 
 
-def _digest_of_file(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
+    """As `digest`, of all that a file holds."""
     found = ""
     with open_regular(path) as file:
         while block := file.read(_READ_BYTES):

@@ -263,13 +263,17 @@ def call_kernel(
     out_RO: Tensor,
     *,
     shape: ExpertShape,
-    activation: str | ActivationSpec,
+    activation: str | ActivationSpec | KernelActivation,
     decodes: bool = False,
+    added: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> None:
     """The C kernel of whole experts, for what `expert_ffn` has checked.
 
     `structs` are the C structs `Expert`, one after another. With `decodes` quantised experts are
-    multiplied by their values, in the dtype of `x`.
+    multiplied by their values, in the dtype of `x`. `added`, in fp32, is added to the
+    pre-activations of each row, those of the gate first; hidden values are also written to
+    `hidden`, `[R, F]` in fp32.
 
     Raises:
         CheckpointError: Lossless code is damaged.
@@ -277,8 +281,10 @@ def call_kernel(
         MemoryError: There is no memory to pack the rows in.
     """
     token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
-    function = kernel_activation(activation)
-    assert function is not None
+    if not isinstance(activation, KernelActivation):
+        found = kernel_activation(activation)
+        assert found is not None
+        activation = found
     size = x_TD.element_size()
     status = library.expert_ffn(
         structs, len(counts), array("q", counts).tobytes(),
@@ -287,7 +293,9 @@ def call_kernel(
         destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
         out_RO.data_ptr(), out_RO.stride(0) * size, out_RO.shape[0], *shape[:3],
         DTYPE_CODES[x_TD.dtype], DTYPE_CODES[shape.dtype], DTYPE_CODES[shape.bias_dtype],
-        *function, decodes, torch.get_num_threads() == library.num_threads,
+        *activation, None if added is None else added.data_ptr(),
+        None if hidden is None else hidden.data_ptr(),
+        decodes, torch.get_num_threads() == library.num_threads,
     )  # fmt: skip
     if status:
         rule = f"token_ids must be in [0, {len(x_TD)}) and destinations in [0, {len(out_RO)})"

@@ -21,6 +21,12 @@ from moe_runtime.kernels.decode_step.prepared import (
     row_limit,
 )
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights, Matrix
+from moe_runtime.kernels.expert_mlp.low_rank import (
+    AdaptersOfRows,
+    added_after,
+    added_before,
+    changes_outputs,
+)
 from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
@@ -44,12 +50,14 @@ LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
 
 
 class ExpertRuns(NamedTuple):
-    """Some experts, the number of rows of each, and where these rows are read and written."""
+    """Some experts, the number of rows of each, where these rows are read and written, and their
+    adapters."""
 
     experts: Sequence[ExpertWeights]
     counts: Sequence[int]
     token_ids_R: RowIds
     destinations_R: RowIds
+    adapters_R: AdaptersOfRows | None = None
 
     def cut(self, pieces: Iterable[Iterable[Sequence[Any]]]) -> Iterator[ExpertRuns]:
         """Each piece, a pair of experts and counts in the order of all, with its rows."""
@@ -57,7 +65,9 @@ class ExpertRuns(NamedTuple):
         for experts, counts in pieces:
             last = first + sum(counts)
             rows = slice(first, last)
-            yield ExpertRuns(experts, counts, self.token_ids_R[rows], self.destinations_R[rows])
+            adapters = None if self.adapters_R is None else self.adapters_R[rows]
+            places = self.token_ids_R[rows], self.destinations_R[rows]
+            yield ExpertRuns(experts, counts, *places, adapters)
             first = last
 
 
@@ -71,6 +81,7 @@ def expert_ffn(
     *,
     activation: ExpertActivation,
     impl: ExpertImpl = "auto",
+    adapters_R: AdaptersOfRows | None = None,
 ) -> None:
     """Runs every routed row through its expert and writes the results where they are wanted.
 
@@ -92,6 +103,8 @@ def expert_ffn(
         activation: A name, a formula, or a function `(gate_RF | None, up_RF) -> hidden_RF`, which
             is called once per expert between calls of `linear` with the same `impl`.
         impl: As in `linear`. `auto` decides for each expert by its number of rows.
+        adapters_R: Of the expert of each row, or None: their products are added to those of gate,
+            up and down.
 
     Raises:
         ValueError: Shapes do not fit, a row number is out of range, a name is unknown, or
@@ -110,12 +123,13 @@ def expert_ffn(
     if problem:
         raise ValueError(problem)
     num_rows = sum(counts)
-    if len(token_ids_R) != num_rows or len(destinations_R) != num_rows:
+    sizes = {len(each) for each in (token_ids_R, destinations_R, adapters_R or range(num_rows))}
+    if sizes != {num_rows}:
         raise ValueError(
-            f"counts add up to {num_rows} rows, got {len(token_ids_R)} token ids and "
-            f"{len(destinations_R)} destinations"
+            f"counts add up to {num_rows} rows, got {len(token_ids_R)} token ids, "
+            f"{len(destinations_R)} destinations and {max(sizes)} rows at most"
         )
-    runs = ExpertRuns(experts, counts, token_ids_R, destinations_R)
+    runs = ExpertRuns(experts, counts, token_ids_R, destinations_R, adapters_R)
     limit = decoded_limit = -1
     if library is not None and isinstance(activation, (str, ActivationSpec)):
         reason = _native_problem(x_TD, experts, out_RO, activation)
@@ -191,8 +205,22 @@ def _run_native(
         pieces = portions(runs.experts, runs.counts)
     for some in runs.cut(pieces):
         structs = b"".join([weights.c_struct for weights in some.experts])  # type: ignore[misc]
-        options = {"shape": some.experts[0].shape, "activation": activation, "decodes": decodes}
-        call_kernel(library, x_TD, structs, *some[1:], out_RO, **options)
+        shape = some.experts[0].shape
+        options: dict[str, Any] = {"shape": shape, "activation": activation, "decodes": decodes}
+        if some.adapters_R is None:
+            call_kernel(library, x_TD, structs, *some[1:4], out_RO, **options)
+            continue
+        tokens, places = _indices(some.token_ids_R, x_TD), _indices(some.destinations_R, x_TD)
+        has_gate, hidden = some.experts[0].gate is not None, None
+        x_ND = x_TD.index_select(0, tokens)
+        added = added_before(x_ND, some.adapters_R, shape.dim_hidden, has_gate=has_gate)
+        if changes_outputs(some.adapters_R):
+            hidden = x_ND.new_empty(len(x_ND), shape.dim_hidden, dtype=torch.float32)
+        options |= {"added": added, "hidden": hidden}
+        call_kernel(library, x_TD, structs, *some[1:4], out_RO, **options)
+        if hidden is not None:
+            more_RO = added_after(hidden, some.adapters_R, shape.dim_out)
+            out_RO[places] = more_RO.add_(out_RO[places]).to(out_RO.dtype)
 
 
 def portions(
@@ -215,13 +243,19 @@ def portions(
         yield some, some_counts
 
 
-def frozen_expert(x_RD: Tensor, weights: ExpertWeights, activation: ExpertActivation) -> Tensor:
+def frozen_expert(
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation,
+    adapters_R: AdaptersOfRows | None = None,
+) -> Tensor:
     """One expert's outputs `[R, O]`, with a gradient of `x` and of what the activation holds.
 
     Between the products, values have the dtype of `x`. The expert has no gradient; its weights must
     stay as they are until the gradient is computed.
     """
-    return one_expert(x_RD, weights, activation_function(activation), products.frozen_linear)
+    function = activation_function(activation)
+    return one_expert(x_RD, weights, function, products.frozen_linear, adapters_R)
 
 
 def run_by_expert(
@@ -247,16 +281,20 @@ def run_by_expert(
         return products.quantized_linear(x, matrix, bias, impl=impl, values=values)
 
     dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
-    token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)
-    destinations = torch.as_tensor(runs.destinations_R, dtype=torch.int64, device=x_TD.device)
+    token_ids, destinations = _indices(runs.token_ids_R, x_TD), _indices(runs.destinations_R, x_TD)
     first = 0
     for weights, count in zip(runs.experts, runs.counts, strict=True):
         if count:
             rows = slice(first, first + count)
             x_RD = x_TD.index_select(0, token_ids[rows]).to(dtype)
-            y_RO = one_expert(x_RD, weights, function, product)
+            adapters = None if runs.adapters_R is None else runs.adapters_R[rows]
+            y_RO = one_expert(x_RD, weights, function, product, adapters)
             out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
         first += count
+
+
+def _indices(rows: RowIds, x_TD: Tensor) -> Tensor:
+    return torch.as_tensor(rows, dtype=torch.int64, device=x_TD.device)
 
 
 class ReusedValues:
@@ -286,11 +324,26 @@ def activation_function(activation: ExpertActivation | str) -> ActivationFn:
 
 
 def one_expert(
-    x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    activation: ActivationFn,
+    linear: LinearFn,
+    adapters_R: AdaptersOfRows | None = None,
 ) -> Tensor:
     """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
     gate = None
     if weights.gate is not None:
         gate = linear(x_RD, weights.gate, weights.gate_bias)
     up = linear(x_RD, weights.up, weights.up_bias)
-    return linear(activation(gate, up), weights.down, weights.down_bias)
+    if adapters_R is None:
+        return linear(activation(gate, up), weights.down, weights.down_bias)
+    dim_hidden = weights.shape.dim_hidden
+    added_RP = added_before(x_RD, adapters_R, dim_hidden, has_gate=gate is not None)
+    if added_RP is not None:
+        up = (up + added_RP[:, -dim_hidden:]).to(up.dtype)
+        gate = None if gate is None else (gate + added_RP[:, :dim_hidden]).to(gate.dtype)
+    hidden_RF = activation(gate, up)
+    y_RO = linear(hidden_RF, weights.down, weights.down_bias)
+    if not changes_outputs(adapters_R):
+        return y_RO
+    return (y_RO + added_after(hidden_RF, adapters_R, weights.shape.dim_out)).to(y_RO.dtype)

@@ -85,7 +85,7 @@ _KERNELS = {
     "moe_reads_forget": "v pq",
     "moe_reads_wait": "v pq",
     "moe_reads_kick": "v p",
-    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipii",
+    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipppii",
     "moe_expert_step": "i pqppqqqppqqqiiiiipi",
 }
 

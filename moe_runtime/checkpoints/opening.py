@@ -124,8 +124,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     if os.path.lexists(folder / "adapter_config.json"):
         raise UnsupportedModelError(
-            f"{folder}: has an adapter (adapter_config.json), which no command applies to a model; "
-            "give the folder of its base model, and the adapter as serve --adapter NAME=FOLDER"
+            f"{folder}: has an adapter (adapter_config.json), which is no model; "
+            "give the folder of its base model, and this one with --adapter"
         )
     file = folder / "config.json"
     if not os.path.lexists(file):

@@ -236,6 +236,15 @@ Dtype = Annotated[
     ),
 ]
 
+Adapter = Annotated[
+    Path | None,
+    option(
+        "Folder of a LoRA adapter in PEFT's format, on layers or experts, for all that the model "
+        "computes. CPU only.",
+        metavar=FOLDER,
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
@@ -275,6 +284,15 @@ class Loading:
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedLoading(Loading):
+    """How a model is loaded, and its adapter."""
+
+    adapter: Adapter = None
+
+    __doc__ = Loading.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)

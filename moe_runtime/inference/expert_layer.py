@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -34,12 +35,61 @@ from moe_runtime.types import ExpertKey
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
     from moe_runtime.inference.lossy import MissRules
+    from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
 _NEARLY_ALL = 0.9
 """Share of a layer's experts from which on a prompt will also visit nearly all of the next
 layer."""
+
+
+class RowAdapters:
+    """Adapters of a layer's experts for the rows of a pass.
+
+    Args:
+        parts: rows, and the adapters of each expert for them.
+        num_rows: of the pass; None where the one part is for all rows.
+        owner: the thread whose passes have adapters; None for all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[slice, Sequence[LowRankExpert]]],
+        num_rows: int | None,
+        owner: int | None,
+    ) -> None:
+        self._parts = parts
+        self._num_rows = num_rows
+        self._owner = owner
+        self._of_token: list[Sequence[LowRankExpert] | None] = [None] * (num_rows or 0)
+        for rows, own in parts if num_rows is not None else ():
+            self._of_token[rows] = [own] * (rows.stop - rows.start)
+
+    @property
+    def is_for_all(self) -> bool:
+        return self._owner is None
+
+    def of_rows(
+        self, num_tokens: int, experts: Iterable[int], counts: Iterable[int], tokens: Sequence[int]
+    ) -> list[LowRankExpert | None] | None:
+        """Of rows that lie by their experts; None where none has one."""
+        if self._owner not in (None, threading.get_ident()):
+            return None
+        runs = zip(experts, counts, strict=True)
+        each = [expert for expert, count in runs for _ in range(count)]
+        if self._num_rows is None:
+            own = self._parts[0][1]
+            return [own[expert] for expert in each]
+        if num_tokens != self._num_rows:
+            raise ValueError(
+                f"experts with adapters have {num_tokens} rows of a pass of {self._num_rows}"
+            )
+        chosen = [self._of_token[token] for token in tokens]
+        if not any(chosen):
+            return None
+        pairs = zip(chosen, each, strict=True)
+        return [None if own is None else own[expert] for own, expert in pairs]
 
 
 class OffloadedExperts(AbsentParameters):
@@ -62,10 +112,13 @@ class OffloadedExperts(AbsentParameters):
         self.partition: ExpertPartition | None = None
         self.miss_rules: MissRules | None = None
         self.listeners = Listeners()
+        self.adapters: RowAdapters | None = None
         self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
         self._norms_outputs = bool(getattr(original, "has_post_expert_norm", False))
-        self._shapes = {name: original.get_parameter(name).shape for name in experts.parameters}
+        self.expert_shapes = {
+            name: original.get_parameter(name).shape for name in experts.parameters
+        }
         for name in experts.parameters:
             del original._parameters[name]
         for name, parameter in original.named_parameters(recurse=False):
@@ -98,7 +151,7 @@ class OffloadedExperts(AbsentParameters):
 
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
-        self.add_absent(self._shapes, dtype, device)
+        self.add_absent(self.expert_shapes, dtype, device)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -150,6 +203,8 @@ class OffloadedExperts(AbsentParameters):
         store, listeners = self.store, self.listeners
         assert store is not None
         if self.partition is not None or any(one.reads_ahead for one in listeners.demand_listeners):
+            return None
+        if self.adapters is not None:
             return None
         if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
             return None
@@ -278,7 +333,7 @@ class OffloadedExperts(AbsentParameters):
         with self.store.lease(keys, streaming=streaming) as lease:
             for group in lease:
                 for key, weights in group:
-                    yield key.expert, partial(self._rows, weights)
+                    yield key.expert, partial(self._rows, key.expert, weights)
 
     def _activation_now(self) -> ExpertActivation:
         """The module's own activation where hooks observe it, since a kernel would not call it."""
@@ -300,10 +355,13 @@ class OffloadedExperts(AbsentParameters):
             return None
         return ExpertStep(weights.shape, self._activation)
 
-    def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
+    def _rows(self, expert: int, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
         from moe_runtime.kernels.expert_mlp import frozen_expert
 
-        y_RD = frozen_expert(x_RD, weights, self._activation_now())
+        adapters_R = None
+        if self.adapters is not None and self.adapters.is_for_all:
+            adapters_R = self.adapters.of_rows(len(x_RD), [expert], [len(x_RD)], ())
+        y_RD = frozen_expert(x_RD, weights, self._activation_now(), adapters_R)
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _run_rows(
@@ -330,8 +388,12 @@ class OffloadedExperts(AbsentParameters):
         )
         rows_of_experts = routing.hidden_TD, found, counts, tokens, destinations, out_RD
         step = self._step_kernel if activation is self._activation else None
-        if step is None or not step.rows(*rows_of_experts):
-            expert_ffn(*rows_of_experts, activation=activation)
+        adapters_R = None
+        if self.adapters is not None:
+            experts = [key.expert for key, _ in group]
+            adapters_R = self.adapters.of_rows(len(routing.ids_TK), experts, counts, tokens)
+        if step is None or adapters_R is not None or not step.rows(*rows_of_experts):
+            expert_ffn(*rows_of_experts, activation=activation, adapters_R=adapters_R)
 
     def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
         """Leases the experts of a layer, and calls ``use`` with lists of ``(key, weights)`` as they

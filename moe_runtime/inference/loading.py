@@ -38,6 +38,7 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
+from moe_runtime.inference.adapters import LoadedAdapter
 from moe_runtime.inference.budget import (
     Context,
     MemoryPlan,
@@ -116,6 +117,7 @@ def load(
     progress: Progress | None = None,
     group: Group | None = None,
     placement: str | Path | None = None,
+    adapter: str | Path | None = None,
 ) -> PreTrainedModel:
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
@@ -175,6 +177,8 @@ def load(
             process. Shares of memory and ``"auto"`` divide what is free equally among the processes
             of a machine.
         placement: the file that says which process has which experts; equal runs when omitted.
+        adapter: the folder of a LoRA adapter as PEFT or ``finetune`` writes it, on layers, experts
+            or both. Its products are added to the model's own, which stays as it is; only on a CPU.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
@@ -206,6 +210,7 @@ def load(
     check_place(
         place, rules, draft, misses, trace, kv_cache, is_alone=group is None and placement is None
     )
+    own_adapter = LoadedAdapter(adapter, place)
     transport = None
     if group is not None or placement is not None:
         from moe_runtime.parallel.dispatching import as_transport
@@ -215,7 +220,7 @@ def load(
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
-    tokens_to_plan_for(checkpoint.config, max_tokens)
+    planned_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     require_roundable(model, kv_cache)
     set_up_libraries(checkpoint.dtype)
@@ -251,7 +256,7 @@ def load(
     }
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = table_bytes + set_aside_bytes
+    extra_bytes = table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens)
     plans, context = _plan(
         checkpoint,
         slot_maps,
@@ -259,7 +264,7 @@ def load(
         free,
         dense_bytes,
         # processes that divide the experts must not choose each for itself
-        max_tokens if partition is None else tokens_to_plan_for(checkpoint.config, max_tokens),
+        max_tokens if partition is None else planned_tokens,
         extra_bytes,
         kv_cache,
     )
@@ -277,9 +282,8 @@ def load(
     # before weights are loaded: memory of the choice is free again by then
     fastest = plans.get("device", plans["host"])
     folder = checkpoint.folder
-    choice = resolve_policy(
-        policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
-    )
+    room = fastest.num_slots, experts.slot_bytes
+    choice = resolve_policy(policy, shares, signature, folder, *room)
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         # of a CPU's plan the dense weights are less where embeddings stay in their files
         is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
@@ -368,6 +372,7 @@ def load(
         learning=learning,
         drafts=None if drafts is None else drafts.control,
     )
+    own_adapter.apply(model)
     if rules.stands_in:
         _copy_experts(model, modules, progress)
     if warm_up:
@@ -538,7 +543,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("activations", "misses", "draft", "routing"), (str,)),
     "skip_below": (float, int),
     "predictor": (str, Path),
-    **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
+    **dict.fromkeys(("trace", "timeline", "placement", "adapter"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
     "io_threads": (int,),
     **dict.fromkeys(("warm_up", "teach"), (bool,)),

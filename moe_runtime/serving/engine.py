@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Draft
 from moe_runtime.inference.sequence_cache import set_room
-from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses
@@ -201,6 +202,15 @@ class Engine:
             self._arrived.append(sequence)
             self._changed.notify_all()
         return EngineHandle(self, sequence)
+
+    def add_adapter(self, name: str, folder: AdapterFolder) -> None:
+        """Takes an adapter that requests may name from now on; from any thread.
+
+        Raises:
+            UnsupportedModelError, CheckpointError: it is not for this model.
+            ValueError: it needs more memory than adapters have.
+        """
+        self._adapters.add(name, folder)
 
     @property
     def is_open(self) -> bool:

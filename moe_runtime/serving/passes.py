@@ -23,6 +23,7 @@ from moe_runtime.checkpoints.transformers_private import (
     cache_name,
 )
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
@@ -55,7 +56,6 @@ from moe_runtime.inference.sequence_cache import (
     tokens_of_states,
 )
 from moe_runtime.inference.steps import RequestNumbers, Step
-from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sampling import token_logprobs

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import DynamicCache
 
+    from moe_runtime.inference.adapters import Adapters
     from moe_runtime.inference.drafts import Drafter
-    from moe_runtime.serving.adapters import Adapters
     from moe_runtime.serving.sampling import Sampler
 
 

@@ -25,10 +25,11 @@ from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
+from moe_runtime.checkpoints.adapter_files import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
-from moe_runtime.serving.adapters import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder, Adapters
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.model_loader import AdapterChoice, adapters_of
 from moe_runtime.serving.requests import EngineOptions
@@ -233,7 +234,7 @@ def test_ten_thousand_random_reservations_keep_to_the_memory() -> None:
     draw = random.Random(0)
     sizes = {name: draw.randrange(1, 50) for name in "abcdefgh"}
     folders: Any = {
-        name: types.SimpleNamespace(num_bytes=size, widths={}, pairs=dict)
+        name: types.SimpleNamespace(num_bytes=size, widths={}, stacked={}, pairs=dict)
         for name, size in sizes.items()
     }
     adapters = Adapters(torch.nn.Module(), folders, max_bytes=90)
@@ -311,6 +312,48 @@ def test_adapters_are_models_of_the_server(
         assert "wide" not in metrics
 
 
+def test_adapters_are_loaded_and_unloaded_on_request(
+    base: Path, folders: dict[str, Path], expected: dict[Any, Any]
+) -> None:
+    """As vLLM's endpoints; requests under way keep the adapter that they began with."""
+    loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
+    loading["kv_cache"] = "exact"
+    memory = 2 * sum(AdapterFolder(folder).num_bytes for folder in folders.values()) + (1 << 20)
+    options = {"loads_adapters": True, "adapter_bytes": memory}
+
+    def tokens(name: str) -> list[int]:
+        body = {"model": name, "prompt": list(PROMPTS[0]), "max_tokens": 6, "temperature": 0}
+        status, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
+        return answer["choices"][0]["token_ids"] if status == 200 else [status]
+
+    with started([str(base)], loading, [], **options) as (site, _):
+        load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        assert tokens("mine") == [404]
+        for path, body, status in (
+            (load, {"lora_name": "mine", "lora_path": str(base / "none")}, 404),
+            (load, {"lora_name": "mine", "lora_path": str(base)}, 400),
+            (load, {"lora_name": "mine"}, 400),
+            (load, {"lora_name": "base", "lora_path": str(folders["wide"])}, 400),
+            (load, {"lora_name": "x", "lora_path": "x", "base_model_name": "other"}, 404),
+            (unload, {"lora_name": "mine"}, 404),
+            (unload, {"lora_name": "base"}, 404),
+        ):
+            assert site.ask(path, body)[0] == status, (path, body)
+        assert tokens("base") == expected[None, PROMPTS[0]][0]
+        for name in ("wide", "narrow"):
+            body = {"lora_name": "mine", "lora_path": str(folders[name])}
+            assert site.ask(load, body)[0] == (200 if name == "wide" else 400)
+            assert site.ask(load, {**body, "load_inplace": True})[0] == 200
+            assert tokens("mine") == expected[name, PROMPTS[0]][0]
+        _, listed = site.ask("/v1/models")
+        parents = {found["id"]: found["parent"] for found in listed["data"]}
+        assert parents == {"base": None, "mine": "base"}
+        assert site.ask(unload, {"lora_name": "mine"})[0] == 200
+        assert tokens("mine") == [404]
+    with started([str(base)], loading, []) as (site, _):
+        assert site.ask(load, {"lora_name": "a", "lora_path": str(folders["wide"])})[0] == 404
+
+
 def test_the_first_screen_has_the_memory_of_adapters(
     base: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +387,24 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         base, tmp_path / "experts", 3, r=2, target_modules=[],
         target_parameters=["mlp.experts.down_proj"],
     )  # fmt: skip
-    assert "target_parameters is ['mlp.experts.down_proj'], which no" in refusal(experts)
+    for settings, kind, said in (
+        ({"target_parameters": None}, CheckpointError, "experts, which PEFT would ignore"),
+        ({"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}, CheckpointError,
+         "name model.layers.0.mlp.experts.gate_up_proj of the model, for which it has no"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, UnsupportedModelError,
+         "the adapter of model.layers.0.mlp.experts.gate_up_proj has"),
+        ({"rank_pattern": {"down_proj": 3}}, CheckpointError, "says rank 3 for"),
+    ):  # fmt: skip
+        place = tmp_path / f"experts {said[:30]}"
+        assert said in refusal(changed(experts, place, **settings), kind)
+    router = changed(folders["narrow"], tmp_path / "router", target_parameters=["mlp.gate.weight"])
+    pair = {"A": torch.ones(2, 64), "B": torch.ones(8, 2)}
+    save_file(
+        load_file(folders["narrow"] / "adapter_model.safetensors")
+        | {f"base_model.model.model.layers.0.mlp.gate.lora_{p}.weight": t for p, t in pair.items()},
+        router / "adapter_model.safetensors",
+    )
+    assert "layers.0.mlp.gate.lora_A is beside no experts of the model" in refusal(router)
     narrow = folders["narrow"]
     named = changed(narrow, tmp_path / "named")
     settings = json.loads((experts / "adapter_config.json").read_text())
@@ -494,7 +554,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "bias": ("all", "lora_only"),
     "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "new"),
     "modules_to_save": (["lm_head"],),
-    "target_parameters": (["mlp.experts.down_proj"],),
+    "target_parameters": ("mlp.experts.down_proj", [1], {}),
     "layer_replication": ([[0, 1], [0, 2]],),
     "trainable_token_indices": ([1], []),
     "alora_invocation_tokens": ([1], []),

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.rows_alone import RowsAlone, rows_with_own_bits
 from moe_runtime.kernels.linear.op import linear_of_few_shapes
-from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.passes import ModelPasses
 
 MOST = 48

@@ -14,9 +14,9 @@ from engine_events import Answer, ask, drained, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.sequence_cache import BatchStates
-from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import Event

@@ -30,8 +30,6 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moe_runtime.cli.main import main
-from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 
 KINDS = (
@@ -201,30 +199,6 @@ def test_the_command_says_where_adapters_are(
     words[4] = str(tmp_path / "other")
     assert main(words) == 0
     assert "adapters" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("places", ["attention,experts", "attention"])
-def test_adapters_that_serve_refuses_are_told_before_they_are_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], places: str
-) -> None:
-    (folder := tmp_path / "a\x1bname").symlink_to(bases("deepseek_v3-int4", tmp_path)[0])
-    words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
-    words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]
-    words += ["--lora", "2", "--lora-on", places]
-    warned = []
-    for more in (["--dry-run"], ["--json"]):
-        assert main([*words, *more]) == 0
-        lines = capsys.readouterr().err.splitlines()
-        warned.append([line for line in lines if "warning: " in line and "serve" in line])
-    if "experts" in places:
-        with pytest.raises(UnsupportedModelError):
-            AdapterFolder(tmp_path / "out" / "adapters")
-        assert [len(lines) for lines in warned] == [1, 1]
-        assert "--lora-on attention trains adapters that serve takes" in warned[0][0]
-        assert r"a\x1bname is quantised or packed" in warned[0][0]
-    else:
-        AdapterFolder(tmp_path / "out" / "adapters")
-        assert warned == [[], []]
 
 
 def test_weights_that_give_no_numbers_end_the_run_at_its_first_step(

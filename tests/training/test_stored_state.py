@@ -25,6 +25,7 @@ from torch import Tensor
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.cli.main import describe
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
@@ -39,7 +40,6 @@ from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
 from moe_runtime.policies.eviction.learned import ActivationMatrices
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
-from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.checkpoint import (
     RunProgress,
     load_content,
@@ -205,8 +205,8 @@ def adapters_of(folder: Path, seed: int) -> Path:
 
 
 def read_adapters(folder: Path) -> list[Any]:
-    pairs = AdapterFolder(folder).pairs()
-    return [(name, pair.first_RI, pair.second_OR, pair.scale) for name, pair in pairs.items()]
+    found = AdapterFolder(folder)
+    return [(name, *pair, found.scale(name)) for name, pair in found.pairs().items()]
 
 
 def placement_of(folder: Path, seed: int) -> Path:

@@ -11,6 +11,7 @@
  * threads that hold those can finish them. */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "formats/quantized.h"
 #include "kernels.h"
@@ -38,6 +39,8 @@ typedef struct {
     const Isa *isa;
     int kinds[NUM_MATRICES], x_dtype, weight_dtype, bias_dtype, activation;
     const float *formula; /* NULL: the activation without bounds and offsets */
+    const float *added; /* to the sums of each row, those of the gate before those of up; or NULL */
+    float *hidden_rows; /* where hidden values are written too, row by row; or NULL */
     int64_t dim_in, dim_hidden, dim_out, num_works;
     const char *x;
     int64_t x_stride;
@@ -350,12 +353,20 @@ static void compute_hidden(Call *call, ExpertWork *work, int64_t index, Local *l
         float *up_row = up_sums + r * ldo, *gate_row = gate_sums + r * ldo;
         if (weights->up_bias.data) isa->add_bias(up_row, weights->up_bias, first, call->bias_dtype, count);
         if (weights->gate_bias.data) isa->add_bias(gate_row, weights->gate_bias, first, call->bias_dtype, count);
+        if (call->added) {
+            const Bias added = {(const char *)(call->added + (work->first_row + r) * (1 + has_gate) * call->dim_hidden), 4};
+            if (has_gate) isa->add_bias(gate_row, added, first, DTYPE_F32, count);
+            isa->add_bias(up_row, added, first + has_gate * call->dim_hidden, DTYPE_F32, count);
+        }
         if (call->formula)
             moe_hidden_values(call->activation, call->formula, has_gate, gate_row, up_row, count);
         else if (has_gate)
             isa->activate(call->activation, gate_row, up_row, count);
-        else
+        else if (call->activation >= 0)
             isa->activate(call->activation, up_row, NULL, count);
+        if (call->hidden_rows)
+            memcpy(call->hidden_rows + (work->first_row + r) * call->dim_hidden + first,
+                   has_gate || call->formula ? gate_row : up_row, (size_t)count * sizeof(float));
     }
     pack_panels(isa, call->kinds[DOWN], (const char *)(has_gate || call->formula ? gate_sums : up_sums), ldo * 4, DTYPE_F32, NULL,
                 work->num_rows, first, count, call->dim_hidden, work->hidden);
@@ -443,14 +454,15 @@ static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
     return 1;
 }
 
-/* For quantised experts: by their codes as they are or, where it `decodes`, by their values, rounded to the type of x. */
+/* For quantised experts: by their codes as they are or, where it `decodes`, by their values, rounded to the type of x. Without a
+ * gate, a negative activation is none. */
 MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
                               int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
-                              int decodes, int share_threads) {
+                              const float *added, float *hidden_rows, int decodes, int share_threads) {
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = bias_dtype, .activation = activation,
-                 .formula = formula, .decodes = decodes, .dim_in = dim_in, .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x,
+                 .formula = formula, .added = added, .hidden_rows = hidden_rows, .decodes = decodes, .dim_in = dim_in, .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x,
                  .x_stride = x_stride, .token_ids = token_ids, .destinations = destinations, .out = out,
                  .out_stride = out_stride, .share_threads = share_threads};
     int64_t num_rows = 0;
@@ -492,8 +504,8 @@ MOE_EXPORT int moe_expert_step(const Expert *experts, int64_t num_experts, const
     int status = STATUS_BAD_ROW;
     if (sort_rows(expert_of_row, num_rows, choices, num_experts, counts, next, token_ids, rows))
         status = moe_expert_ffn(experts, num_experts, counts, x, x_stride, num_tokens, token_ids, rows, results, row_bytes,
-                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, activation, formula, 0,
-                                share_threads);
+                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, activation, formula, NULL,
+                                NULL, 0, share_threads);
     if (status == STATUS_OK)
         status = moe_combine_slots(results, gates, out, num_tokens, choices, dim_out, x_dtype, gates_dtype, share_threads);
     free(counts);

@@ -49,7 +49,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 1024,
     sampling: options.Sampling,
     max_tokens: Annotated[int | None, typer.Option(min=16)] = None,
-    loading: options.Loading,
+    loading: options.AdaptedLoading,
     config: options.Config = None,
 ) -> None:
     """Talk to a model; each line is a message, and /help lists the commands.

@@ -57,7 +57,7 @@ def finetune(
     expert takes the memory of its weights only. Ctrl-C saves a checkpoint and stops; --resume
     continues. At the end the folder's model/ has a checkpoint with the names and layout of MODEL.
     Quantised and packed checkpoints can be trained with --lora only: adapters/ then has the
-    adapters in PEFT's format, and `serve` takes those of --lora-on attention.
+    adapters in PEFT's format, which `run`, `chat`, `generate` and `serve` take.
 
     Args:
         data: Text files, folders of .txt files, or patterns such as 'a/*.md'.
@@ -149,13 +149,6 @@ def finetune(
                 on_stage=lambda stage: progress(stage, 0, 0),
                 progress=progress,
                 keeps_text=not dry_run,
-            )
-        adapted = settings.lora and settings.lora.places
-        if preparation.exporter is None and adapted and "experts" in adapted:
-            console.say_line(
-                f"warning: {model} is quantised or packed, so adapters of its experts are for "
-                "PEFT alone: `moe-runtime serve` refuses them, and they cannot be merged; "
-                "--lora-on attention trains adapters that serve takes"
             )
         if dry_run:
             _show_plan(preparation, as_json=as_json)

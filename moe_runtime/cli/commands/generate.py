@@ -42,7 +42,7 @@ def generate(
     max_running: options.Count = _MOST_TOGETHER,
     exact: options.Exact = False,
     max_tokens: options.Count | None = None,
-    loading: options.Loading,
+    loading: options.AdaptedLoading,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
     config: options.Config = None,

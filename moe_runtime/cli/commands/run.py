@@ -45,7 +45,7 @@ def run(
     max_new_tokens: options.MaxNewTokens = 128,
     sampling: options.Sampling,
     max_tokens: options.Count | None = None,
-    loading: options.Loading,
+    loading: options.AdaptedLoading,
     placement: Path | None = None,
     trace: Path | None = None,
     timeline: Path | None = None,

@@ -44,6 +44,7 @@ def serve(
     unload_idle: Annotated[float | None, typer.Option(min=0.001, metavar="SECONDS")] = None,
     adapters: Annotated[list[str] | None, typer.Option("--adapter", metavar="NAME=FOLDER")] = None,
     adapter_memory: options.Size | None = None,
+    allow_adapter_loading: bool = False,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     api_keys: Path | None = None,
@@ -92,6 +93,8 @@ def serve(
             MODEL:NAME=FOLDER names its model where there are several.
         adapter_memory: Memory for the adapters of a model, part of --host-memory: adapters are read
             when requested, and the least recently used are evicted. Enough for all when omitted.
+        allow_adapter_loading: Requests to /v1/load_lora_adapter and /v1/unload_lora_adapter add and
+            remove adapters, from any folder that the server can read, within --adapter-memory.
         host: Address to listen at; 0.0.0.0 for all, and then give --api-keys.
         port: 0 takes any free port.
         api_keys: File with a key in each line; requests must have one of them.
@@ -138,8 +141,10 @@ def serve(
     adapter_bytes = None
     if adapter_memory is not None:
         adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
-        if not adapters:
+        if not (adapters or allow_adapter_loading):
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
+    elif allow_adapter_loading:
+        raise ValueError("--allow-adapter-loading needs memory for them: give --adapter-memory too")
     console.quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.http.dividing import is_on_cpu
@@ -183,6 +188,7 @@ def serve(
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,
         adapter_bytes=adapter_bytes,
+        loads_adapters=allow_adapter_loading,
         fetches_pictures=allow_remote_images,
         on_demand=on_demand,
         idle_s=unload_idle,

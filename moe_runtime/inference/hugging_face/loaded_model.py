@@ -103,6 +103,11 @@ class LoadedModel(CalledInSteps):
                 "adapters wrap parts of this model: save them through the PeftModel, or call its "
                 "unload or merge_and_unload before save_pretrained"
             )
+        if vars(model).get("_adapter") is not None:
+            raise UnsupportedUseError(
+                f"the adapter {model._adapter} is beside this model's weights, not in them: load "
+                "the model without adapter to save it"
+            )
         state = model.state_dict() if state_dict is None else state_dict
         own = set(model.state_dict()).difference(model.all_tied_weights_keys)
         lacking = sorted(own.difference(state))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import moe_runtime
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.checkpoints.opening import (
     find_checkpoint,
     load_tokenizer,
@@ -598,7 +599,10 @@ def _read(
         reader=reader,
     )
     checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
-    return batch, batch.jobs(str(checkpoint.dtype)), own
+    arithmetic = str(checkpoint.dtype)
+    if settings.loading.get("adapter") is not None:
+        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
+    return batch, batch.jobs(arithmetic), own
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:

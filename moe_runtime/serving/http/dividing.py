@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.config import Budget, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.inference.adapters import resident_bytes
 from moe_runtime.inference.budget import (
     AUTO_SHARE,
     MIN_SLOTS,
@@ -26,7 +28,6 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     resize_cache,
 )
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns
 
 _OWN_BYTES = 6 * 2**20
@@ -98,6 +99,8 @@ def needs_of(
     adapters: Sequence[Mapping[str, AdapterFolder]],
     loading: Mapping[str, Any],
     adapter_bytes: int | None = None,
+    *,
+    loads_adapters: bool = False,
 ) -> dict[str, Need]:
     """What each model needs with its adapters, from its files' headers.
 
@@ -116,7 +119,7 @@ def needs_of(
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
-        beside = workspace + resident_bytes(own, adapter_bytes)
+        beside = workspace + resident_bytes(own, adapter_bytes, takes_more=loads_adapters)
         needs[name] = Need(smallest + beside, max(0, whole - smallest), beside)
     return needs
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -23,6 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moe_runtime
+from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.http import chat, completions, messages, responses
 from moe_runtime.serving.http.api_errors import (
     ApiError,
@@ -40,6 +43,7 @@ from moe_runtime.serving.http.generating import (
 from moe_runtime.serving.http.messages import MessagesBody
 from moe_runtime.serving.http.responses import ResponsesBody
 from moe_runtime.serving.http.schema import (
+    AdapterBody,
     BodyT,
     ChatBody,
     CompletionBody,
@@ -178,6 +182,8 @@ class Endpoints:
             Route("/models", self.models, methods=get),
             Route("/models/load", self.load_model, methods=post),
             Route("/models/unload", self.unload_model, methods=post),
+            Route("/v1/load_lora_adapter", self.load_adapter, methods=post),
+            Route("/v1/unload_lora_adapter", self.unload_adapter, methods=post),
             Route("/v1/models/{name:path}", self.one_model, methods=get),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
@@ -234,6 +240,41 @@ class Endpoints:
         body = await self._body(request, ModelBody)
         self._server.models.unload(self._server.name_of(body.model))
         return json_response({"success": True})
+
+    async def load_adapter(self, request: Request) -> Response:
+        body, models = await self._adapter_body(request), self._server.models
+        name, asked = body.lora_name, Asked.of(request.scope)
+        is_adapter = name in models.names and name != models.place(name).name
+        if not body.lora_path:
+            raise ApiError("lora_path: expected the folder of an adapter", param="lora_path")
+        if name in models.names and not (is_adapter and body.load_inplace):
+            said = "; set load_inplace to replace it" if is_adapter else ", a model"
+            raise ApiError(f"lora_name: {name!r} is served already{said}", param="lora_name")
+        base = body.base_model_name
+        await self._server.hold(asked, models.place(name).name if is_adapter else base)
+        assert asked.place is not None
+        folder = Path(body.lora_path)
+        try:
+            await models.add_adapter(asked.place, name, folder)
+        except (MoERuntimeError, ValueError, OSError) as error:
+            status = 400 if folder.is_dir() else 404
+            said = f"lora_path: {error}"
+            raise ApiError(said, status=status, param="lora_path", code="bad_adapter") from None
+        return Response(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        name, models = (await self._adapter_body(request)).lora_name, self._server.models
+        if name not in models.names or name == models.place(name).name:
+            message = f"lora_name: there is no adapter {clipped(name)}"
+            raise ApiError(message, status=404, param="lora_name", code="adapter_not_found")
+        models.remove_adapter(name)
+        return Response(f"Success: LoRA adapter {name!r} removed successfully.")
+
+    async def _adapter_body(self, request: Request) -> AdapterBody:
+        if not self._server.loads_adapters:
+            message = "adapters are loaded by servers that run with --allow-adapter-loading"
+            raise ApiError(message, status=404, code="adapter_loading_is_off")
+        return await self._body(request, AdapterBody)
 
     def _described(self, name: str) -> Mapping[str, Any]:
         place, model = self._server.models.place(name), self._server.models.get(name)

@@ -310,7 +310,7 @@ def choices_for(
                     num_prompt_logprobs=num_prompt_logprobs,
                     constraint=matcher and model.grammars.constraint(matcher),
                     priority=body.priority or 0,
-                    adapter=model.name if model.parent is not None else None,
+                    adapter=model.adapter,
                     pictures=pictures,
                 )
             except ValueError as error:

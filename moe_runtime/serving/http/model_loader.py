@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,14 @@ import platformdirs
 
 import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.config import Budget
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
 from moe_runtime.files import at_home
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.kernels.native import native_library
-from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.dividing import (
     SlotSharing,
@@ -49,6 +51,7 @@ class ServeSettings:
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
         adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
+        loads_adapters: from folders that requests name.
         body_bytes: of the longest body; None for what `Limits` has, more where a model takes
             pictures.
         fetches_pictures: from addresses that requests name.
@@ -68,6 +71,7 @@ class ServeSettings:
     drain_s: float | None
     prefix_disk_bytes: int | None = None
     adapter_bytes: int | None = None
+    loads_adapters: bool = False
     body_bytes: int | None = None
     fetches_pictures: bool = False
     on_demand: bool = False
@@ -160,13 +164,17 @@ class ModelLoader:
             for name, folder in self._folders.items()
         ]
         loading = settings.loading
-        self._is_alone = len(names) == 1 and not choices
+        self._is_alone = len(names) == 1 and not choices and not settings.loads_adapters
+        self._keys = itertools.count()
         self._divides = is_on_cpu(loading) or not settings.on_demand or bool(choices)
         self._needs = {}
         total_bytes = 0
         if not self._is_alone and self._divides:
             own = list(self._adapters.values())
-            self._needs = needs_of(names, folders, own, loading, settings.adapter_bytes)
+            self._needs = needs_of(
+                names, folders, own, loading, settings.adapter_bytes,
+                loads_adapters=settings.loads_adapters,
+            )  # fmt: skip
             total_bytes = budget_of_models(loading, len(names))
             if settings.on_demand:
                 for name, need in self._needs.items():
@@ -213,6 +221,17 @@ class ModelLoader:
             self._sharing.leave_room()
             self._room_bytes = 0
 
+    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
+        """A loaded model with an adapter more; one of the same name stays until requests end."""
+        found = AdapterFolder(folder)
+        key = f"{name} {next(self._keys)}"
+        base.engine.add_adapter(key, found)
+        self._adapters[base.name][name] = found
+        return replace(base, name=name, parent=base.name, adapter=key)
+
+    def forget_adapter(self, model: str, name: str) -> None:
+        del self._adapters[model][name]
+
     def unload(self, name: str) -> None:
         """Closes a model, and gives its memory back to the system."""
         self._open.pop(name)[1].close()
@@ -254,7 +273,12 @@ class ModelLoader:
                 loaded,
                 settings.engine,
                 turns=turns,
-                adapters=Adapters(loaded, own, max_bytes=settings.adapter_bytes),
+                adapters=Adapters(
+                    loaded,
+                    own,
+                    max_bytes=settings.adapter_bytes,
+                    takes_more=settings.loads_adapters,
+                ),
                 prefix_disk=_prefix_disk(settings, folder, loaded),
             )
             stack.enter_context(engine)
@@ -270,7 +294,7 @@ class ModelLoader:
                     fetches_pictures=settings.fetches_pictures,
                 )
             self._open[name] = loaded, stack.pop_all()
-        return [model, *(replace(model, name=one, parent=name) for one in own)]
+        return [model, *(replace(model, name=one, parent=name, adapter=one) for one in own)]
 
     def _show(self, stage: str, done: int, total: int) -> None:
         if self._is_cancelled:

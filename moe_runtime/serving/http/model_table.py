@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from moe_runtime.errors import MoERuntimeError
@@ -28,6 +30,12 @@ class Loader(Protocol):
         ...
 
     def unload(self, name: str) -> None: ...
+
+    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
+        """A loaded model with an adapter more."""
+        ...
+
+    def forget_adapter(self, model: str, name: str) -> None: ...
 
     def cancel(self) -> None:
         """Ends loading that is under way with an error; from any thread."""
@@ -155,6 +163,23 @@ class ModelTable(Mapping[str, ServedModel]):
     def unload(self, name: str) -> None:
         """Begins to unload a model, once no request holds it."""
         self._begin(self._unload(self._by_name[name]))
+
+    async def add_adapter(self, place: Place, name: str, folder: Path) -> None:
+        """Serves a loaded model, which the caller holds, with an adapter by another name."""
+        base, loop = place.served[place.name], asyncio.get_running_loop()
+        add = partial(self._loader.add_adapter, base, name, folder)
+        served = await loop.run_in_executor(self._worker, add)
+        if name not in place.adapters:
+            place.adapters.append(name)
+        self._by_name[name] = place
+        place.served[name] = served
+
+    def remove_adapter(self, name: str) -> None:
+        """Serves an adapter no more; requests that have it end with it."""
+        place = self._by_name.pop(name)
+        place.adapters.remove(name)
+        place.served.pop(name, None)
+        self._loader.forget_adapter(place.name, name)
 
     def unload_idle(self) -> None:
         """Begins to unload models that were not asked for lately."""

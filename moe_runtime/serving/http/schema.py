@@ -357,6 +357,15 @@ class ModelBody(Body):
     model: str
 
 
+class AdapterBody(Body):
+    """Of a request to load or unload an adapter, as vLLM has them."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: str | None = None
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
 BodyT = TypeVar("BodyT", bound=Body)
 
 

@@ -209,6 +209,7 @@ class ServedModel:
     grammars: Grammars
     defaults: Mapping[str, float] = field(default_factory=_OPENAI.copy)
     parent: str | None = None
+    adapter: str | None = None  # as the engine calls it
     pictures: PictureReader | None = None
     fetches_pictures: bool = False
 

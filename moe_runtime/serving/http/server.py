@@ -110,6 +110,7 @@ class Server:
     limits: Limits
     access: Access
     log: Log
+    loads_adapters: bool = False
     is_draining: bool = False
     has_ended: bool = False
     num_body_bytes: int = 0
@@ -154,6 +155,8 @@ class Server:
         late = too_slow(self.limits.seconds)
         async with self._until(asked.deadline_s, self._preparing, late):
             asked.place = await self.models.hold(name)
+        if name not in asked.place.served:  # an adapter that was unloaded meanwhile
+            self.name_of(name)
         return asked.place.served[name]
 
     def release(self, asked: Asked) -> None:

@@ -299,6 +299,7 @@ def run_server(
             limits=replace(limits, body_bytes=body_bytes),
             access=settings.access,
             log=log,
+            loads_adapters=settings.loads_adapters,
         )
         # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)

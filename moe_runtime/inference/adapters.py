@@ -1,0 +1,424 @@
+"""Adapters of low rank (LoRA) on layers and experts: each sequence of a pass may have its own.
+
+Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2023).
+
+Shape suffixes: I inputs, O outputs of a layer, L rank, N rows, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime.checkpoints.adapter_files import WRAPPED, AdapterFolder
+from moe_runtime.checkpoints.expert_map import expert_rows
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.inference.expert_layer import OffloadedExperts, RowAdapters
+from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert, LowRankFactors
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``."""
+
+    first_LI: torch.Tensor
+    second_OL: torch.Tensor
+    scale: float
+
+    def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+        """Adds it in place; both are in fp32, as in PEFT."""
+        low_NL = torch.nn.functional.linear(x_NI, self.first_LI)
+        output_NO.add_(torch.nn.functional.linear(low_NL, self.second_OL), alpha=self.scale)
+
+
+_Part = LowRankPair | list[LowRankExpert]
+_Parts = list[tuple[torch.nn.Module, _Part]]
+
+
+class Adapters:
+    """Adapters of one model, ``max_bytes`` of them in memory, those used last.
+
+    Hooks add them to the outputs of layers during a pass only: a pass without adapters has the bits
+    of a model without any.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        folders: Mapping[str, AdapterFolder],
+        *,
+        max_bytes: int | None = None,
+        takes_more: bool = False,
+    ) -> None:
+        """Compares the adapters with the model, and reads none. ``max_bytes`` is that of all when
+        omitted; where it ``takes_more``, passes with the widest of them have part of it.
+
+        Raises:
+            UnsupportedModelError: one is for another model, or for layers that are not linear.
+            ValueError: ``max_bytes`` is less than one of them needs.
+        """
+        self._folders: dict[str, AdapterFolder] = {}
+        self._takes_more = takes_more
+        self._model = model
+        self._numbers: dict[str, int] = {}
+        self._modules = dict(model.named_modules())
+        self._alone: set[str] = set()
+        self.max_bytes = resident_bytes(folders, max_bytes, takes_more=takes_more)
+        for name, folder in folders.items():
+            self.add(name, folder)
+        self._resident: dict[str, _Parts | None] = {}  # those used last are last
+        self._users: dict[Hashable, str] = {}
+        self.num_reads = 0
+
+    def add(self, name: str, folder: AdapterFolder) -> None:
+        """Takes one more, which later sequences may have; it is read with the first. From any
+        thread; raises as the constructor."""
+        require_fit(self._model, folder)
+        for layer in folder.widths:
+            owner, _, own_name = layer.rpartition(".")
+            if own_name == "kv_b_proj" and hasattr(self._modules[owner], "expand_kv"):
+                self._alone.add(name)
+        self._folders[name] = folder
+        if (needed := self._num_bytes({name})) > self.max_bytes:
+            raise _too_large(name, needed, self.max_bytes)
+        self._numbers[name] = len(self._numbers) + 1
+
+    def number(self, name: str | None) -> int:
+        """Counts adapters from 1; 0 is the model without any. Refuses unknown names."""
+        if name is None:
+            return 0
+        if name not in self._numbers:
+            raise ValueError(f"the engine has no adapter {name!r}")
+        return self._numbers[name]
+
+    def goes_alone(self, name: str | None) -> bool:
+        """Whether a sequence with it shares no pass: multi-head latent attention expands the cached
+        latents of each sequence in turn.
+        """
+        return name in self._alone
+
+    def reserve(self, sequence: Hashable, name: str | None) -> bool:
+        """Reserves memory for a sequence's adapter; gives whether that succeeded."""
+        if name is None:
+            return True
+        in_use = set(self._users.values())
+        if self._num_bytes({*in_use, name}) > self.max_bytes:
+            return False
+        pairs = self._resident.pop(name, None)
+        for other in [one for one in self._resident if one not in in_use]:
+            if self._num_bytes({*self._resident, name}) <= self.max_bytes:
+                break
+            del self._resident[other]
+        self._resident[name] = pairs
+        self._users[sequence] = name
+        return True
+
+    def release(self, sequence: Hashable) -> None:
+        self._users.pop(sequence, None)
+
+    def read(self, name: str | None) -> None:
+        """Reads an adapter whose memory is reserved, unless it is there."""
+        if name is not None and self._resident[name] is None:
+            try:
+                pairs = self._folders[name].pairs()
+            except CheckpointError as error:
+                # clients see this error, which must not name the server's files
+                raise CheckpointError(
+                    f"the adapter {name!r} cannot be read from its files any more; look whether "
+                    "they are still there and as they were when the server started"
+                ) from error
+            self._resident[name] = self._bound(self._folders[name], pairs)
+            self.num_reads += 1
+
+    @contextlib.contextmanager
+    def applied(
+        self, rows: Items[tuple[str | None, int]], *, everywhere: bool = False
+    ) -> Iterator[None]:
+        """Adds adapters to the passes of this thread within the block, or ``everywhere`` to all.
+
+        ``rows`` are names of adapters, or None, and how many rows of the pass each has in turn; one
+        name alone is for all rows.
+        """
+        owner = None if everywhere else threading.get_ident()
+        groups = [
+            (name, sum(num_rows for _, num_rows in own))
+            for name, own in itertools.groupby(rows, operator.itemgetter(0))
+        ]
+        total = sum(num_rows for _, num_rows in groups) if len(groups) > 1 else None
+        with contextlib.ExitStack() as at_end:
+            for module, parts in self._parts(groups).items():
+                if isinstance(module, OffloadedExperts):
+                    module.adapters = RowAdapters(parts, total, owner)
+                    at_end.callback(setattr, module, "adapters", None)
+                else:
+                    hook = _adding(parts, total, owner)
+                    at_end.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    def check(self) -> None:
+        """Asserts that memory and what is in it agree."""
+        assert self._num_bytes(self._resident) <= self.max_bytes
+        assert set(self._users.values()) <= self._resident.keys()
+
+    def _num_bytes(self, names: Iterable[str]) -> int:
+        folders = [self._folders[name] for name in names]
+        whole = sum(folder.num_bytes for folder in folders)
+        if self._takes_more:
+            room = self._model._max_tokens
+            whole += max((folder.workspace_bytes(room) for folder in folders), default=0)
+        return whole
+
+    def _parts(
+        self, groups: Items[tuple[str | None, int]]
+    ) -> dict[torch.nn.Module, list[tuple[slice, Any]]]:
+        parts: dict[torch.nn.Module, list[tuple[slice, Any]]] = {}
+        end = 0
+        for name, num_rows in groups:
+            rows = slice(end, end := end + num_rows)
+            own = None if name is None else self._resident[name]
+            for module, part in own or ():
+                parts.setdefault(module, []).append((rows, part))
+        return parts
+
+    def _bound(
+        self, folder: AdapterFolder, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> _Parts:
+        """The parts of an adapter that was read, each with its module."""
+        parts: _Parts = []
+        for layer, (first, second) in pairs.items():
+            if layer in folder.widths:
+                pair = LowRankPair(first, second, folder.scale(layer))
+                parts.append((self._modules[layer], pair))
+        for module_name, places in places_of_experts(self._modules, folder).items():
+            module = self._modules[module_name]
+            assert isinstance(module, OffloadedExperts)
+            own = {parameter: pairs[place] for place, parameter in places.items()}
+            scales = {
+                parameter: folder.settings.scale(
+                    f"{module_name}.{parameter}", len(first) // module.num_experts
+                )
+                for parameter, (first, _) in own.items()
+            }
+            parts.append((module, experts_of(module, own, scales)))
+        return parts
+
+
+class LoadedAdapter:
+    """The adapter of all passes of a model that is loaded with it, or none.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        UnsupportedModelError: it computes something else than low rank, or ``place`` is a GPU.
+    """
+
+    def __init__(self, folder: str | Path | None, place: torch.device) -> None:
+        self._folder: AdapterFolder | None = None
+        if folder is None:
+            return
+        if place.type != "cpu":
+            raise UnsupportedModelError(
+                f"{folder}: adapters are computed on the CPU so far, got the device {place}; give "
+                "the device cpu, or merge the adapter into a checkpoint of its own"
+            )
+        self._folder = AdapterFolder(Path(folder))
+
+    def bytes_beside(self, model: Any, num_tokens: int) -> int:
+        """What it takes, passes of so many tokens included. Raises UnsupportedModelError, or
+        CheckpointError: it is not for this model."""
+        if self._folder is None:
+            return 0
+        require_fit(model, self._folder)
+        return self._folder.num_bytes + self._folder.workspace_bytes(num_tokens)
+
+    def apply(self, model: Any) -> None:
+        """Reads it, and adds it to all passes from now on."""
+        if self._folder is None:
+            return
+        adapters = Adapters(model, {"": self._folder})
+        adapters.reserve(self, "")
+        adapters.read("")
+        kept = adapters.applied([("", 0)], everywhere=True)
+        kept.__enter__()  # it ends with the model, which keeps it
+        vars(model).update(_adapter=self._folder.folder, _adapter_hooks=kept)
+
+
+def resident_bytes(
+    folders: Mapping[str, AdapterFolder], max_bytes: int | None, *, takes_more: bool = False
+) -> int:
+    """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None."""
+    sizes = {name: folder.num_bytes for name, folder in folders.items()}
+    whole = sum(sizes.values())
+    if max_bytes is None:
+        return whole
+    largest = max(sizes, key=sizes.__getitem__, default=None)
+    if largest is not None and sizes[largest] > max_bytes:
+        raise _too_large(largest, sizes[largest], max_bytes)
+    return max_bytes if takes_more else min(whole, max_bytes)
+
+
+def _too_large(name: str, num_bytes: int, max_bytes: int) -> ValueError:
+    return ValueError(
+        f"the adapter {name!r} needs {format_bytes(num_bytes, up=True)}, but adapters have "
+        f"{format_bytes(max_bytes)} of memory; give them as much"
+    )
+
+
+def _adding(
+    parts: Items[tuple[slice, LowRankPair]], num_rows: int | None, owner: int | None
+) -> Any:
+    """A forward hook that adds parts to rows of a layer's output; without ``num_rows``, the one
+    part to all of them. It is for calls of the thread ``owner``, or of all."""
+
+    def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        # another thread may call the model meanwhile, without adapters
+        if owner not in (None, threading.get_ident()):
+            return None
+        x_NI, output_NO = inputs[0].flatten(0, -2).float(), output.flatten(0, -2).float()
+        if num_rows is None:
+            # a copy, since the gradient may need the layer's own output
+            output_NO = output_NO.clone() if torch.is_grad_enabled() else output_NO
+            parts[0][1].add_to(output_NO, x_NI)
+        elif len(x_NI) != num_rows:
+            raise ValueError(f"a layer with adapters has {len(x_NI)} rows of a pass of {num_rows}")
+        else:
+            for rows, pair in parts:
+                pair.add_to(output_NO[rows], x_NI[rows])
+        return output_NO.to(output.dtype).view(output.shape)
+
+    return add
+
+
+def experts_of(
+    module: OffloadedExperts,
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    scales: Mapping[str, float],
+) -> list[LowRankExpert]:
+    """Adapters of each expert, out of those of stacked parameters.
+
+    PEFT's first matrix is ``[E * L, I]``; the columns of its second, ``[O, L * E]``, alternate
+    between experts.
+    """
+    num_experts = module.num_experts
+    shapes = {name: torch.empty(module.expert_shapes[name], device="meta") for name in pairs}
+    found: dict[str, list[LowRankFactors]] = {}
+    for matrix, rows in expert_rows(module.replaced, shapes):
+        first, second = pairs[rows.parameter]
+        first_ELI = first.unflatten(0, (num_experts, -1))
+        second_EOL = second.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+        if is_turned(module):
+            first_ELI, second_EOL = second_EOL.mT, first_ELI.mT
+        last = rows.start + rows.step * rows.count
+        first_ELI = first_ELI.contiguous()
+        second_EOL = second_EOL[:, rows.start : last : rows.step].contiguous()
+        scale = scales[rows.parameter]
+        factors = zip(first_ELI, second_EOL, strict=True)
+        found[matrix] = [LowRankFactors(*pair, scale) for pair in factors]
+    none = [None] * num_experts
+    each = zip(*(found.get(name, none) for name in LowRankExpert._fields), strict=True)
+    return [LowRankExpert(*own) for own in each]
+
+
+def is_turned(module: Any) -> bool:
+    """Whether PEFT takes the summed dimension of a layer's parameters for that of outputs."""
+    return getattr(module.replaced, "is_turned_for_adapters", False)
+
+
+def places_of_experts(
+    modules: Mapping[str, torch.nn.Module], folder: AdapterFolder
+) -> dict[str, dict[str, str]]:
+    """The parameters of each experts module that an adapter changes, by their places in its file.
+
+    PEFT wraps a module once for each of them, the first one innermost.
+    """
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, OffloadedExperts):
+            own = [
+                parameter
+                for parameter in module.expert_shapes
+                if folder.settings.targets_parameter(f"{name}.{parameter}")
+            ]
+            last = len(own) - 1
+            found[name] = {name + WRAPPED * (last - n): own[n] for n in range(len(own))}
+    return {name: places for name, places in found.items() if places}
+
+
+def require_fit(model: Any, folder: AdapterFolder) -> None:
+    """Refuses an adapter that is for another model, or that lacks matrices which its settings
+    name."""
+    modules = dict(model.named_modules())
+    for layer, widths in folder.widths.items():
+        _require_linear(model, modules.get(layer), layer, widths, folder.folder)
+    _require_all(model, modules, folder)
+    left = dict(folder.stacked)
+    for name, places in places_of_experts(modules, folder).items():
+        for place, parameter in places.items():
+            if place not in left:
+                raise _lacking(folder, f"{name}.{parameter}")
+            _require_stacked(modules[name], f"{name}.{parameter}", left.pop(place), folder)
+    for place in left:
+        raise UnsupportedModelError(
+            f"{folder.folder}: {place}.lora_A is beside no experts of the model that "
+            "target_parameters names; merge the adapter into a checkpoint of its own"
+        )
+
+
+def _require_stacked(module: Any, name: str, shape: Any, folder: AdapterFolder) -> None:
+    stacked = module.expert_shapes[name.rpartition(".")[2]]
+    num_experts = module.num_experts
+    widths = [*stacked[1:]] if module.replaced.is_transposed else [*stacked[:0:-1]]
+    if is_turned(module):
+        widths.reverse()
+    if len(stacked) != 3 or [shape.inputs, shape.outputs] != widths or shape.rank % num_experts:
+        raise UnsupportedModelError(
+            f"{folder.folder}: the adapter of {name} has {shape.inputs} inputs, {shape.outputs} "
+            f"outputs and {shape.rank} ranks, but the model's {num_experts} experts have "
+            f"{' and '.join(map(str, widths))}; give the model that the adapter was trained for"
+        )
+    folder.settings.scale(name, shape.rank // num_experts)
+
+
+def _lacking(folder: AdapterFolder, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.folder}: its settings name {name} of the model, for which it has no matrices, "
+        "and PEFT would begin with new ones; give the whole adapter, or name fewer layers in "
+        "adapter_config.json"
+    )
+
+
+def _require_all(model: Any, modules: Mapping[str, torch.nn.Module], folder: AdapterFolder) -> None:
+    """Refuses an adapter without matrices for a layer that its settings name."""
+    output = model.get_output_embeddings() if folder.widths else None
+    for layer, module in modules.items():
+        is_linear = isinstance(module, torch.nn.Linear) and module is not output
+        if is_linear and layer not in folder.widths and folder.settings.targets(layer):
+            raise _lacking(folder, layer)
+
+
+def _require_linear(
+    model: Any, module: Any, layer: str, widths: tuple[int, int], folder: Path
+) -> None:
+    """Refuses an adapter of what is not there, is not linear, or has other widths."""
+    expected = "expected a linear layer beside the experts"
+    if not isinstance(module, torch.nn.Linear) or module is model.get_output_embeddings():
+        found = "no such layer" if module is None else type(module).__name__
+        raise UnsupportedModelError(
+            f"{folder}: {layer}.lora_A is beside {found} of the model, {expected}; merge the "
+            "adapter into a checkpoint of its own"
+        )
+    if widths != (module.in_features, module.out_features):
+        raise UnsupportedModelError(
+            f"{folder}: {layer}.lora_A and lora_B are for {widths[0]} inputs and {widths[1]} "
+            f"outputs, but the model's layer has {module.in_features} and {module.out_features}; "
+            "give the model that the adapter was trained for"
+        )
