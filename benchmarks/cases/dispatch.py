@@ -294,7 +294,9 @@ def ranks_here(
 
     def require_alive(timeout_s: float = 0.0) -> None:
         try:
-            others.join(timeout_s)
+            others.join(
+                timeout_s, grace_period=_SEEN_S
+            )  # the others hold the signal that ends them
         except ProcessRaisedException as error:
             raise ended(error.error_index, str(error).strip().splitlines()[-1]) from None
         except ProcessExitedException as error:

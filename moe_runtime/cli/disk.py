@@ -1,4 +1,4 @@
-"""How fast a disk serves random reads of one expert's size."""
+"""How fast a disk serves random reads of one expert's size, and memory long ones."""
 
 import contextlib
 import mmap
@@ -15,6 +15,7 @@ _ALIGNMENT = 4096
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_BLOCK_BYTES = 16 << 20
 _MIN_READS = 8
+_MEMORY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,19 @@ def measure_disk(
             direct_bytes_per_s=direct,
             buffered_bytes_per_s=buffered,
         )
+
+
+def measure_memory() -> float:
+    """Bytes a second that all threads of torch read from memory together; the best of five."""
+    import torch
+
+    numbers_N = torch.ones(_MEMORY_BYTES // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        numbers_N.sum()
+        seconds.append(time.perf_counter() - started)
+    return _MEMORY_BYTES / min(seconds)
 
 
 @contextlib.contextmanager

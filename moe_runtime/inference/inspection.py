@@ -88,6 +88,22 @@ class CheckpointSummary:
         least_bytes = self.dense_bytes - self.embedding_bytes
         return smallest_budget(least_bytes, self.reserve_bytes, self.slot_bytes)
 
+    @property
+    def token_expert_bytes(self) -> int:
+        """Bytes of experts that a token needs, from memory or from the disk."""
+        return self.num_layers * self.top_k * self.bytes_per_expert
+
+    def tokens_per_s(self, resident_share: float, memory_speed: float, disk_speed: float) -> float:
+        """Decoded tokens a second that two speeds, in bytes a second, allow.
+
+        Experts are taken to be chosen evenly: models that use some more often miss less. Products
+        and the KV cache take no time here.
+        """
+        dense_bytes = self.dense_bytes - self.embedding_bytes
+        read_bytes = (1 - min(resident_share, 1)) * self.token_expert_bytes
+        all_bytes = dense_bytes + self.token_expert_bytes
+        return 1 / (all_bytes / memory_speed + read_bytes / disk_speed)
+
     def tokens_for(self, budget_bytes: int) -> int:
         """Tokens up to ``max_tokens`` that a host budget suffices for; 0 where it never does."""
         short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)

@@ -86,7 +86,8 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
     is a ``rounding``; other kinds stay, or are refused (UnsupportedUseError)."""
     cast(Any, model)._kv_rounding = rounding
 
-    def prepare(_: Any, args: Any, options: dict[str, Any]) -> Any:
+    # no cell holds the model: it is freed once it is let go
+    def prepare(model: Any, args: Any, options: dict[str, Any]) -> Any:
         cache = cache_of(options)
         if rounding is None:
             return give_room(cache)

@@ -54,7 +54,7 @@ class OneTokenOff:
 def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     with pytest.raises(PeerFailedError, match="1 of 12 tokens differ"):
-        DispatchSide("padded", OneTokenOff()).repeat()  # type: ignore[arg-type]
+        DispatchSide("padded", OneTokenOff()).repeat()
 
 
 def test_the_command_measures_two_ranks(tmp_path, monkeypatch, capsys):
@@ -87,7 +87,8 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path):
         meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
-def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path):
+def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
     with (
         pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
         ranks_here(PLAN, 2, str(tmp_path / "store"), never_join),
@@ -95,7 +96,8 @@ def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path):
         pytest.fail("the group was made")
 
 
-def test_a_rank_that_dies_within_the_block_is_named(tmp_path):
+def test_a_rank_that_dies_within_the_block_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
     others = set(psutil.Process().children())
     with (
         pytest.raises(RankFailureError, match=r"rank 2 of 3 ended: exit code 3$"),

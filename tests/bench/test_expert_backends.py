@@ -29,7 +29,7 @@ def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
         hidden = [gate * torch.sigmoid(gate) * up for gate, up in parts]
         outputs = [down[expert] @ h for expert, h in zip(experts, hidden, strict=True)]
         rows.append(sum(share * y for share, y in zip(shares, outputs, strict=True)))
-    return torch.stack(rows)  # type: ignore[arg-type]
+    return torch.stack(rows)
 
 
 def test_the_reference_is_the_formula(model):

@@ -42,7 +42,7 @@ def by_hand(layer: FormatLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
         for expert, share in zip(choices, shares, strict=True):
             own = layer.experts[expert]
             gate, up, down = (
-                (one if isinstance(one, Tensor) else one.dequantize()).double()  # type: ignore[union-attr]
+                (one if isinstance(one, Tensor) else one.dequantize()).double()
                 for one in (own.gate, own.up, own.down)
             )
             hidden = gate @ token

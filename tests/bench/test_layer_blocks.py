@@ -39,7 +39,7 @@ def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype):
     sound = block_system("eager", block, plan, expected)
     assert sound.repeat().keys() == expected.keys()
     assert sound.equal == sound.compared > 0
-    block.gate.norm_topk_prob = False  # type: ignore[union-attr]
+    block.gate.norm_topk_prob = False
     wrong = block_system("eager", block, plan, expected)
     with pytest.raises(PeerFailedError, match="tokens differ by more than roundings allow"):
         wrong.repeat()

@@ -39,7 +39,7 @@ class Scripted(BenchSystem):
 
 
 def rules(clock: Clock, **more: Any) -> Rules:
-    return Rules(judged=("t",), clock=clock, **{"least": 3, "most": 20, "max_s": 1e9} | more)  # type: ignore[arg-type]
+    return Rules(judged=("t",), clock=clock, **{"least": 3, "most": 20, "max_s": 1e9} | more)
 
 
 def test_it_ends_when_every_mean_is_narrow():

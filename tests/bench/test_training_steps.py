@@ -68,7 +68,7 @@ def test_who_takes_other_steps_has_no_numbers(dtype, tmp_path):
     torch.manual_seed(0)
     export_hugging_face(LanguageModel(plan.config()), tmp_path / "model")
     sound = in_transformers("eager", plan, tmp_path / "model", expected)
-    assert sound.repeat()["step_s"] > 0  # type: ignore[operator]
+    assert sound.repeat()["step_s"] > 0
     assert sound.equal == sound.compared == 3
     wrong = in_transformers("eager", plan, tmp_path / "model", expected)
     assert isinstance(wrong._optimizer, FusedAdamW)
@@ -94,7 +94,7 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path):
             return TrainingPeer(program, PLAN, expected, running)
 
         sound, other, dies, silent = map(peer, ("", ":other", ":dies", ":silent"))
-        assert sound.repeat()["step_s"] > 0  # type: ignore[operator]
+        assert sound.repeat()["step_s"] > 0
         assert (sound.compared, sound.equal) == (3, 3)
         assert sound.versions.keys() == {"python"}
         with pytest.raises(PeerFailedError, match=r"a loss differs by 0\.0002"):
@@ -246,8 +246,8 @@ def test_what_a_step_moves_is_counted_and_moved_again(tmp_path):
     assert (system.compared, system.equal) == (3, 3)
     record = 12 * 3 * sizes.dim_model * sizes.dim_hidden
     # What lies in slots from the step before is not read again.
-    assert 4 * record < found["storage_read_bytes"] <= 2 * 16 * record  # type: ignore[operator]
-    assert 4 * record < found["storage_written_bytes"] <= 2 * 16 * record  # type: ignore[operator]
+    assert 4 * record < found["storage_read_bytes"] <= 2 * 16 * record
+    assert 4 * record < found["storage_written_bytes"] <= 2 * 16 * record
     assert (tmp_path / "as-large").stat().st_size >= 16 * record
 
 

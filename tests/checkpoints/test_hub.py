@@ -461,6 +461,9 @@ def test_gguf_repositories(hub, tmp_path, capsys):
     found = inspect_checkpoint(f"{NAME}:Q8_0", max_tokens=64)
     assert (found.expert_bytes, found.dense_bytes) == (expected.expert_bytes, expected.dense_bytes)
     assert not [*Path(constants.HF_HUB_CACHE).rglob("*.gguf")]
+    assert main(["inspect", NAME, "--json"]) == 0
+    sizes = {"Q2_K": 4, "Q8_0": sum(part.stat().st_size for part in source.glob("M-Q8_0-*"))}
+    assert json.loads(capsys.readouterr().out)["quantisations"] == sizes
     hub.sent.clear()
     for name in (f"{NAME}:Q8_0", f"https://huggingface.co/{NAME}/blob/main/{first.name}"):
         file = find_checkpoint(name)

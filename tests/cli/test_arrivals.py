@@ -65,7 +65,7 @@ CASES = {
             "kv_cache": ("--kv-cache int8", "int8"),
             "verify": ("--verify", True),
         },
-        {"host_memory": "tests/cli/test_commands.py"},
+        dict.fromkeys(("host_memory", "speed"), "tests/cli/test_commands.py"),
     ),
     "serve": Case(
         ("moe_runtime.serving.http.starting.run_server",),

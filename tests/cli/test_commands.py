@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fixture_types import Patch
@@ -143,6 +144,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
 @pytest.fixture
 def fake_summary(monkeypatch: Patch) -> None:
     monkeypatch.setattr("moe_runtime.inference.inspection.inspect_checkpoint", summary_of)
+    monkeypatch.setattr("moe_runtime.cli.commands.inspect._quantisations", lambda _: {})
 
 
 @pytest.mark.usefixtures("fake_summary")
@@ -171,6 +173,24 @@ def test_inspect_shows_tables(capsys):
     assert "too small" in out
     assert "100%" in out
     assert "what --policy auto takes" not in out  # nothing can be chosen for what is too small
+
+
+@pytest.mark.usefixtures("fake_summary")
+def test_inspect_says_how_fast_memory_and_disk_let_it_be(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("moe_runtime.cli.commands.inspect.measure_memory", lambda: 18_000.0)
+    disk = SimpleNamespace(direct_bytes_per_s=None, buffered_bytes_per_s=100.0)
+    monkeypatch.setattr("moe_runtime.cli.commands.inspect.measure_disk", lambda *_, **__: disk)
+    assert main(["inspect", "some/model", "--json", "--speed", "--host-memory", "1500B"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = {row["budget_bytes"]: row.get("even_tokens_per_s") for row in found["budgets"]}
+    assert rates[1500] is None  # too small
+    # A token reads 1000 bytes of dense weights and 800 of experts, half of them from the disk.
+    assert rates[3100] == pytest.approx(1 / (1800 / 18_000 + 400 / 100))
+    assert rates[4700] == found["this_machine"]["even_tokens_per_s"] == pytest.approx(10)
+    assert main(["inspect", "some/model", "--speed", "--host-memory", "1500B"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "100% of the experts fit" in out
 
 
 def test_doctor_reports_every_area(tmp_path, capsys, monkeypatch):

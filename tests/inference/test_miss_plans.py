@@ -49,7 +49,7 @@ def least_seconds(rows: dict[int, int], on_disk: frozenset[int], costs: MissCost
     return min(seconds_of({*itertools.compress(rows, s)}, rows, there_s, costs) for s in sides)
 
 
-def test_example_of_the_paper() -> None:
+def test_example_of_the_paper():
     plan = plan_misses({A: 1, B: 1, C: 3}, (), COSTS)
     assert plan == ((C,), (A, B), 4.0, ())
     rows = {A: 1, B: 1, C: 3}
@@ -77,7 +77,7 @@ def draw_costs(random: np.random.Generator) -> MissCosts:
     )
 
 
-def test_a_token_of_one_sequence_gets_the_best_of_all_choices() -> None:
+def test_a_token_of_one_sequence_gets_the_best_of_all_choices():
     """Every expert has one row and lies in RAM, so only their number counts."""
     random = np.random.default_rng(0)
     for _ in range(60):
@@ -88,7 +88,7 @@ def test_a_token_of_one_sequence_gets_the_best_of_all_choices() -> None:
 
 
 @pytest.mark.parametrize("most_late", [0, 8])
-def test_close_to_the_best_of_all_choices(most_late: int) -> None:
+def test_close_to_the_best_of_all_choices(most_late):
     """Never more than 1.1 times it, nearly always equal; never worse than one side alone."""
     random = np.random.default_rng(1)
     ratios = []
@@ -108,7 +108,7 @@ def test_close_to_the_best_of_all_choices(most_late: int) -> None:
     assert np.mean(np.isclose(ratios, 1)) > 0.9
 
 
-def test_an_idle_link_brings_what_the_cpu_computes_too() -> None:
+def test_an_idle_link_brings_what_the_cpu_computes_too():
     costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=1.2, launch_s=0.1, read_s=0.2)
     assert plan_misses({A: 1, B: 1}, (), replace(costs, copy_s=0.9)).kept == ()  # it has no time
     # the link is idle: the copy may last into the next layer
@@ -119,7 +119,7 @@ def test_an_idle_link_brings_what_the_cpu_computes_too() -> None:
     assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # what comes from disk comes late
 
 
-def test_of_equal_plans_that_which_brings_more() -> None:
+def test_of_equal_plans_that_which_brings_more():
     costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=0.9, launch_s=0.1)
     assert plan_misses({A: 1}, (), costs).copied == (A,)
     assert plan_misses({}, (), costs) == ((), (), 0.0, ())
@@ -140,7 +140,7 @@ def measured(*seconds: float, num_rows: int = 1) -> MissSpeeds:
     return speeds
 
 
-def test_the_median_of_the_last_measurements_counts() -> None:
+def test_the_median_of_the_last_measurements_counts():
     speed = RecentSpeed()
     assert (speed.seconds, speed.is_known) == (0.0, False)
     for seconds in (30.0, 1.0, 2.0):  # the first one was cold
@@ -151,7 +151,7 @@ def test_the_median_of_the_last_measurements_counts() -> None:
     assert speed.seconds == 3.0
 
 
-def test_numbers_of_rows_that_were_not_measured_are_like_the_nearest() -> None:
+def test_numbers_of_rows_that_were_not_measured_are_like_the_nearest():
     speeds = measured(1.0, num_rows=2)
     speeds.computed(16, 1.0)  # too few say nothing
     for _ in range(ENOUGH):
@@ -159,7 +159,7 @@ def test_numbers_of_rows_that_were_not_measured_are_like_the_nearest() -> None:
     assert [speeds.cpu_s(rows) for rows in (1, 2, 4, 8, 16)] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
-def test_each_side_is_measured_before_anything_is_planned() -> None:
+def test_each_side_is_measured_before_anything_is_planned():
     speeds = MissSpeeds()
     for _ in range(ENOUGH):
         assert plan(speeds, {3: 1, 5: 2}, 0.0) == ((5,), (3,), 0.0, ())
@@ -169,7 +169,7 @@ def test_each_side_is_measured_before_anything_is_planned() -> None:
     assert plan(speeds, {3: 1}, 4.0).computed == (3,)
 
 
-def test_a_slow_cpu_is_tried_again_ever_more_rarely() -> None:
+def test_a_slow_cpu_is_tried_again_ever_more_rarely():
     speeds, tried = measured(10.0), []
     for layer in range(4000):
         found = plan(speeds, {7: 1}, 1.0)
@@ -181,7 +181,7 @@ def test_a_slow_cpu_is_tried_again_ever_more_rarely() -> None:
     assert tried[0] > RETRIED_LAYERS
 
 
-def test_layers_that_rest_bring_the_next_trial_nearer() -> None:
+def test_layers_that_rest_bring_the_next_trial_nearer():
     """A first measurement ten times too slow does not lock the CPU out."""
     speeds, layers = measured(10.0), 0
     while speeds.rests() or not plan(speeds, {7: 1}, 2.0).computed:
@@ -195,7 +195,7 @@ def test_layers_that_rest_bring_the_next_trial_nearer() -> None:
     assert not speeds.rests()
 
 
-def test_a_quick_cpu_leaves_the_link_its_trial() -> None:
+def test_a_quick_cpu_leaves_the_link_its_trial():
     speeds = measured(1.0)
     plans = [plan(speeds, {7: 1}, 10.0) for _ in range(3000)]
     copied = sum(found.copied == (7,) for found in plans)
@@ -204,7 +204,7 @@ def test_a_quick_cpu_leaves_the_link_its_trial() -> None:
     assert all(found.copied or found.kept for found in plans)
 
 
-def test_layers_do_without_plans_that_leave_the_cpu_nothing() -> None:
+def test_layers_do_without_plans_that_leave_the_cpu_nothing():
     speeds = MissSpeeds()
     assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
     speeds = measured(10.0)
@@ -220,14 +220,14 @@ def test_layers_do_without_plans_that_leave_the_cpu_nothing() -> None:
     assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
 
 
-def test_what_comes_from_disk_is_computed_where_it_comes() -> None:
+def test_what_comes_from_disk_is_computed_where_it_comes():
     speeds = measured(1.0)
     found = plan(speeds, {1: 1, 2: 1}, 0.9, on_disk=(2,))
     # 1 is copied at once; 2 is in RAM at 2.0, and 0.9 more are less than 1.0
     assert found == ((1, 2), (), pytest.approx(2.9), ())
 
 
-def test_a_copy_takes_as_long_as_the_host_takes_to_ask_for_it() -> None:
+def test_a_copy_takes_as_long_as_the_host_takes_to_ask_for_it():
     speeds = measured(1.0)
     assert plan(speeds, {7: 1}, 0.5).copied == (7,)
     speeds.queue.add(3.0)

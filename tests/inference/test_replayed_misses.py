@@ -4,8 +4,6 @@ Nothing runs on a clock: copies cross a link of 16 GB/s in virtual time, and the
 threads of an AMD EPYC took of experts in bf16, more or less.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,8 +72,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_sequences", "resident"), [(1, 0.5), (4, 0.125), (4, 0.25)])
 def test_plans_take_what_they_predict_and_less_than_either_side_alone(
-    paths_NSLK: np.ndarray, shape: str, num_sequences: int, resident: float
-) -> None:
+    paths_NSLK, shape, num_sequences, resident
+):
     machine, num_slots = SHAPES[shape].machine(), round(resident * NUM_EXPERTS)
 
     def replayed(way: Way) -> Any:

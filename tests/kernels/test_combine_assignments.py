@@ -88,4 +88,4 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"expected y \[T \* K, D\]"):
         combine_assignments(torch.zeros(5, 4), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="impl must be"):
-        combine_assignments(torch.zeros(4, 4), torch.zeros(2, 2), impl="cuda")  # type: ignore[arg-type]
+        combine_assignments(torch.zeros(4, 4), torch.zeros(2, 2), impl="cuda")

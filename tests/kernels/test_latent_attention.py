@@ -108,4 +108,4 @@ def test_what_does_not_fit():
         with pytest.raises(ValueError, match=message):
             latent_attention(*arguments, 1.0)
     with pytest.raises(ValueError, match="impl must be"):
-        latent_attention(query, tokens, weight, 1.0, impl="cuda")  # type: ignore[arg-type]
+        latent_attention(query, tokens, weight, 1.0, impl="cuda")

@@ -136,9 +136,9 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"expected x \[\.\.\., D\]"):
         rms_norm(torch.zeros(2, 3), torch.zeros(4), 1e-6, impl="reference")
     with pytest.raises(ValueError, match="form must be one of rounded, wide, plus_one, got 'x'"):
-        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, form="x")  # type: ignore[arg-type]
+        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, form="x")
     with pytest.raises(ValueError, match="impl must be"):
-        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, impl="cuda")  # type: ignore[arg-type]
+        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, impl="cuda")
 
 
 @needs_native

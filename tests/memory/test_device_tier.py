@@ -1,7 +1,5 @@
 """Experts in a device's slots: used after their copy only, and not overwritten before."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading
@@ -114,10 +112,10 @@ def test_of_copies_at_once_each_has_the_time_after_the_one_before():
         def __init__(self, time_ms: float) -> None:
             self.time_ms = time_ms
 
-        def elapsed_time(self, end: At) -> float:
+        def elapsed_time(self, end: "At") -> float:
             return end.time_ms - self.time_ms
 
-    copies = [CudaCopy(At(begun), At(done)) for begun, done in times_ms.values()]  # type: ignore[arg-type]
+    copies = [CudaCopy(At(begun), At(done)) for begun, done in times_ms.values()]
     pairs = zip([None, *copies], copies, strict=False)
     assert [copy.seconds_after(before) for before, copy in pairs] == pytest.approx(
         [4e-3, 2e-3, 1e-3]

@@ -108,6 +108,6 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
 def test_unusable_kinds():
     with pytest.raises(ValueError, match="did you mean 'recompute'"):
-        ActivationPolicy("recompue", [False])  # type: ignore[arg-type]
+        ActivationPolicy("recompue", [False])
     with pytest.raises(ValueError, match="storage_dir"):
         ActivationPolicy("swap", [False])

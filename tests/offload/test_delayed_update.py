@@ -29,14 +29,14 @@ def scripted(inputs: list[torch.Tensor], clip_norm: float = 0.0) -> Stack:
     options = {"lr": 0.1, "betas": SETTINGS.betas, "eps": SETTINGS.eps, "weight_decay": 0.1}
     experts = {name: p for name, p in named.items() if ".experts." in name}
     others = {name: p for name, p in named.items() if ".experts." not in name}
-    late, at_once = (DenseAdamW(some, **options) for some in (experts, others))  # type: ignore[arg-type]
+    late, at_once = (DenseAdamW(some, **options) for some in (experts, others))
     waiting: dict[str, torch.Tensor] = {}
     for step, x in enumerate(inputs):
         model.loss(x).backward()
         norm = (late.norm() ** 2 + at_once.norm() ** 2) ** 0.5
         scale = clip_scale(norm, clip_norm)
         at_once.step(rate_of(step), scale)
-        now = {name: p.grad * scale for name, p in experts.items()}  # type: ignore[operator]
+        now = {name: p.grad * scale for name, p in experts.items()}
         for name, parameter in experts.items():
             parameter.grad = (now if step < AFTER else waiting).get(name)
         if step != AFTER:

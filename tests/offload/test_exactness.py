@@ -76,7 +76,7 @@ def test_autocast(tmp_path):
     expected, model = stack(), stack()
 
     plain = expected.loss
-    expected.loss = lambda x: _autocast(plain, x)  # type: ignore[method-assign]
+    expected.loss = lambda x: _autocast(plain, x)
     train_in_memory(expected, inputs, DECAYING)
     training = offloaded(model, DECAYING, tmp_path, experts_in_memory=0.3)
     train_offloaded(training, lambda x: _autocast(model.loss, x), inputs)
@@ -86,7 +86,7 @@ def test_autocast(tmp_path):
 
 def _autocast(loss: object, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return loss(x)  # type: ignore[operator]
+        return loss(x)
 
 
 @pytest.mark.parametrize("lift", [0.0, 100.0])
@@ -174,7 +174,7 @@ def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path):
 
 @pytest.mark.parametrize("clip", ["two_phase", "delayed"])
 def test_clipping_does_not_depend_on_tiers(tmp_path, clip):
-    settings = moe_runtime.AdamW(clip_norm=0.05, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
+    settings = moe_runtime.AdamW(clip_norm=0.05, clip=clip, weight_decay=0.1)
     inputs = windows(6, 2)
     results = []
     for share in (0.0, 0.5, 1.0):
@@ -263,7 +263,7 @@ def test_second_derivatives_are_refused(again):
     ids = torch.arange(18).view(9, 2) % EXPERTS
     inputs = {"x": torch.randn(9, 16), "weights": torch.rand(9, 2)}
     x, weights = (tensor.requires_grad_() for tensor in inputs.values())
-    out = model.layers[0].experts(x, ids, weights)  # type: ignore[operator]
+    out = model.layers[0].experts(x, ids, weights)
     (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="offloaded experts have no second derivatives: train"):
         torch.autograd.grad(first.sum(), inputs[again])

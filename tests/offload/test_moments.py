@@ -85,7 +85,7 @@ def expand_by_hand(group: torch.Tensor) -> list[tuple[float, float]]:
         near = [codes[(codes - wanted * (1 + sign * 1e-4)).abs().argmin()] for sign in (-1, 1)]
         back = sorted(float(some.max() * (code / 448) ** (1 / power)) for code in near)
         found.append(tuple(-x for x in reversed(back)) if value < 0 else tuple(back))
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("kind", ["second moments", "first moments", "equal", "zeros", "tiny"])
@@ -128,7 +128,7 @@ def test_expansion_makes_steps_more_exact():
 def test_chunks_and_odd_sizes_do_not_matter():
     values = second_moments(2 * CHUNK_ELEMENTS + 77)
     for name in ("bf16", "fp8"):
-        codec = moment_codec(name)  # type: ignore[arg-type]
+        codec = moment_codec(name)
         whole = round_trip(codec, values, 3)
         stored = torch.empty(codec.num_bytes(len(values), values.dtype), dtype=torch.uint8)
         for start in range(0, len(values), CHUNK_ELEMENTS):
@@ -166,7 +166,7 @@ def scripted(settings: moe_runtime.AdamW, inputs: list[torch.Tensor]) -> torch.n
         for layer, expert in keys:
             key = (layer, expert)
             weights = [p[expert] for p in experts[layer].parameters()]
-            grads = [p.grad[expert] for p in experts[layer].parameters()]  # type: ignore[index]
+            grads = [p.grad[expert] for p in experts[layer].parameters()]
             got_tokens = bool(model.layers[layer].aux.routing.counts_E[expert])
             if settings.galore_rank and got_tokens:
                 if updates[key] % settings.galore_refresh == 0:
@@ -295,4 +295,4 @@ def test_checkpoint_of_another_format_is_refused(tmp_path):
 )
 def test_unusable_options(options, message):
     with pytest.raises(ValueError, match=message):
-        moe_runtime.AdamW(**options)  # type: ignore[arg-type]
+        moe_runtime.AdamW(**options)

@@ -160,7 +160,7 @@ def test_a_trainer_that_would_step_without_the_experts_is_refused(tmp_path, clip
 
 def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path):
     trl = pytest.importorskip("trl", reason="make test-clients installs it")
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset
 
     models: list[Any] = [tiny_model(MIXTRAL).train() for _ in range(2)]
     training = moe_runtime.offload_training(

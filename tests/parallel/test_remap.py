@@ -73,7 +73,7 @@ def test_fewest_transfers(nodes, gpus, seed):
         "layers": sum(min(lacking(old, new, way, layer) for way in ways) for layer in layers),
     }
     for rename, count in least.items():
-        kept = keep_in_place(old, new, devices, rename=rename)  # type: ignore[arg-type]
+        kept = keep_in_place(old, new, devices, rename=rename)
         moves = moves_between(old, kept, devices)
         assert transfers(moves) == count, rename
         np.testing.assert_array_equal(apply_moves(old, kept, moves), kept.expert_of_slot)

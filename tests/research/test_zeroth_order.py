@@ -121,7 +121,7 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     ],
 )
 def test_same_bits_as_mezo_in_memory(tmp_path, share, micro_batches, untouched, steps):
-    settings = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11, untouched=untouched)  # type: ignore[arg-type]
+    settings = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11, untouched=untouched)
     inputs = windows(steps, micro_batches)
     expected, model = stack(bias=True), stack(bias=True)
     losses, unrouted = mezo(expected, inputs, settings)
@@ -184,7 +184,7 @@ def test_each_expert_moves_once_in_each_direction(tmp_path):
     needed, written = before.needed_bytes, before.written_bytes
     for step, window in enumerate(inputs[1:], start=1):
         take(training, window, step)
-    layout = training.records.experts[0, 0].layout  # type: ignore[index]
+    layout = training.records.experts[0, 0].layout
     assert layout.record_bytes == layout.section_bytes
     once = 2 * LAYERS * EXPERTS * layout.section_bytes
     assert training.records.traffic.needed_bytes - needed == once
@@ -245,4 +245,4 @@ def test_backward_and_step_take_turns():
 )
 def test_unusable_options(options, message):
     with pytest.raises(ValueError, match=message):
-        ZerothOrder(**options)  # type: ignore[arg-type]
+        ZerothOrder(**options)

@@ -74,9 +74,9 @@ def test_sizes_and_names(arguments, options, message):
 
 def test_gates_refuse_options_by_themselves():
     with pytest.raises(ValueError, match="option 'scale' of gate SigmoidTopK must be a number"):
-        SigmoidTopK(8, 4, 2, scale="2")  # type: ignore[arg-type]
+        SigmoidTopK(8, 4, 2, scale="2")
     with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
-        Capacity("1")  # type: ignore[arg-type]
+        Capacity("1")
 
 
 def test_batches_that_do_not_fit():

@@ -117,7 +117,7 @@ def test_bad_factor(factor):
 
 def test_bad_policy():
     with pytest.raises(ValueError, match="policy must be one of choice, token, priority, score"):
-        Capacity(1.0, "tokn")  # type: ignore[arg-type]
+        Capacity(1.0, "tokn")
 
 
 class LargestTensor(TorchDispatchMode):

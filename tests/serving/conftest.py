@@ -72,14 +72,18 @@ def staged(stage: Served, tokenizer: Any) -> Callable[..., Served]:
 
 @pytest.fixture
 def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
-    """A server whose model says exactly a text, where the request's grammar lets it."""
+    """A server whose model says exactly a text, or what it is to say to a prompt, where the
+    request's grammar lets it."""
 
-    def say(text: str, template: str = HERMES, added: Sequence[AddedToken] = ()) -> Served:
+    def say(
+        said: str | Callable[[str], str], template: str = HERMES, added: Sequence[AddedToken] = ()
+    ) -> Served:
         own = copy.deepcopy(tokenizer)
         own.chat_template = template
         own.add_tokens(list(added))
 
         def script(request: GenerationRequest) -> list[Event]:
+            text = said if isinstance(said, str) else said(own.decode(request.prompt_ids))
             ids = own(text, add_special_tokens=False)["input_ids"]
             constraint = request.constraint
             for end, token in enumerate([*ids, own.eos_token_id]):
@@ -87,7 +91,10 @@ def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
                 assert mask is None or mask[token], (text[-60:], own.decode(ids[:end]))
             return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
 
-        return staged(ScriptedEngine(script), own, len(own))
+        engine = ScriptedEngine(script)
+        if not isinstance(said, str):
+            engine.most_request_tokens = 1 << 17
+        return staged(engine, own, len(own))
 
     return say
 

@@ -15,7 +15,7 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 
-NUM_NEW = 48
+NUM_NEW = 32
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
 FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
 EVERY_WAY = {FAMILIES[0], "Gemma4ForConditionalGeneration"}

@@ -1,7 +1,5 @@
 """`run --image`, `chat` with `/image` and `generate`: one picture, one text."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -40,9 +38,7 @@ def text_of_run(model: str, capsys: Any, *words: str) -> str:
     return json.loads(capsys.readouterr().out)["text"]
 
 
-def test_all_commands_give_a_picture_the_same_text(
-    model: str, picture: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_commands_give_a_picture_the_same_text(model, picture, tmp_path, capsys, monkeypatch):
     seen = text_of_run(model, capsys, "--image", str(picture))
     assert seen != text_of_run(model, capsys, "--chat")
     lines = f"/image {picture}\n{QUESTION}\n/undo\n/image {picture}\n{QUESTION}\n"
@@ -66,8 +62,8 @@ def test_all_commands_give_a_picture_the_same_text(
 
 
 def test_another_model_sees_the_pictures_of_a_conversation(
-    model: str, picture: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, picture, tmp_path, capsys, monkeypatch
+):
     told = []
     other = shutil.copytree(model, tmp_path / "other")
     for change in ("", f"/model {other}\n"):
@@ -91,8 +87,8 @@ def write_prompts(tmp_path: Path, num_pictures: int) -> list[str]:
 
 
 def test_pictures_of_a_file_are_in_memory_while_they_are_read_or_answered(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     read, made, most = PictureReader.read, [], 0
 
     def counted(*args: Any) -> Picture:
@@ -107,9 +103,7 @@ def test_pictures_of_a_file_are_in_memory_while_they_are_read_or_answered(
     assert most <= 4  # those that have room, and the ones that come and go
 
 
-def test_a_picture_that_changes_before_its_turn_is_refused(
-    model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_changes_before_its_turn_is_refused(model, tmp_path, capsys, monkeypatch):
     load = moe_runtime.load
 
     def change_and_load(*args: Any, **options: Any) -> Any:
@@ -130,9 +124,7 @@ def test_a_picture_that_changes_before_its_turn_is_refused(
     ],
     ids=["text", "cut", "too many pixels"],
 )
-def test_a_file_that_is_no_picture_is_refused_in_a_line(
-    model: str, picture: Path, capsys: Any, content: bytes, complaint: str
-) -> None:
+def test_a_file_that_is_no_picture_is_refused_in_a_line(model, picture, capsys, content, complaint):
     picture.write_bytes(content)
     assert main(["run", model, "-p", QUESTION, "--image", str(picture), *OPTIONS]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -141,7 +133,7 @@ def test_a_file_that_is_no_picture_is_refused_in_a_line(
     assert " object at " not in line
 
 
-def test_what_takes_no_pictures_says_so(picture: Path, capsys: Any) -> None:
+def test_what_takes_no_pictures_says_so(picture, capsys):
     assert main(["run", str(pocket_path()), "-p", "x", "--image", str(picture)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "takes no pictures" in line

@@ -60,7 +60,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> DeviceTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(),
             dtype=host.dtype, layout=host.layout, device=torch.device(NAME, 0),
         )  # fmt: skip
@@ -68,7 +68,7 @@ class DeviceTensor(Tensor):
         CROSSINGS.on_memory(host)
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"DeviceTensor({self.host})"
 
     def tolist(self) -> Any:

@@ -76,8 +76,8 @@ def literal_replay(
             slot = slots.index(None) if None in slots else None
             if slot is None:
                 free = [n for n, held in enumerate(slots) if may_decline or held not in keys]
-                slot = min(free, key=lambda n: worth(slots[n]))  # type: ignore[arg-type]
-                if may_decline and worth(key) < worth(slots[slot]):  # type: ignore[arg-type]
+                slot = min(free, key=lambda n: worth(slots[n]))
+                if may_decline and worth(key) < worth(slots[slot]):
                     continue
             slots[slot] = key
     return hits, full

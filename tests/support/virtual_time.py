@@ -30,7 +30,7 @@ def run_virtually(work: Callable[[], Awaitable[T]]) -> T:
 
     def new_loop() -> asyncio.AbstractEventLoop:
         loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now_s  # type: ignore[method-assign]
+        loop.time = lambda: selector.now_s
         return loop
 
     async def run() -> T:

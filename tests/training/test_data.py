@@ -126,7 +126,7 @@ def test_encoding_is_kept_and_follows_text_and_tokenizer(tmp_path):
         backend_tokenizer = tokenizer.backend_tokenizer
         eos_token_id = end
 
-    again = encode_corpus(corpus, NoEncoding(), cache=tmp_path, name="all")  # type: ignore[arg-type]
+    again = encode_corpus(corpus, NoEncoding(), cache=tmp_path, name="all")
     assert again.fingerprint == streams.fingerprint
     assert np.array_equal(again.training, streams.training)
     other = encode_corpus(

@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moe_runtime.cli import console, options
+from moe_runtime.cli.disk import measure_disk, measure_memory
 from moe_runtime.config import STAND_IN, format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def inspect(
     misses: options.Misses = "device",
     kv_cache: options.KVCache = "exact",
     verify: bool = False,
+    speed: bool = False,
     as_json: options.Json = False,
 ) -> None:
     """Show a model's layers and experts, its sizes, and what a memory budget buys.
@@ -35,6 +38,8 @@ def inspect(
         max_tokens: Tokens to set memory aside for; when omitted 4096, or more where experts leave
             it.
         verify: Also read every weight of the model, and name the first that is NaN or infinite.
+        speed: Also measure memory and disk for three seconds, and show the tokens/s that they
+            allow where experts are used evenly.
     """
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     if budget is not None and budget.num_bytes is None:
@@ -66,7 +71,15 @@ def inspect(
     wanted = (max(first_slots, round(summary.total_experts * share)) for share in _SHARES)
     budgets = {smallest + (slots - first_slots) * summary.slot_bytes for slots in wanted}
     budgets |= {smallest} | ({asked_bytes} if asked_bytes is not None else set())
-    purchases = [_purchase(summary, size) for size in sorted(budgets)]
+    from moe_runtime.inference.budget import available_host_bytes, resolve_budget
+
+    free_bytes = resolve_budget(
+        parse_budget("auto", name=""), available_host_bytes(), "this machine"
+    )
+    speeds = _measured(summary) if speed else None
+    purchases = [_purchase(summary, size, speeds) for size in sorted(budgets)]
+    here = _purchase(summary, free_bytes, speeds)
+    on_hub = {} if summary.path.exists() else _quantisations(model)
     asked = next((one for one in purchases if one["budget_bytes"] == asked_bytes), purchases[0])
     auto = None
     if asked["expert_slots"]:
@@ -85,6 +98,10 @@ def inspect(
                 "smallest_budget_bytes": smallest,
                 "budgets": purchases,
                 "verified": verify,
+                "this_machine": here,
+                "token_expert_bytes": summary.token_expert_bytes,
+                "speeds": speeds,
+                "quantisations": on_hub,
                 "auto": auto,
             }
         )
@@ -116,21 +133,70 @@ def inspect(
         ),
         ("smallest for serve", f"{for_server}; run needs less for a shorter prompt and answer"),
     ]
+    share = min(here["resident_share"], 1)
+    fits = f"{share:.0%} of the experts fit" if here["expert_slots"] else "too little"
+    rows += [
+        ("on this machine", f"--host-memory auto takes {format_bytes(free_bytes)} now: {fits}"),
+        ("experts for a token", format_bytes(summary.token_expert_bytes)),
+    ]
+    if speeds is not None:
+        memory, disk = speeds["memory_bytes_per_s"] / 1e9, speeds["disk_bytes_per_s"] / 1e9
+        rows.append(("measured", f"memory {memory:.3g} GB/s, disk {disk:.3g} GB/s"))
     if verify:
         read = "every weight that the model uses was read, all values are finite"
         rows.append(("verified", read))
     console.print_rows(f"{summary.path}", rows, to_stderr=False)
     names = ("--host-memory", "context", "experts in memory", "per layer", "share")
+    names += ("tokens/s if used evenly",) if speeds else ()
     columns = [(name, "right") for name in names]
-    console.print_table("what a budget buys", columns, [_purchase_row(one) for one in purchases])
+    console.print_table(
+        "what a budget buys", columns, [_purchase_row(one, len(names)) for one in purchases]
+    )
+    if on_hub:
+        columns = [("quantisation", "left"), ("size", "right"), ("fits in memory here", "right")]
+        sizes = sorted(on_hub.items(), key=lambda one: one[1])
+        cells = [
+            (label, format_bytes(size), f"{min(1, free_bytes / size):.0%}") for label, size in sizes
+        ]
+        console.print_table(
+            "other files of the repository, to be named as :QUANTISATION", columns, cells
+        )
     if auto is not None:
         console.print_rows("what --policy auto takes", list(auto.items()), to_stderr=False)
 
 
-def _purchase(summary: "CheckpointSummary", budget_bytes: int) -> dict[str, Any]:
+def _quantisations(model: str) -> dict[str, int]:
+    """Bytes of each GGUF model that a repository of the hub has."""
+    from moe_runtime.checkpoints.hub import parse_hub_name, quantisations
+
+    name = parse_hub_name(model)
+    return {} if name is None else quantisations(name)
+
+
+def _measured(summary: "CheckpointSummary") -> dict[str, float]:
+    """Speeds of memory, and of the disk that the experts are on or would be downloaded to."""
+    from huggingface_hub import constants
+
+    path = summary.path
+    if not path.exists():
+        path = Path(constants.HF_HUB_CACHE)
+        path.mkdir(parents=True, exist_ok=True)
+    disk = measure_disk(path, read_bytes=summary.bytes_per_expert)
+    found = max(disk.direct_bytes_per_s or 0, disk.buffered_bytes_per_s)
+    return {"memory_bytes_per_s": measure_memory(), "disk_bytes_per_s": found}
+
+
+def _purchase(
+    summary: "CheckpointSummary", budget_bytes: int, speeds: dict[str, float] | None
+) -> dict[str, Any]:
     """What a budget buys; no slots of experts when it does not work."""
     works = budget_bytes >= summary.smallest_budget_bytes
     slots = summary.slots_for(budget_bytes) if works else 0
+    share = slots / summary.total_experts
+    rate = None
+    if works and speeds is not None:
+        memory, disk = speeds["memory_bytes_per_s"], speeds["disk_bytes_per_s"]
+        rate = summary.tokens_per_s(share, memory, disk)
     return {
         "budget_bytes": budget_bytes,
         "max_tokens": summary.context_for(budget_bytes).max_tokens
@@ -138,16 +204,17 @@ def _purchase(summary: "CheckpointSummary", budget_bytes: int) -> dict[str, Any]
         else summary.tokens_for(budget_bytes),
         "expert_slots": slots,
         "slots_per_layer": slots / summary.num_layers,
-        "resident_share": slots / summary.total_experts,
+        "resident_share": share,
+        **({} if rate is None else {"even_tokens_per_s": rate}),
     }
 
 
-def _purchase_row(bought: dict[str, Any]) -> tuple[str, ...]:
+def _purchase_row(bought: dict[str, Any], num_columns: int) -> tuple[str, ...]:
     size = format_bytes(bought["budget_bytes"], up=True)
     if not bought["expert_slots"]:
         tokens = bought["max_tokens"]
         enough = f"; enough with --max-tokens {tokens}" if tokens else ""
-        return size, "", f"too small{enough}", "", ""
+        return (size, "", f"too small{enough}", "", "", "")[:num_columns]
     per_layer, share = bought["slots_per_layer"], bought["resident_share"]
     return (
         size,
@@ -155,4 +222,5 @@ def _purchase_row(bought: dict[str, Any]) -> tuple[str, ...]:
         str(bought["expert_slots"]),
         f"{per_layer:.1f}",
         f"{share:.0%}",
+        *([f"{bought['even_tokens_per_s']:,.4g}"] if "even_tokens_per_s" in bought else []),
     )

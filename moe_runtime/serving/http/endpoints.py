@@ -213,7 +213,7 @@ class Endpoints:
     async def count_tokens(self, request: Request) -> Response:
         body = await self._body(request, MessagesBody)
         asked = Asked.of(request.scope)
-        model = await self._server.hold(asked, body.model)
+        model = await self._hold(request, body.model)
         found = await self._server.prepare(asked, messages.count_tokens, body, model)
         return json_response({"input_tokens": found})
 
@@ -254,7 +254,7 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)
         asked = Asked.of(request.scope)
-        model = await self._server.hold(asked, body.model)
+        model = await self._hold(request, body.model)
         ids = await self._server.prepare(asked, _tokens_of, body, model)
         texts = None
         if body.return_token_strs:
@@ -267,15 +267,14 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
         asked = Asked.of(request.scope)
-        model = await self._server.hold(asked, body.model)
+        model = await self._hold(request, body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
         text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        asked = Asked.of(request.scope)
-        model = await self._server.hold(asked, request.query_params.get("model"))
+        model = await self._hold(request, request.query_params.get("model"))
         tokenizer = model.vocabulary.tokenizer
         return json_response(
             {
@@ -324,7 +323,7 @@ class Endpoints:
     ) -> Response:
         body = await self._body(request, kind)
         asked = Asked.of(request.scope)
-        model = await self._server.hold(asked, body.model)
+        model = await self._hold(request, body.model)
         most = self._server.limits.choices
         choices, answers_to = await self._server.prepare(
             asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
@@ -339,6 +338,21 @@ class Endpoints:
         if body.stream:
             return EventStream(generation, answer)
         return await whole(request, generation, answer.whole())
+
+    async def _hold(self, request: Request, name: str | None) -> ServedModel:
+        """The model that a request names, once it is loaded, unless the client goes away first."""
+        holding = asyncio.ensure_future(self._server.hold(Asked.of(request.scope), name))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((holding, gone), return_when=asyncio.FIRST_COMPLETED)
+            if holding.done():
+                return holding.result()
+            raise client_went_away()
+        finally:
+            for task in (holding, gone):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ApiError):
+                    await task
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()

@@ -275,8 +275,13 @@ def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[Any]:
 
 def _conversation(body: MessagesBody) -> ChatMessages:
     found = ChatMessages()
-    if body.system:
-        found.say("system", _text(body.system))
+    system = body.system or ""
+    if not isinstance(system, str):
+        # A line for Anthropic's accounts: it differs from task to task, and what follows is a
+        # prefix to share.
+        system = [one for one in system if not one.text.startswith("x-anthropic-billing-header:")]
+    if text := _text(system):
+        found.say("system", text)
     for at, message in enumerate(body.messages):
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content

@@ -132,10 +132,11 @@ class ModelTable(Mapping[str, ServedModel]):
         ready = asyncio.get_running_loop().create_future()
         place._waiting.append(ready)
         if len(place._waiting) == 1:
-            self._begin(self._admit(place))
+            self._begin(self._admit(place, lambda: any(not one.done() for one in place._waiting)))
         try:
             await ready
         except asyncio.CancelledError:
+            self._freed.set()  # nobody may want the memory any more
             if ready.done() and not ready.cancelled() and ready.exception() is None:
                 self.release(place)  # it had just been given
             raise
@@ -149,7 +150,7 @@ class ModelTable(Mapping[str, ServedModel]):
 
     def load(self, name: str) -> None:
         """Begins to load a model, if it is not there."""
-        self._begin(self._admit(self._by_name[name]))
+        self._begin(self._admit(self._by_name[name], lambda: True))
 
     def unload(self, name: str) -> None:
         """Begins to unload a model, once no request holds it."""
@@ -174,14 +175,14 @@ class ModelTable(Mapping[str, ServedModel]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _admit(self, place: Place) -> None:
+    async def _admit(self, place: Place, is_wanted: Callable[[], bool]) -> None:
         """Loads a model where it is not, and lets those in who wait for it."""
         async with self._changing:
             try:
-                if not place.served:
+                if not place.served and is_wanted():
                     place._is_loading, place.failure = True, ""
-                    await self._make_room(place)
-                    await self._load(place)
+                    if await self._make_room(place, is_wanted):
+                        await self._load(place)
             finally:
                 place._is_loading = False
                 waiting, place._waiting = place._waiting, []
@@ -194,7 +195,8 @@ class ModelTable(Mapping[str, ServedModel]):
                     else:
                         ready.set_exception(_not_loaded(place))
 
-    async def _make_room(self, place: Place) -> None:
+    async def _make_room(self, place: Place, is_wanted: Callable[[], bool]) -> bool:
+        """Gives whether the model is still wanted when there is memory for it."""
         try:
             while not await self._work(self._loader.make_room, place.name):
                 self._freed.clear()
@@ -203,8 +205,11 @@ class ModelTable(Mapping[str, ServedModel]):
                 elif any(one.served for one in self.places):
                     self._is_short = True
                     await self._freed.wait()
+                    if not is_wanted():
+                        return False
                 else:
-                    return  # loading says what is missing
+                    break  # loading says what is missing
+            return True
         finally:
             self._is_short = False
 

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -91,7 +91,7 @@ class FunctionCallItem(_Item):
     call_id: str
     name: str
     arguments: str
-    namespace: Unused = None
+    namespace: str | None = None
 
 
 class FunctionOutputItem(_Item):
@@ -126,6 +126,32 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class NamespaceTool(Body):
+    """Functions under one name; what it says of them all is told with the first."""
+
+    droppable = None
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, fail_fast=True)]
+
+
+def _runnable(tools: Any) -> Any:
+    for at, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in ("function", "namespace"):
+            problem = f"expected 'function' or 'namespace', got {clipped(kind)}"
+            raise FieldError(
+                f"tools.{at}.type",
+                f"{problem}; this server runs no tools: turn it off in the client",
+            )
+    return tools
+
+
+_AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
+_Tools = Annotated[list[_AnyTool], Field(fail_fast=True), BeforeValidator(_runnable)]
 
 
 class FunctionChoice(Body):
@@ -174,11 +200,12 @@ class ResponsesBody(TranslatedBody):
     temperature: Annotated[float, Field(ge=0)] | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: _Tools | None = None
     top_logprobs: TopLogprobs | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    client_metadata: Unused = None
     user: str | None = None
     prompt_cache_key: Unused = None
     prompt_cache_options: Unused = None
@@ -264,6 +291,7 @@ def prepare(
         sections=sections[0],
         echoed=_echoed(body, asked, model),
         has_logprobs=bool(asked.logprobs),
+        names={tool.name: named_as for tool, named_as in _functions(body)},
         keep=None if body.store is False else partial(_keep, kept, owner, messages),
     )
 
@@ -292,7 +320,10 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         messages = [lead, *messages]
     if not messages:
         raise FieldError("input", "is empty, send a text or at least one item")
-    tools: Any = [_tool(tool) for tool in body.tools or ()] or None
+    tools: Any = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        for tool, _ in _functions(body)
+    ] or None
     include = {*(body.include or ())} - {"reasoning.encrypted_content"}
     if unknown := include - {"message.output_text.logprobs"}:
         raise unsupported("include", f"{clipped(sorted(unknown)[0])} is not known")
@@ -316,8 +347,22 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     )
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
+    """Functions by the names that they have in a chat, and by what a call names them here."""
+    for tool in body.tools or ():
+        if isinstance(tool, FunctionTool):
+            yield tool, {"name": tool.name}
+            continue
+        about = tool.description
+        for one in tool.tools:
+            more = {"name": _flat(one.name, tool.name)}
+            if about:
+                more["description"], about = joined(about, one.description or "", "\n\n"), None
+            yield one.model_copy(update=more), {"name": one.name, "namespace": tool.name}
+
+
+def _flat(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _text(content: str | Sequence[InputText | InputImage]) -> str:
@@ -359,7 +404,8 @@ def _add_item(found: ChatMessages, item: Any) -> None:
         message.content = joined(message.content, _text(item.content), "\n")
     elif isinstance(item, FunctionCallItem):
         message = found.answer()
-        call = FunctionCall(name=item.name, arguments=item.arguments)
+        name = _flat(item.name, item.namespace)
+        call = FunctionCall(name=name, arguments=item.arguments)
         call_of = ToolCall(id=item.call_id, function=call)
         message.tool_calls = [*(message.tool_calls or ()), call_of]
     else:
@@ -375,7 +421,7 @@ def _echoed(body: ResponsesBody, asked: ChatBody, model: ServedModel) -> dict[st
     """The request's settings, which a response repeats."""
     sampling = sampling_of(asked, model)
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
-    tools = [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()]
+    tools = [tool.model_dump() for tool in body.tools or ()]
     choice = body.tool_choice
     plain = choice.model_dump() if isinstance(choice, FunctionChoice) else choice
     return {
@@ -408,10 +454,12 @@ class ResponseAnswers(PartAnswers):
         sections: Sections,
         echoed: dict[str, Any],
         has_logprobs: bool,
+        names: Mapping[str, dict[str, str]],
         keep: Any,
     ) -> None:
         super().__init__(generation, sections)
         self._has_logprobs = has_logprobs
+        self._names = names
         self._keep = keep
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
@@ -434,12 +482,13 @@ class ResponseAnswers(PartAnswers):
     def add(self, part: Part, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
         if isinstance(part, ParsedCall):
             yield from self._close()
-            call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": part.name}
+            named_as = self._names.get(part.name, {"name": part.name})
+            call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", **named_as}
             yield from self._open({"type": "function_call", "id": "fc", **call, "arguments": ""})
             self._items[-1]["arguments"] = part.arguments
             said = f"{_CALL_ARGUMENTS}.delta", f"{_CALL_ARGUMENTS}.done"
             yield self._of_item(said[0], delta=part.arguments)
-            yield self._of_item(said[1], arguments=part.arguments, name=part.name)
+            yield self._of_item(said[1], arguments=part.arguments, name=named_as["name"])
             yield from self._close()
             return
         kind, text = part

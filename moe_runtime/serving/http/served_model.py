@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -82,6 +84,9 @@ class ChatTemplate:
         if tools and not self.knows("tools"):
             raise unsupported("tools", "this model's chat template has none")
         conversation = [self._plain(message, at) for at, message in enumerate(messages)]
+        plainer = _with_systems_first(conversation)
+        if plainer != conversation and not self._takes_later_systems:
+            conversation = plainer
         given |= {
             "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
@@ -109,6 +114,16 @@ class ChatTemplate:
             raise ApiError(found["problem"])
         return found["text"]
 
+    @cached_property
+    def _takes_later_systems(self) -> bool:
+        """Whether a system message that is not the first is written; some templates refuse it, and
+        some leave it out."""
+        turns = (("system", "first"), ("user", "Hi"), ("system", "later"), ("user", "Hi"))
+        with contextlib.suppress(ApiError):
+            tried = [{"role": role, "content": text} for role, text in turns]
+            return "later" in self.write(tried, tools=None, add_generation_prompt=True)
+        return False
+
     def opens_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
 
@@ -131,6 +146,28 @@ class ChatTemplate:
             where = f"messages.{at}.tool_calls.{number}.function.arguments"
             call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
         return plain
+
+
+def _with_systems_first(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One system message at the beginning; later ones are the user's, where they are."""
+    found: list[dict[str, Any]] = []
+    for message in conversation:
+        if message["role"] not in ("system", "developer"):
+            found.append(message)
+            continue
+        last = found[-1] if found else None
+        is_first = last is None or (len(found) == 1 and last["role"] in ("system", "developer"))
+        if last is not None and (is_first or last["role"] == "user"):
+            found[-1] = {**last, "content": _after(last["content"], message["content"])}
+        else:
+            found.append(message if is_first else {**message, "role": "user"})
+    return found
+
+
+def _after(first: Any, second: Any) -> Any:
+    if isinstance(first, str):
+        return f"{first}\n\n{second}"
+    return [*first, {"type": "text", "text": second}]
 
 
 def _parts(content: Sequence[TextPart | ImagePart]) -> str | list[dict[str, str]]:

@@ -35,9 +35,9 @@ def make(kind: str, dtype: torch.dtype = torch.bfloat16) -> Model:
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
     model.to(dtype).eval().requires_grad_(False)
     use_small_batch_layers(model)
-    use_single_query_attention(model)  # type: ignore[arg-type]
+    use_single_query_attention(model)
     assert model.layer.config._attn_implementation in {ATTENTION, EAGER_ATTENTION}
-    fused.fuse_attention_layers(model)  # type: ignore[arg-type]
+    fused.fuse_attention_layers(model)
     return model
 
 

@@ -24,7 +24,7 @@ WINDOWS = GptOssConfig(sliding_window=9, layer_types=["sliding_attention"], num_
 
 def growing_cache(config: GptOssConfig | None = None) -> DynamicCache:
     model = Caller()
-    grow_cache_in_place(model)  # type: ignore[arg-type]
+    grow_cache_in_place(model)
     return model(past_key_values=DynamicCache(config=config))
 
 
@@ -157,7 +157,7 @@ def test_a_cache_made_elsewhere_is_taken_over_with_its_content(filled):
     if filled:
         cache.update(*tokens(4), 0)
     model = Caller()
-    grow_cache_in_place(model)  # type: ignore[arg-type]
+    grow_cache_in_place(model)
     model(past_key_values=cache)
     cache.update(*tokens(1), 0)
     assert type(cache.layers[0]) is not DynamicLayer

@@ -1,7 +1,5 @@
 """Decode steps that are recorded and replayed, with experts in slots of an emulated device."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator
@@ -61,9 +59,7 @@ def without_graphs(model: Any) -> Any:
     ("num_sequences", "slots", "misses"),
     [(1, NUM_EXPERTS, "device"), (3, 2, "device"), (3, 3, "cpu")],
 )
-def test_the_same_bits_as_without_graphs(
-    checkpoint: Path, num_sequences: int, slots: int, misses: str
-) -> None:
+def test_the_same_bits_as_without_graphs(checkpoint, num_sequences, slots, misses):
     prompt, found, counts = THREE[:num_sequences], [], []
     for is_recorded in (True, False):
         with loaded(checkpoint, slots, misses) as model:
@@ -79,7 +75,7 @@ def test_the_same_bits_as_without_graphs(
 
 
 @emulated
-def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkpoint: Path) -> None:
+def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkpoint):
     found, counts = [], []
     for is_recorded in (True, False):
         with loaded(checkpoint, NUM_EXPERTS) as model:
@@ -103,7 +99,7 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
 
 
 @emulated
-def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
+def test_generation_is_that_of_a_cache_that_grows(checkpoint):
     texts = []
     for implementation in ("static", "dynamic"):
         with loaded(checkpoint, 2) as model:
@@ -116,16 +112,14 @@ def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
 
 @emulated
 @pytest.mark.parametrize("length", [pytest.param(2, marks=pytest.mark.long), 7])
-def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(
-    tmp_path: Path, length: int
-) -> None:
+def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(tmp_path, length):
     """The window is left behind while tokens are generated, or by the prompt."""
     compare_windows(tmp_path, length, lambda folder: loaded(folder, 2))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [2, 7])
-def test_a_gpu_records_layers_of_a_window(tmp_path: Path, length: int) -> None:
+def test_a_gpu_records_layers_of_a_window(tmp_path, length):
     @contextmanager
     def on_gpu(folder: Path) -> Iterator[Any]:
         model: Any = moe_runtime.load(folder, device="cuda", max_tokens=64)
@@ -159,7 +153,7 @@ def compare_windows(folder: Path, length: int, load: Any) -> None:
 
 
 @emulated
-def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Path) -> None:
+def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         settings = {"max_new_tokens": 2, "do_sample": False}
         found = model.generate(PROMPT, return_dict_in_generate=True, **settings)
@@ -187,7 +181,7 @@ def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Pat
 
 
 @emulated
-def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
+def test_only_plain_positions_are_left_to_the_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         cache, where = Request(model, PROMPT).cache, PROMPT.shape[1]
 
@@ -212,7 +206,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
 
 
 @emulated
-def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
+def test_what_changes_in_the_model_is_seen(checkpoint):
     called: list[Any] = []
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         ours = Request(model)
@@ -255,7 +249,7 @@ def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
 
 
 @emulated
-def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint: Path) -> None:
+def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint):
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         ours, theirs = Request(model, THREE), Request(without_graphs(other), THREE)
         for request in (ours, theirs):
@@ -279,7 +273,7 @@ def twice(forward: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @emulated
-def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> None:
+def test_a_step_that_fails_leaves_the_next_request_right(checkpoint):
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         expected = Request(without_graphs(other)).steps(2)
         store: Any = experts_modules_of(model)[0].store
@@ -299,7 +293,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> No
 
 
 @emulated
-def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
+def test_what_cannot_be_recorded_is_computed(checkpoint):
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs: aten._local_scalar"):
@@ -309,9 +303,7 @@ def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
 
 
 @emulated
-def test_a_recording_that_finds_no_memory_is_tried_again(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_finds_no_memory_is_tried_again(checkpoint, monkeypatch):
     def refuse(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no memory for the graph")
 
@@ -333,9 +325,7 @@ def test_a_recording_that_finds_no_memory_is_tried_again(
 @pytest.mark.gpu
 @pytest.mark.parametrize("misses", ["device", "cpu", "auto"])
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_a_gpu_replays_the_bits_of_its_steps(
-    checkpoint: Path, misses: str, num_sequences: int
-) -> None:
+def test_a_gpu_replays_the_bits_of_its_steps(checkpoint, misses, num_sequences):
     with pytest.raises(CapacityError) as refused:
         moe_runtime.load(checkpoint, device="cuda", max_tokens=256, device_memory=1)
     smallest = refused.value.smallest_bytes
@@ -361,7 +351,7 @@ def test_a_gpu_replays_the_bits_of_its_steps(
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_what_it_cannot_record(checkpoint: Path) -> None:
+def test_a_gpu_computes_what_it_cannot_record(checkpoint):
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=256)
     with model.moe:
         expected = Request(without_graphs(model), ONE.to("cuda")).steps(NEW_TOKENS)

@@ -1,6 +1,7 @@
 """Static caches of `generate` and recorded steps that are used again, what a call leaves to the
 next one, and who may change a model in its midst."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -60,10 +61,11 @@ def generated(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.stack(found.logits)
 
 
-def alone(checkpoint: Path, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+@functools.cache
+def alone(checkpoint: Path, prompt: torch.Tensor) -> torch.Tensor:
     """The same by a model that was asked nothing before."""
     with loaded(checkpoint) as model:
-        return generated(model, prompt, **options)
+        return generated(model, prompt)
 
 
 def recorded(model: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
+from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.server import Access
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
@@ -162,6 +163,16 @@ def test_a_conversation_is_that_of_a_chat(asked):
     assert one == other
 
 
+def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
+    """It differs from task to task, and the instructions behind it are a prefix to share."""
+    line = "x-anthropic-billing-header: cc_version=2.1.332.3b1; cch=eb6c6;"
+    blocks = [{"type": "text", "text": text} for text in (line, "Be brief.")]
+    given = {"messages": USER, "max_tokens": 9}
+    one, other = (asked(PATH, {**given, "system": found}) for found in (blocks, blocks[1:]))
+    assert one == other
+    assert asked(PATH, {**given, "system": blocks[:1]}) == asked(PATH, given)
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "plain"),
     [
@@ -188,12 +199,13 @@ def test_an_answer_goes_on_where_the_last_message_ends(asked):
     assert asked(PATH, chat) == asked("/v1/chat/completions", {**chat, **continued})
 
 
-def test_more_tokens_than_there_is_room_for(site):
+def test_more_tokens_than_there_is_room_for(staged, pocket):
     """Clients ask for as many as a large model may give."""
     body = {"messages": USER, "max_tokens": 64_000, "stop_sequences": ["\0"], "temperature": 0}
-    _, found = site.ask(PATH, body)
+    with Engine(pocket, max_tokens=256) as engine:
+        _, found = staged(engine).ask(PATH, body)
+        room = engine.most_request_tokens
     assert found["stop_reason"] in ("model_context_window_exceeded", "end_turn")
-    room = site.server.models["pocket"].engine.most_request_tokens
     used = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
     assert used + found["usage"]["output_tokens"] <= room
 

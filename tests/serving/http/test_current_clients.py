@@ -9,7 +9,7 @@ from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, res
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import encode_text
-from moe_runtime.serving.http.schema import ChatBody, parse_body
+from moe_runtime.serving.http.schema import ChatBody, Message, parse_body
 from moe_runtime.serving.http.served_model import ChatTemplate
 from moe_runtime.serving.http.server import Access, Limits
 from moe_runtime.serving.requests import Finished, GenerationRequest, PromptRead
@@ -116,6 +116,42 @@ def test_templates_are_given_what_they_know(staged, tokenizer):
         for one in asked_of_engine(lambda engine: staged(engine, knowing), {}, {"verbosity": "low"})
     )
     assert terse == plain.replace("()", "(low)") != plain
+
+
+_LATER = "{% if m.role == 'system' and not loop.first %}"
+_MOVED = "system=A,B user=C,D assistant=E tool=F user=G user=H"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "", "system=A system=B user=C system=D assistant=E tool=F system=G user=H"),
+        (f"{_LATER}{{{{ raise_exception('late') }}}}{{% endif %}}", "", _MOVED),
+        (f"{_LATER}{{% else %}}", "{% endif %}", _MOVED),
+    ],
+)
+def test_later_system_messages_are_the_users_where_a_template_takes_none(
+    tokenizer: Any, before: str, after: str, expected: str
+) -> None:
+    """Agents send them; Qwen3.5's template refuses them, that of gpt-oss leaves them out."""
+    written = f"{before}{{{{ m.role }}}}={{{{ m.content }}}} {after}"
+    source = f"{{% for m in messages %}}{written}{{% endfor %}}"
+    template = ChatTemplate(with_template(tokenizer, source))
+    roles: list[Any] = [
+        "system",
+        "developer",
+        "user",
+        "system",
+        "assistant",
+        "tool",
+        "system",
+        "user",
+    ]
+    messages = [
+        Message(role=role, content=text) for role, text in zip(roles, "ABCDEFGH", strict=True)
+    ]
+    found = template.render(messages, add_generation_prompt=False)
+    assert found.replace("\n\n", ",").split() == expected.split()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from http_server import TEMPLATE
 
 from moe_runtime.models.pocket import pocket_path
 
@@ -32,8 +33,8 @@ metric_list: [{metric: acc}]
 """
 
 
-def run(folder: Path, name: str, *words: str) -> None:
-    """A program without a network and with a home of its own."""
+def run(folder: Path, name: str, *words: str) -> str:
+    """What a program prints that has no network and a home of its own."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
@@ -48,6 +49,7 @@ def run(folder: Path, name: str, *words: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
+    return ended.stdout
 
 
 def test_lm_eval_finds_the_likelihoods_of_the_model(site, pocket, tokenizer, tmp_path):
@@ -97,3 +99,17 @@ def test_llama_benchy_measures_prompts_and_answers(site, tmp_path):
     assert "error" not in json.dumps(measured).lower()
     (one,) = measured["benchmarks"]
     assert one["tg_throughput"]["mean"] > 0
+
+
+def test_llm_goes_on_with_a_conversation(speaking: Any, tmp_path: Path) -> None:
+    def say(prompt: str) -> str:
+        return "And twice." if "Once." in prompt else "Once."
+
+    site = speaking(say, TEMPLATE)
+    (tmp_path / ".config/io.datasette.llm").mkdir(parents=True)
+    about = {"model_id": "pocket", "model_name": "pocket", "api_base": f"{site.address}/v1"}
+    models = tmp_path / ".config/io.datasette.llm/extra-openai-models.yaml"
+    models.write_text(json.dumps([about]))  # which is YAML too
+    words = ("--model", "pocket", "--key", "none")
+    assert run(tmp_path, "llm", *words, "--system", "Be brief.", "Hi") == "Once.\n"
+    assert run(tmp_path, "llm", *words, "--continue", "Again") == "And twice.\n"

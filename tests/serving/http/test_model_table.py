@@ -207,3 +207,20 @@ def test_requests_that_go_away_leave_no_model_in_use():
         await stage.use("b")
 
     assert run(scenario, Stage(room=1)).loader.done == ["+a", "-a", "+b"]
+
+
+def test_a_request_that_leaves_the_queue_costs_no_model_its_place():
+    async def scenario(stage: Stage) -> None:
+        held = await stage.table.hold("a")
+        gone = asyncio.ensure_future(stage.table.hold("b"))
+        while not stage.table._is_short:
+            await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await stage.settled()
+        await stage.use("a")  # nobody waits for its memory any more
+        stage.table.release(held)
+        assert stage.statuses() == ["loaded", "unloaded", "unloaded"]
+        await stage.use("b")
+
+    assert run(scenario, Stage(room=1)).loader.done == ["+a", "-a", "+b"]

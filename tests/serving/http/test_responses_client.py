@@ -241,6 +241,45 @@ def test_a_tool_is_called(speaking, choice):
     assert json.loads(call.arguments) == {"city": "Rome"}
 
 
+def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: Any) -> None:
+    """Two namespaces have one of the same name; a chat has functions with one name each."""
+    about = {"description": "Tells it.", "parameters": PARAMETERS}
+    one = {"type": "function", "name": "weather", **about}
+    spaces = [
+        {"type": "namespace", "name": name, "description": f"In {name}.", "tools": [one]}
+        for name in ("rome", "oslo")
+    ]
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    turns = [*TURNS[:2], {**call, "namespace": "oslo"}, TURNS[-1]]
+    made = {"id": "1", "function": {"name": "oslo__weather", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [made]},
+        {"role": "tool", "content": "Sun", "tool_call_id": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", **about}}]
+    for name in ("rome", "oslo"):
+        text = f"In {name}.\n\nTells it."
+        function = {"name": f"{name}__weather", "description": text, "parameters": PARAMETERS}
+        tools.append({"type": "function", "function": function})
+    given: Any = [one, *spaces]
+    assert asked(PATH, {"input": turns, "tools": given}) == asked(
+        CHAT, {"messages": chat, "tools": tools}
+    )
+    site = speaking(CALL + CALL.replace("weather", "oslo__weather"))
+    with client_of(site) as client:
+        found = client.responses.create(model="pocket", input="Hi", tools=given)
+        called: list[Any] = [*found.output]
+        assert [call.namespace for call in called] == [None, "oslo"]
+        assert [call.name for call in called] == ["weather", "weather"]
+        assert [tool.model_dump(exclude_none=True) for tool in found.tools] == given
+        again = client.responses.create(
+            model="pocket", input="And?", tools=given, previous_response_id=found.id
+        )
+    assert again.status == "completed"
+
+
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
 

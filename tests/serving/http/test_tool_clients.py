@@ -1,7 +1,9 @@
 """Clients' schemas and published tokenizers: calls that are forced, and thoughts that end."""
 
 import enum
+import functools
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -279,3 +281,29 @@ def test_llama_index_gets_a_nested_model(speaking):
         max_retries=0,
     )
     assert llm.structured_predict(Trip, PromptTemplate("Hi")) == FULL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_langchain_gets_a_nested_model_and_calls(speaking: Any, dialect: str) -> None:
+    openai = pytest.importorskip("langchain_openai")
+    anthropic = pytest.importorskip("langchain_anthropic")
+
+    def speaker(text: str) -> Any:
+        site = speaking(text)
+        given = {"model": "pocket", "api_key": "none", "max_retries": 0}
+        if dialect == "messages":
+            return anthropic.ChatAnthropic(base_url=site.address, **given)
+        more = {"use_responses_api": dialect == "responses"}
+        return openai.ChatOpenAI(base_url=f"{site.address}/v1", **given, **more)
+
+    how = "function_calling"
+    found = speaker(hermes_call("Trip")).with_structured_output(Trip, method=how).invoke("Hi")
+    assert found == FULL
+    written = spaced(FULL.model_dump(mode="json") | {"folder": "x"})
+    found = speaker(written).with_structured_output(Trip, method="json_schema").invoke("Hi")
+    assert found == FULL.model_copy(update={"folder": Path("x")})
+    called = speaker(f"I go.{hermes_call('Trip')}").bind_tools([Trip])
+    whole = functools.reduce(operator.add, called.stream("Hi"))
+    assert whole.text == "I go."
+    assert [Trip.model_validate(call["args"]) for call in whole.tool_calls] == [FULL]

@@ -20,11 +20,11 @@ LIBRARIES = ("moe_runtime.kernels.native.library", "moe_runtime.policies.evictio
 def force(module: ModuleType, isa: str) -> None:
     """Changes a module that has just been imported."""
     if isa == NONE:
-        module.LIBRARY_PATH = module.LIBRARY_PATH.with_name("not_built.so")  # type: ignore[attr-defined]
+        module.LIBRARY_PATH = module.LIBRARY_PATH.with_name("not_built.so")
     elif module.__name__ == LIBRARIES[0]:
         load = module.NativeLibrary.__init__
 
-        def load_and_select(self, path) -> None:  # type: ignore[no-untyped-def]
+        def load_and_select(self, path) -> None:
             load(self, path)
             self.select_isa(isa)
 
@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             run(module)
             force(module, os.environ[VARIABLE])
 
-        spec.loader.exec_module = run_and_force  # type: ignore[method-assign]
+        spec.loader.exec_module = run_and_force
         return spec
 
 

@@ -222,11 +222,7 @@ PACKED = {
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
     # blocks with offsets spill, on gfx942 all blocks: kernels/README.md says where and how much
-    **{
-        name: WeightFormat(name)  # type: ignore[arg-type]
-        for name in BLOCKS_READ
-        if name not in ("q4_1", "q4_k", "q5_k")
-    },
+    **{name: WeightFormat(name) for name in BLOCKS_READ if name not in ("q4_1", "q4_k", "q5_k")},
 }
 SELDOM = {"fp8-block", *BLOCKS_READ} - {"q8_0"}
 """Formats of which every tile is compiled or none."""

@@ -27,7 +27,7 @@ def make_expert(
 
 def with_values(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     """The same expert with tensors for matrices."""
-    matrices = [m.dequantize().to(dtype) for m in (weights.gate, weights.up, weights.down)]  # type: ignore[union-attr, call-arg]
+    matrices = [m.dequantize().to(dtype) for m in (weights.gate, weights.up, weights.down)]
     biases = (weights.gate_bias, weights.up_bias, weights.down_bias)
     return ExpertWeights(*matrices, *(None if b is None else b.to(dtype) for b in biases))
 
@@ -40,7 +40,7 @@ def run(
 ) -> torch.Tensor:
     out = torch.full_like(x_TD, torch.nan)
     rows = range(len(x_TD))
-    expert_ffn(x_TD, [weights], [len(x_TD)], rows, rows, out, activation=activation, impl=impl)  # type: ignore[arg-type]
+    expert_ffn(x_TD, [weights], [len(x_TD)], rows, rows, out, activation=activation, impl=impl)
     return out
 
 

@@ -41,7 +41,7 @@ PUBLISHED = {
     "gptq8": GPTQ8,
 }
 """The formats that checkpoints are published in."""
-BLOCK_FORMATS = {name: WeightFormat(name) for name in BLOCKS}  # type: ignore[arg-type]
+BLOCK_FORMATS = {name: WeightFormat(name) for name in BLOCKS}
 """Those of GGUF files."""
 
 
@@ -53,9 +53,9 @@ def every_format() -> list[WeightFormat]:
         ("e2m1", "e4m3", "uint4", "uint8", "int8"), SCALES, groups
     ):
         zero = {"uint4": 8, "uint8": 128}.get(codes, 0)
-        formats.append(WeightFormat(codes, scales, rows, cols, zero))  # type: ignore[arg-type]
+        formats.append(WeightFormat(codes, scales, rows, cols, zero))
         if zero:
-            formats.append(WeightFormat(codes, scales, rows, cols, has_zero_points=True))  # type: ignore[arg-type]
+            formats.append(WeightFormat(codes, scales, rows, cols, has_zero_points=True))
     return formats
 
 

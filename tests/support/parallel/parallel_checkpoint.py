@@ -23,13 +23,13 @@ def make(layout: list[list[int]] | int, seed: int) -> ParallelExperts:
 
 def save(path: str, layout: list[list[int]] | int, seed: int) -> None:
     state = make(layout, seed).logical_state()
-    dcp.save(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
+    dcp.save(state, checkpoint_id=path)
 
 
 def load(path: str, layout: list[list[int]] | int, seed: int) -> bool:
     """Whether experts read from the checkpoint equal those made with the seed it was made with."""
     experts, expected = make(layout, seed + 1), make(layout, seed)
     state = experts.logical_state()
-    dcp.load(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
+    dcp.load(state, checkpoint_id=path)
     pairs = zip(experts.parameters(), expected.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)

@@ -97,7 +97,7 @@ def summed_gradients(problem: Problem, slots: ExpertSlots) -> list[list[torch.Te
     )
     y_TD.backward(problem.of_rank(problem.grad_TD, rank))
     sum_replica_gradients(parameters, slots, world())
-    return [parameter.grad for parameter in parameters]  # pyright: ignore[reportReturnType]
+    return [parameter.grad for parameter in parameters]
 
 
 def with_copies(

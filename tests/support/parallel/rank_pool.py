@@ -109,7 +109,7 @@ def _serve(pipe: Connection, rank: int, size: int, store_path: str, timeout_s: f
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store_path, size),  # pyright: ignore[reportPrivateImportUsage]
+        store=dist.FileStore(store_path, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
