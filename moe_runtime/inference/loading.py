@@ -207,12 +207,11 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     rules = LossyRules.of(routing, skip_below, misses)
-    check_place(
-        place, rules, draft, misses, trace, kv_cache, is_alone=group is None and placement is None
-    )
+    is_alone = group is None and placement is None
+    check_place(place, rules, draft, misses, trace, kv_cache, is_alone=is_alone)
     own_adapter = LoadedAdapter(adapter, place)
     transport = None
-    if group is not None or placement is not None:
+    if not is_alone:
         from moe_runtime.parallel.dispatching import as_transport
 
         transport = as_transport(group)
@@ -251,22 +250,15 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    free = {
-        "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
-    }
+    num_here = 1 if partition is None else partition.processes_here()
+    free = {"host": available_host_bytes() // num_here}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     extra_bytes = table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens)
+    # processes that divide the experts must not choose each for itself
+    asked = max_tokens if partition is None else planned_tokens
     plans, context = _plan(
-        checkpoint,
-        slot_maps,
-        budgets,
-        free,
-        dense_bytes,
-        # processes that divide the experts must not choose each for itself
-        max_tokens if partition is None else planned_tokens,
-        extra_bytes,
-        kv_cache,
+        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, kv_cache
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
