@@ -177,8 +177,7 @@ def load(
             process. Shares of memory and ``"auto"`` divide what is free equally among the processes
             of a machine.
         placement: the file that says which process has which experts; equal runs when omitted.
-        adapter: the folder of a LoRA adapter as PEFT or ``finetune`` writes it, on layers, experts
-            or both. Its products are added to the model's own, which stays as it is; only on a CPU.
+        adapter: the folder of a LoRA adapter in PEFT's format, added unmerged; only on a CPU.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
@@ -207,9 +206,8 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     rules = LossyRules.of(routing, skip_below, misses)
-    check_place(
-        place, rules, draft, misses, trace, kv_cache, is_alone=group is None and placement is None
-    )
+    is_alone = group is None and placement is None
+    check_place(place, rules, draft, misses, trace, kv_cache, is_alone=is_alone)
     own_adapter = LoadedAdapter(adapter, place)
     transport = None
     if group is not None or placement is not None:
@@ -218,8 +216,7 @@ def load(
         transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)
     if trace is not None or timeline is not None:
-        inputs = [*files_of(checkpoint.folder), predictor, placement]
-        check_records(trace, timeline, inputs)
+        check_records(trace, timeline, [*files_of(checkpoint.folder), predictor, placement])
     planned_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     require_roundable(model, kv_cache)
@@ -251,12 +248,10 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    free = {
-        "host": available_host_bytes() // (1 if partition is None else partition.processes_here())
-    }
+    processes = 1 if partition is None else partition.processes_here()
+    free = {"host": available_host_bytes() // processes}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens)
     plans, context = _plan(
         checkpoint,
         slot_maps,
@@ -265,7 +260,7 @@ def load(
         dense_bytes,
         # processes that divide the experts must not choose each for itself
         max_tokens if partition is None else planned_tokens,
-        extra_bytes,
+        table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens),
         kv_cache,
     )
     max_tokens = context.max_tokens
