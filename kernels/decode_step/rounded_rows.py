@@ -13,7 +13,7 @@ from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.kernels.quantized.formats import BLOCKS
 
 GROUP, _GROUP_BYTES = BLOCKS["q8_0"]
-_LARGEST = 127
+_LARGEST, _LARGEST_SCALE = 127, 65504.0
 
 
 def row_bytes(dim: int) -> int:
@@ -32,11 +32,12 @@ def width_of(rows: Tensor) -> int:
 def round_rows(x: Tensor) -> Tensor:
     """The nearest codes of rows `[..., D]`, D a multiple of 32, as `uint8 [..., R]`.
 
-    A value differs by half a scale at most, a 254th of the largest of its 32. A NaN spoils its
-    group.
+    A value differs by half a scale at most: a 254th of the largest of its 32, where that is at
+    least 0.01 (smaller scales have fewer bits in fp16) and at most 8.3e6 (larger ones are clamped).
+    A NaN spoils its group.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
-    scales = (groups.abs().amax(-1, keepdim=True) / _LARGEST).half()
+    scales = (groups.abs().amax(-1, keepdim=True) / _LARGEST).clamp(max=_LARGEST_SCALE).half()
     wide = scales.float()
     codes = torch.where(wide == 0, 0, groups / wide).round().clamp(-_LARGEST, _LARGEST)
     parts = scales.view(torch.uint8), codes.to(torch.int8).view(torch.uint8)

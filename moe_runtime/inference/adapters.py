@@ -368,8 +368,8 @@ def require_fit(model: Any, folder: AdapterFolder) -> None:
             _require_stacked(modules[name], f"{name}.{parameter}", left.pop(place), folder)
     for place in left:
         raise UnsupportedModelError(
-            f"{folder.folder}: {place}.lora_A is beside no experts of the model that "
-            "target_parameters names; merge the adapter into a checkpoint of its own"
+            f"{folder.folder}: {place}.lora_A is on no linear layer and no experts of the model "
+            "(routers take no adapters); merge the adapter into a checkpoint of its own"
         )
 
 

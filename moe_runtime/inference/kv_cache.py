@@ -89,6 +89,12 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
     # no cell holds the model: it is freed once it is let go
     def prepare(model: Any, args: Any, options: dict[str, Any]) -> Any:
         cache = cache_of(options)
+        for layer in getattr(cache, "layers", ()):
+            is_rounded = hasattr(layer, "gives_rows")
+            if hasattr(layer, "growing_keys") and is_rounded is (rounding is None):
+                raise UnsupportedUseError(
+                    "the cache was filled by a model with another kv_cache; give a new one"
+                )
         if rounding is None:
             return give_room(cache)
         is_cached = options.get("use_cache")

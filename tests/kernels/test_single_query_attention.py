@@ -112,6 +112,8 @@ def test_rounding_keeps_every_value_within_half_a_scale():
     assert (
         (found - x.double()).unflatten(-1, (-1, GROUP)).abs() <= 0.5001 * scale + 2.0**-25
     ).all()
+    largest = widen_rows(round_rows(torch.full((1, 1, GROUP), 1e30)), torch.float32)
+    assert (largest == 127 * 65504.0).all()  # what codes can say at most, and no NaN
 
 
 @needs_native

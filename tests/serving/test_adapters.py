@@ -310,6 +310,11 @@ def test_adapters_are_models_of_the_server(
         metrics = site.ask("/metrics")[1]
         assert 'vllm:generation_tokens_total{engine="0",model_name="base"} 18.0' in metrics
         assert "wide" not in metrics
+        # the model goes, and comes back with its adapters for a request that asks for one
+        assert site.ask("/models/unload", {"model": "base"})[0] == 200
+        body = {"model": "wide", "prompt": list(PROMPTS[0]), "max_tokens": 6, "temperature": 0}
+        _, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
+        assert answer["choices"][0]["token_ids"] == expected["wide", PROMPTS[0]][0]
 
 
 def test_adapters_are_loaded_and_unloaded_on_request(
@@ -333,6 +338,7 @@ def test_adapters_are_loaded_and_unloaded_on_request(
             (load, {"lora_name": "mine", "lora_path": str(base / "none")}, 404),
             (load, {"lora_name": "mine", "lora_path": str(base)}, 400),
             (load, {"lora_name": "mine"}, 400),
+            (load, {"lora_name": "a\nb", "lora_path": str(folders["wide"])}, 400),
             (load, {"lora_name": "base", "lora_path": str(folders["wide"])}, 400),
             (load, {"lora_name": "x", "lora_path": "x", "base_model_name": "other"}, 404),
             (unload, {"lora_name": "mine"}, 404),
@@ -404,7 +410,7 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         | {f"base_model.model.model.layers.0.mlp.gate.lora_{p}.weight": t for p, t in pair.items()},
         router / "adapter_model.safetensors",
     )
-    assert "layers.0.mlp.gate.lora_A is beside no experts of the model" in refusal(router)
+    assert "layers.0.mlp.gate.lora_A is on no linear layer and no experts" in refusal(router)
     narrow = folders["narrow"]
     named = changed(narrow, tmp_path / "named")
     settings = json.loads((experts / "adapter_config.json").read_text())

@@ -1,7 +1,7 @@
 /* Products with rows that are rounded to int8, blocks of Q8_0, as attention to cached keys and values needs them: each row is
  * decoded once for a few rows of x. A code times its scale is exact in fp32, so values are not rounded, and a row of x has the
- * same bits whatever the others are. For a row alone, or left over, codes are multiplied as they are, and scales by what
- * belongs to all of a block. */
+ * same bits whatever the others of as many are. For a row alone, or left over, codes are multiplied as they are, and scales by
+ * what belongs to all of a block: other bits, always the same as the heads of a group are always as many. */
 #pragma once
 
 #include "formats/blocks.h"

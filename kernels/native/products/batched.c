@@ -66,11 +66,11 @@ INLINE void round_row_as(int dtype, const char *x, int64_t count, char *out) {
             most = fabsf(values[i]) > most ? fabsf(values[i]) : most;
             has_nan |= values[i] != values[i];
         }
-        const uint16_t half = f32_to_f16(has_nan ? NAN : most / 127.0f);
+        const uint16_t half = f32_to_f16(has_nan ? NAN : most / 127.0f < 65504.0f ? most / 127.0f : 65504.0f);
         const float scale = f16_to_f32(half);
         store_u16(out, half);
         for (int i = 0; i < ROUNDED_VALUES; i++) {
-            const float code = rintf(values[i] / scale);
+            const float code = scale == 0 ? 0 : rintf(values[i] / scale);
             out[2 + i] = (char)(code > 127.0f ? 127 : code < -127.0f ? -127 : code == code ? (int)code : 0);
         }
     }

@@ -179,7 +179,7 @@ class ModelLoader:
             if settings.on_demand:
                 for name, need in self._needs.items():
                     divide_host_memory({name: need}, loading)
-        self._sharing = SlotSharing(Turns(), total_bytes if settings.on_demand else 0)
+        self._sharing = SlotSharing(Turns(), total_bytes)
         self._room_bytes = 0
         self._open: dict[str, tuple[Any, contextlib.ExitStack]] = {}
         self._stack = contextlib.ExitStack()
@@ -213,11 +213,14 @@ class ModelLoader:
         try:
             if not self._needs:
                 return self._load(name, rest_for_model(self._settings.loading))
-            if not self._room_bytes:
-                divide_host_memory({name: self._needs[name]}, self._settings.loading)
-            budget = part_for(self._settings.loading, self._room_bytes, self._needs[name])
+            need, loading = self._needs[name], self._settings.loading
+            if self._room_bytes:
+                return self._load(name, part_for(loading, self._room_bytes, need))
+            (budget,) = divide_host_memory({name: need}, loading)
             return self._load(name, budget)
         finally:
+            if name not in self._open:
+                _collect()  # what the start of a model that failed has left
             self._sharing.leave_room()
             self._room_bytes = 0
 
@@ -235,13 +238,7 @@ class ModelLoader:
     def unload(self, name: str) -> None:
         """Closes a model, and gives its memory back to the system."""
         self._open.pop(name)[1].close()
-        # Objects of the start are frozen, and some of a model's are part of cycles.
-        is_frozen = gc.get_freeze_count() > 0
-        gc.unfreeze()
-        gc.collect()
-        if is_frozen:
-            gc.freeze()
-        give_back_free_pages()
+        _collect()
 
     def cancel(self) -> None:
         """Ends loading that is under way with an error; from any thread."""
@@ -305,6 +302,17 @@ class ModelLoader:
     @staticmethod
     def _takes_pictures(folder: Path) -> bool:
         return PictureReader.of(folder, read_config(folder), None) is not None
+
+
+def _collect() -> None:
+    """Gives the memory of a closed model back to the system. Objects of the start are frozen, and
+    some of a model's are part of cycles."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    give_back_free_pages()
 
 
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:

@@ -188,7 +188,7 @@ class ModelTable(Mapping[str, ServedModel]):
         end_s = self._clock() - self._idle_s
         for place in self._free():
             if place._used_s <= end_s:
-                self._begin(self._unload(place))
+                self._begin(self._unload(place, unused_since_s=end_s))
                 return  # another one next time
 
     def _free(self) -> list[Place]:
@@ -202,6 +202,9 @@ class ModelTable(Mapping[str, ServedModel]):
 
     async def _admit(self, place: Place, is_wanted: Callable[[], bool]) -> None:
         """Loads a model where it is not, and lets those in who wait for it."""
+        while place._is_closing:
+            self._freed.clear()
+            await self._freed.wait()
         async with self._changing:
             try:
                 if not place.served and is_wanted():
@@ -242,7 +245,8 @@ class ModelTable(Mapping[str, ServedModel]):
         began_s = self._clock()
         try:
             found = await self._work(self._loader.load, place.name)
-        except (MoERuntimeError, ValueError, OSError, MemoryError) as error:
+        # torch reports a lack of memory as a RuntimeError
+        except (MoERuntimeError, ValueError, OSError, MemoryError, RuntimeError) as error:
             place.failure = str(error) or type(error).__name__
             self._log("model", {"model": place.name, "status": "failed", "error": place.failure})
             return
@@ -251,22 +255,32 @@ class ModelTable(Mapping[str, ServedModel]):
         seconds = round(place._used_s - began_s, 3)
         self._log("model", {"model": place.name, "status": "loaded", "seconds": seconds})
 
-    async def _unload(self, place: Place) -> None:
-        async with self._changing:
-            if not place.served:
-                return
-            place._is_closing = True
-            while place.num_users:
-                self._freed.clear()
-                await self._freed.wait()
-            await self._close(place)
+    async def _unload(self, place: Place, unused_since_s: float | None = None) -> None:
+        """Unloads a model, if it is unused since then, or once no request holds it. Requests that
+        arrive meanwhile wait, and other models come and go."""
+        place._is_closing = unused_since_s is None
+        try:
+            while True:
+                while place._is_closing and place.num_users:
+                    self._freed.clear()
+                    await self._freed.wait()
+                async with self._changing:
+                    if place._is_closing and place.num_users:
+                        continue  # they were let in before
+                    is_unused = unused_since_s is None or place._used_s <= unused_since_s
+                    if place.served and not place.num_users and is_unused:
+                        await self._close(place)
+                    return
+        finally:
+            place._is_closing = False
+            self._freed.set()
 
     async def _close(self, place: Place) -> None:
-        place.served, place._is_closing = {}, True
+        place.served, was_closing, place._is_closing = {}, place._is_closing, True
         try:
             await self._work(self._loader.unload, place.name)
         finally:
-            place._is_closing = False
+            place._is_closing = was_closing
         self._log("model", {"model": place.name, "status": "unloaded"})
 
     def close(self) -> None:

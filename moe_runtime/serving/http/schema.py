@@ -360,7 +360,7 @@ class ModelBody(Body):
 class AdapterBody(Body):
     """Of a request to load or unload an adapter, as vLLM has them."""
 
-    lora_name: Annotated[str, Field(min_length=1)]
+    lora_name: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
     lora_path: str | None = None
     load_inplace: bool = False
     base_model_name: str | None = None

@@ -141,7 +141,7 @@ class ChatTemplate:
         is_text = isinstance(content, str)
         plain["content"] = content if is_text else _parts(content or ())
         if message.role != "assistant" and content is None:
-            raise FieldError(f"messages.{at}.content", "is missing")
+            raise FieldError(f"messages.{at}.content", "is missing or null")
         for number, call in enumerate(plain.get("tool_calls", ())):
             where = f"messages.{at}.tool_calls.{number}.function.arguments"
             call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)

@@ -54,6 +54,20 @@ def logits_of(model: Any, cache: Any) -> torch.Tensor:
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
 
 
+def test_a_cache_of_the_other_form_is_refused(tmp_path: Path):
+    _, folder = checkpoint("Qwen3MoeForCausalLM", tmp_path)
+    options: Any = {"device": "cpu", "dtype": "float32", "max_tokens": 64}
+    models = [moe_runtime.load(folder, kv_cache=form, **options) for form in ("exact", "int8")]
+    for model, other in (models, models[::-1]):
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(PROMPT, past_key_values=cache)
+            with pytest.raises(UnsupportedUseError, match="another kv_cache"):
+                other(PROMPT, past_key_values=cache)
+    for model in models:
+        model.moe.close()
+
+
 @pytest.mark.parametrize(
     "name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM"]
 )

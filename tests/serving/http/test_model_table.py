@@ -173,7 +173,34 @@ def test_a_model_that_nobody_asks_for_is_unloaded():
     assert run(scenario, Stage(room=2, idle_s=10)).loader.done == ["+a", "+b", "-a", "-b"]
 
 
-@pytest.mark.parametrize("error", [CapacityError("too\nsmall"), MemoryError()])
+def test_a_model_that_is_unloaded_late_holds_up_no_other():
+    async def scenario(stage: Stage) -> None:
+        held = await stage.table.hold("a")
+        stage.table.unload("a")
+        await stage.use("b")
+        stage.table.release(held)
+        await stage.settled()
+        assert stage.statuses() == ["unloaded", "loaded", "unloaded"]
+
+    assert run(scenario, Stage(room=2)).loader.done == ["+a", "+b", "-a"]
+
+
+def test_an_idle_model_that_is_asked_for_just_now_stays():
+    async def scenario(stage: Stage) -> None:
+        await stage.use("a")
+        stage.now_s += 10
+        stage.table.unload_idle()
+        held = await stage.table.hold("a")
+        await stage.settled()
+        assert stage.statuses() == ["loaded", "unloaded", "unloaded"]
+        stage.table.release(held)
+
+    assert run(scenario, Stage(room=1, idle_s=10)).loader.done == ["+a"]
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("too\nsmall"), MemoryError(), RuntimeError("torch lacks memory")]
+)
 def test_a_model_that_cannot_be_loaded_is_said_so_and_tried_again(error):
     async def scenario(stage: Stage) -> None:
         stage.loader.failure = error
