@@ -46,6 +46,12 @@ def cached_models() -> list[CachedModel]:
     return [_described(one) for _, one in sorted(_models_of(_scan()).items())]
 
 
+def damage() -> list[str]:
+    """What of the hub's cache cannot be read, a line each; the hub's library leaves it out."""
+    cache = _scan()
+    return [" ".join(str(one).split()) for one in (() if cache is None else cache.warnings)]
+
+
 def removal_of(names: list[str]) -> tuple[int, Any]:
     """Bytes that go with models or revisions, and what removes them when it is executed.
 
@@ -64,7 +70,10 @@ def removal_of(names: list[str]) -> tuple[int, Any]:
             raise CheckpointError(f"{text}: expected OWNER/NAME or OWNER/NAME@REVISION")
         if name.repository not in repos:
             there = ", ".join(sorted(repos)) or "no model"
-            raise CheckpointError(f"{text}: is not in the cache of the hub; there is {there}")
+            unread = "; what is damaged is removed by hand: ".join(["", *damage()][:2])
+            raise CheckpointError(
+                f"{text}: is not in the cache of the hub; there is {there}{unread}"
+            )
         revisions = repos[name.repository].revisions
         own = {
             one.commit_hash
@@ -77,7 +86,9 @@ def removal_of(names: list[str]) -> tuple[int, Any]:
         commits |= own
     assert cache is not None  # it has the names
     strategy = cache.delete_revisions(*commits)
-    return strategy.expected_freed_size, strategy
+    whole = [repo for repo in repos.values() if repo.repo_path in strategy.repos]
+    unfinished_bytes = sum(_described(repo).unfinished_bytes for repo in whole)
+    return strategy.expected_freed_size + unfinished_bytes, strategy
 
 
 def _scan() -> HFCacheInfo | None:

@@ -534,9 +534,19 @@ def test_models_on_this_disk_are_listed_and_removed(hub, folder, tmp_path, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_checkpoint(NAME).name == new
     monkeypatch.setattr("sys.stdin.readline", lambda: "y\n", raising=False)
+    capsys.readouterr()
     assert main(["models", "remove", NAME]) == 0
     assert [*listed()] == ["maker/gguf"]
     assert not blobs.parent.exists()
+
+    # a file that is gone from the disk: the repository cannot be read, and is not passed over
+    for blob in (cache / "models--maker--gguf" / "blobs").iterdir():
+        blob.unlink()
+    assert listed() == {}
+    assert main(["models", "list"]) == 0
+    assert "damaged, to be removed by hand: " in (said := capsys.readouterr().err)
+    assert "no models in " in said
+    assert "models--maker--gguf" in refusal("maker/gguf", "-y")
 
 
 def test_a_token_is_sent_to_the_hub(hub, folder, monkeypatch):

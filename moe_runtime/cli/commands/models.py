@@ -25,9 +25,9 @@ def show(as_json: options.Json = False) -> None:
     """List the models in the hub's cache: family, format, size, and when each was last read."""
     from huggingface_hub import constants
 
-    from moe_runtime.checkpoints.hub_cache import cached_models
+    from moe_runtime.checkpoints.hub_cache import cached_models, damage
 
-    found = cached_models()
+    found, unread = cached_models(), damage()
     num_bytes = sum(one.num_bytes + one.unfinished_bytes for one in found)
     if as_json:
         described = [
@@ -46,7 +46,9 @@ def show(as_json: options.Json = False) -> None:
             for one in found
         ]
         cache = str(constants.HF_HUB_CACHE)
-        console.print_json({"cache": cache, "num_bytes": num_bytes, "models": described})
+        console.print_json(
+            {"cache": cache, "num_bytes": num_bytes, "models": described, "damaged": unread}
+        )
         return
     headers = [("model", "left"), ("family", "left"), ("format", "left")]
     columns = [*headers, ("on disk", "right"), ("last used", "right")]
@@ -58,7 +60,12 @@ def show(as_json: options.Json = False) -> None:
         day = f"{datetime.fromtimestamp(one.used_s):%Y-%m-%d}"
         rows.append((one.name, one.family, " ".join(one.formats), size, day))
     title = f"{constants.HF_HUB_CACHE}: {len(found)} models, {format_bytes(num_bytes)}"
-    console.print_table(title, columns, rows)
+    if rows:
+        console.print_table(title, columns, rows)
+    else:
+        console.say_line(f"no models in {constants.HF_HUB_CACHE}")
+    for line in unread:
+        console.say_line(f"damaged, to be removed by hand: {line}")
 
 
 def remove(
