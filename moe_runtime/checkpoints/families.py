@@ -107,7 +107,7 @@ def _llama4_experts(block: Any, config: Any) -> _Stacked:
             "num_experts_per_tok 1, as in all published models of the family"
         )
     own, kind = block.experts, _stacked_experts(is_transposed=True)
-    found = kind(config.get_text_config(), own.act_fn, own.gate_up_proj, own.down_proj)
+    found: Any = kind(config.get_text_config(), own.act_fn, own.gate_up_proj, own.down_proj)
     found.is_turned_for_adapters = True  # the class in transformers does not say is_transposed
     return found
 

@@ -169,7 +169,7 @@ class LoadedModel(CalledInSteps):
             CapacityError: the settings need room for more tokens than memory was set aside for.
             UnsupportedUseError: the model keeps keys and values in int8, and this does not.
         """
-        if self.moe.facts.kv_cache != "exact":
+        if cast(Any, self).moe.facts.kv_cache != "exact":
             raise UnsupportedUseError(
                 "continuous batching of transformers has a cache of its own, which kv_cache int8 "
                 "does not reach: load the model with kv_cache exact, or use the server"
