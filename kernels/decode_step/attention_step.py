@@ -23,7 +23,6 @@ from moe_runtime.kernels.decode_step.single_query_attention import (
     MAX_COLUMNS,
     Impl,
     single_query_attention_reference,
-    strides_in_bytes,
 )
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.linear.op import check_status, linear_reference
@@ -258,7 +257,9 @@ def _problem(
         return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
     batch, length = x.shape[0], key.shape[-2] if key.ndim == 4 else 0
     heads = weights.num_key_heads
-    widths = [] if key.ndim != 4 or value.ndim != 4 else [width_of(key), width_of(value)]
+    widths = [key.shape[-1], value.shape[-1]] if key.ndim == value.ndim == 4 else []
+    if key.dtype is torch.uint8 and widths:
+        widths = [width_of(key), width_of(value)]
     if (
         length == 0
         or key.shape[:3] != (batch, heads, length)
@@ -315,10 +316,14 @@ def _run_native(
     batch, size = x.shape[0], x.element_size()
     mask = None if mask is None else mask.contiguous()
     places = b""
-    for key, value in cached:
-        keys = key.data_ptr(), *strides_in_bytes(key)
-        values = value.data_ptr(), *strides_in_bytes(value)
-        places += _PLACE(*keys, *values, key.shape[2], CACHED_CODES[key.dtype])
+    for key, value in cached:  # written out: a call for each would be the larger part of the work
+        (k_outer, k_inner, k_row, _), (v_outer, v_inner, v_row, _) = key.stride(), value.stride()
+        kept = key.element_size()
+        places += _PLACE(
+            key.data_ptr(), k_outer * kept, k_inner * kept, k_row * kept,
+            value.data_ptr(), v_outer * kept, v_inner * kept, v_row * kept,
+            key.shape[2], CACHED_CODES[key.dtype],
+        )  # fmt: skip
     # a row of queries, keys and values; queries normalised, and turned; mixed values
     scratch = x.new_empty(
         batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])

@@ -243,7 +243,7 @@ def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint):
 
 def test_processes_that_divide_experts_leave_misses_to_the_device():
     place, rules = torch.device("cuda"), LossyRules()
-    check_place(place, rules, "none", "device", None, is_alone=False)
-    check_place(place, rules, "none", "cpu", None, is_alone=True)
+    check_place(place, rules, "none", "device", None, "exact", is_alone=False)
+    check_place(place, rules, "none", "cpu", None, "exact", is_alone=True)
     with pytest.raises(ValueError, match="misses cpu is for one process"):
-        check_place(place, rules, "none", "cpu", None, is_alone=False)
+        check_place(place, rules, "none", "cpu", None, "exact", is_alone=False)

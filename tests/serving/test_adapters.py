@@ -621,3 +621,12 @@ def test_names_of_adapters_are_read_with_their_models(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "none: expected the folder of an adapter as PEFT writes it" in said
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "a"], ["chat"]])
+def test_commands_read_the_adapter_they_are_given(
+    base: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], str(base), *command[1:], "--adapter", "nowhere"]) == 2
+    assert "nowhere" in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1

@@ -310,8 +310,9 @@ def test_options_arrive(
     assert {name: told[name] for name in given} == given
     assert told["sampling"] == sampling
     options = {param.name for param in all_commands()["chat"].params}
-    lossy = {"routing", "skip_below"}  # refused beside a draft; tests/cli/test_arrivals.py
-    followed = given.keys() | lossy | {"temperature", "top_p", "seed"}
+    # refused beside a draft, or not there; test_arrivals.py and test_adapters.py follow them
+    others = {"routing", "skip_below", "adapter"}
+    followed = given.keys() | others | {"temperature", "top_p", "seed"}
     assert options - {"debug", "config", "help"} == followed
 
 
