@@ -30,6 +30,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.inference.adapters import Adapters
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http.model_loader import AdapterChoice, adapters_of
 from moe_runtime.serving.requests import EngineOptions
@@ -625,8 +626,8 @@ def test_names_of_adapters_are_read_with_their_models(
 
 @pytest.mark.parametrize("command", [["run", "-p", "a"], ["chat"]])
 def test_commands_read_the_adapter_they_are_given(
-    base: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command[0], str(base), *command[1:], "--adapter", "nowhere"]) == 2
+    assert main([command[0], str(pocket_path()), *command[1:], "--adapter", "nowhere"]) == 2
     assert "nowhere" in (error := capsys.readouterr().err)
     assert error.count("\n") == 1
