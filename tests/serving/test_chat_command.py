@@ -310,10 +310,17 @@ def test_options_arrive(
     assert {name: told[name] for name in given} == given
     assert told["sampling"] == sampling
     options = {param.name for param in all_commands()["chat"].params}
-    # refused beside a draft, or not there; test_arrivals.py and test_adapters.py follow them
+    # refused beside a draft, or not there; test_arrivals.py and a test below follow them
     others = {"routing", "skip_below", "adapter"}
     followed = given.keys() | others | {"temperature", "top_p", "seed"}
     assert options - {"debug", "config", "help"} == followed
+
+
+def test_it_reads_the_adapter_it_is_given(
+    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(model, [], "--adapter", "nowhere") == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_a_conversation_is_as_long_as_the_model_knows(
