@@ -102,13 +102,10 @@ def native_prompt_attention(
     Raises:
         ValueError: Shapes do not fit.
     """
-    library = native_library()
-    if library is None or _native_problem(query_BHQD, key_BGSD, value_BGSV, sinks_H):
+    if native_library() is None or _native_problem(query_BHQD, key_BGSD, value_BGSV, sinks_H):
         return None
-    problem = _problem(query_BHQD, key_BGSD, value_BGSV, sight, sinks_H)
-    if problem:
-        raise ValueError(problem)
-    return _run(library, query_BHQD, key_BGSD, value_BGSV, sight, scale, sinks_H)
+    arguments = (query_BHQD, key_BGSD, value_BGSV, sight, scale, sinks_H)
+    return prompt_attention(*arguments, impl="native")
 
 
 def _problem(
