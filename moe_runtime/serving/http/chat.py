@@ -19,7 +19,7 @@ from moe_runtime.serving.http.answer_text import (
     HarmonySections,
     Piece,
 )
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, too_long, unsupported
 from moe_runtime.serving.http.generating import (
     AnswerChoice,
     ChoiceAnswers,
@@ -31,7 +31,6 @@ from moe_runtime.serving.http.generating import (
     check_tokens,
     choices_for,
     encode_text,
-    too_long,
 )
 from moe_runtime.serving.http.images import pictures_of
 from moe_runtime.serving.http.schema import (
@@ -148,7 +147,7 @@ def prompt_of(
         raise FieldError("continue_final_message", "needs a last message of the assistant")
     most = model.engine.most_request_tokens
     if len(messages) > most:  # surely too long, before its template is rendered
-        raise too_long(f"messages: has {len(messages)} messages", most, "messages")
+        raise too_long(f"{len(messages)} messages", most, "messages")
     pictures = pictures_of(messages, model)
     prompt = template_of(model).render(
         messages,

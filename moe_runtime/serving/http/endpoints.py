@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.serving.http import chat, completions, messages, responses
+from moe_runtime.serving.http import chat, completions, messages, responses, translated
 from moe_runtime.serving.http.api_errors import (
     ApiError,
     FieldError,
@@ -172,9 +172,11 @@ class Endpoints:
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
-            Route("/v1/chat/completions", self.chat, methods=post),
+            # clients that are given the address alone ask without the version, too
+            *(Route(f"{at}/chat/completions", self.chat, methods=post) for at in ("/v1", "")),
+            *(Route(f"{at}/responses", self.respond, methods=post) for at in ("/v1", "")),
             Route("/v1/completions", self.complete, methods=post),
-            Route("/v1/responses", self.respond, methods=post),
+            Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
             Route(_MESSAGES, self.message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
@@ -217,11 +219,21 @@ class Endpoints:
         return await self._answer(request, MessagesBody, messages.prepare)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await self._body(request, MessagesBody)
+        return json_response(await self._count(request, MessagesBody, messages.chat_of))
+
+    async def count_input(self, request: Request) -> Response:
+        to_chat = partial(responses.chat_of, kept=self._server.kept)
+        found = await self._count(request, ResponsesBody, to_chat)
+        return json_response({"object": "response.input_tokens", **found})
+
+    async def _count(
+        self, request: Request, kind: type[TranslatedBody], to_chat: Callable[..., ChatBody]
+    ) -> dict[str, int]:
+        body = await self._body(request, kind)
         asked = Asked.of(request.scope)
         model = await self._hold(request, body.model)
-        found = await self._server.prepare(asked, messages.count_tokens, body, model)
-        return json_response({"input_tokens": found})
+        work = translated.count_tokens, to_chat, body, model, asked.owner
+        return {"input_tokens": await self._server.prepare(asked, *work)}
 
     async def models(self, request: Request) -> Response:
         found = [self._described(name) for name in self._server.models.names]

@@ -16,8 +16,7 @@ from moe_runtime.inference.pictures import (
     PictureError,
     bytes_of_data_url,
 )
-from moe_runtime.serving.http.api_errors import FieldError, unsupported
-from moe_runtime.serving.http.generating import too_long
+from moe_runtime.serving.http.api_errors import FieldError, too_long, unsupported
 from moe_runtime.serving.http.schema import ImagePart, Message
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
                 raise unsupported(place, str(error)) from None
             num_tokens = sum(len(picture.ids) for picture in found)
             if num_tokens > most:  # before memory is taken for more of them
-                raise too_long(f"messages: has {num_tokens} tokens of pictures", most, "messages")
+                raise too_long(f"{num_tokens} tokens of pictures", most, "messages")
     return found
 
 

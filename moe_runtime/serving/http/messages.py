@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moe_runtime.serving.http import chat
 from moe_runtime.serving.http.answer_text import AnswerToken, Part, Piece
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, TooLongError
 from moe_runtime.serving.http.generating import (
     Generation,
     PartAnswers,
@@ -30,7 +30,7 @@ from moe_runtime.serving.http.schema import (
     ToolCall,
     Unused,
 )
-from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
 from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
@@ -158,6 +158,8 @@ class Metadata(Body):
 class MessagesBody(TranslatedBody):
     """``max_tokens`` is needed where an answer is asked for, and not to count tokens."""
 
+    names = _NAMES
+
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Count | None = None
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
@@ -193,8 +195,8 @@ def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: st
     """What the engine is asked. Takes a while: not in the loop."""
     if body.max_tokens is None:
         raise FieldError("max_tokens", "is missing", code="missing_required_parameter")
-    with named(_NAMES):
-        asked = _chat(body, chat.template_of(model))
+    with named(body.names):
+        asked = chat_of(body, model)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     is_omitted = body.thinking is not None and body.thinking.display == "omitted"
     return choices, partial(
@@ -206,18 +208,8 @@ def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: st
     )
 
 
-def count_tokens(body: MessagesBody, model: ServedModel) -> int:
-    """Tokens of the prompt that a conversation makes."""
-    with named(_NAMES):
-        template = chat.template_of(model)
-        asked = _chat(body, template)
-        tools = asked.tools or ()
-        variables = asked.chat_template_kwargs
-        prompt, _ = chat.prompt_of(asked, asked.messages, tools, model, variables)
-        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
-
-
-def _chat(body: MessagesBody, template: ChatTemplate) -> ChatBody:
+def chat_of(body: MessagesBody, model: ServedModel, owner: str = "") -> ChatBody:
+    template = chat.template_of(model)
     messages = _conversation(body).messages
     variables: dict[str, Any] = {}
     if body.thinking is not None:
@@ -331,7 +323,8 @@ _KINDS |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's form."""
     kind = _KINDS.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.of_anthropic if isinstance(error, TooLongError) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessageAnswers(PartAnswers):

@@ -186,6 +186,8 @@ class Reasoning(Body):
 class ResponsesBody(TranslatedBody):
     """Fields that name a request, or concern what OpenAI keeps and bills, change no answer."""
 
+    names = _NAMES
+
     input: str | _Items
     instructions: str | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -279,11 +281,8 @@ def prepare(
     body: ResponsesBody, model: ServedModel, most_choices: int, owner: str, kept: KeptResponses
 ) -> Prepared:
     """What the engine is asked. Takes a while: not in the loop."""
-    messages: list[Message] = []
-    if body.previous_response_id is not None:
-        messages = kept.messages(owner, body.previous_response_id)
-    messages += _conversation(body).messages
-    with named(_NAMES):
+    messages = _all_messages(body, owner, kept)
+    with named(body.names):
         asked = _chat(body, model, messages)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     return choices, partial(
@@ -294,6 +293,19 @@ def prepare(
         names={tool.name: named_as for tool, named_as in _functions(body)},
         keep=None if body.store is False else partial(_keep, kept, owner, messages),
     )
+
+
+def chat_of(
+    body: ResponsesBody, model: ServedModel, owner: str, *, kept: KeptResponses
+) -> ChatBody:
+    return _chat(body, model, _all_messages(body, owner, kept))
+
+
+def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
+    before: list[Message] = []
+    if body.previous_response_id is not None:
+        before = kept.messages(owner, body.previous_response_id)
+    return [*before, *_conversation(body).messages]
 
 
 def _keep(

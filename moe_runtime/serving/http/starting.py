@@ -190,7 +190,7 @@ def serve(
 
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))
-        giving = asyncio.ensure_future(_give_back_memory())
+        giving = asyncio.ensure_future(_give_back_memory(server.models))
         while not is_stopping() and not serving.done():
             server.models.unload_idle()
             await asyncio.sleep(_LOOK_S)
@@ -215,11 +215,16 @@ def serve(
         asyncio.run(run())
 
 
-async def _give_back_memory() -> None:
+async def _give_back_memory(models: ModelTable) -> None:
     clock = asyncio.get_running_loop().time
     given_s, resident = clock(), resident_bytes()
+    freezes = gc.get_freeze_count() > 0
     while True:
         await asyncio.sleep(_CHURN_S)
+        if freezes and not gc.get_freeze_count() and not models.num_users:
+            # a model was unloaded; cycles of requests must not be frozen with what stays
+            gc.collect()
+            gc.freeze()
         if clock() - given_s >= _GIVE_BACK_S or resident_bytes() > resident + _CHURN_BYTES:
             await asyncio.to_thread(_collect_garbage)
             given_s, resident = clock(), resident_bytes()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 
+from moe_runtime.serving.http import chat
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.schema import (
     Body,
@@ -18,12 +19,15 @@ from moe_runtime.serving.http.schema import (
     TextPart,
     first_problem,
 )
+from moe_runtime.serving.http.served_model import ServedModel
 
 
 class TranslatedBody(Body):
     """A body that becomes a `ChatBody`; unknown fields of it may be null."""
 
     droppable = None
+    names: ClassVar[Mapping[str, str]] = {}
+    """Of fields of the chat, as `named` takes them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -43,6 +47,17 @@ class TranslatedBody(Body):
 
     def without_texts(self) -> Self:
         return self.model_construct(stream=self.stream)
+
+
+def count_tokens(
+    to_chat: Callable[..., ChatBody], body: TranslatedBody, model: ServedModel, owner: str
+) -> int:
+    """Tokens of the prompt that a conversation makes."""
+    with named(body.names):
+        asked = to_chat(body, model, owner)
+        variables = asked.chat_template_kwargs
+        prompt, _ = chat.prompt_of(asked, asked.messages, asked.tools or (), model, variables)
+        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
 
 
 class ChatMessages:
