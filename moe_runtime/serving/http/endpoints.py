@@ -178,6 +178,7 @@ class Endpoints:
             Route("/v1/completions", self.complete, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{name}/cancel", self.cancel_response, methods=post),
             Route(_MESSAGES, self.message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
@@ -214,6 +215,11 @@ class Endpoints:
             self._server.kept.delete(owner, name)
             return json_response({"id": name, "object": "response.deleted", "deleted": True})
         return json_response(self._server.kept.response(owner, name))
+
+    async def cancel_response(self, request: Request) -> Response:
+        self._server.kept.response(Asked.of(request.scope).owner, request.path_params["name"])
+        message = "Cannot cancel a synchronous response: it has ended, or its stream is closed"
+        raise ApiError(message, code="invalid_value")
 
     async def message(self, request: Request) -> Response:
         return await self._answer(request, MessagesBody, messages.prepare)
@@ -442,9 +448,6 @@ def _note_common(asked: Asked, body: object) -> None:
     options = body.stream_options
     if options is not None and not body.stream:
         raise FieldError("stream_options", "needs stream: true")
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        field = "stream_options.continuous_usage_stats"
-        raise FieldError(field, "needs include_usage: true")
 
 
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:

@@ -82,6 +82,9 @@ class ImageBlock(_Block):
         return f"data:{source.media_type};base64,{source.data}"
 
 
+_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
@@ -99,7 +102,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_Shown], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
@@ -210,7 +213,7 @@ def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: st
 
 def chat_of(body: MessagesBody, model: ServedModel, owner: str = "") -> ChatBody:
     template = chat.template_of(model)
-    messages = _conversation(body).messages
+    messages = _conversation(body).end()
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
@@ -293,7 +296,9 @@ def _conversation(body: MessagesBody) -> ChatMessages:
                     found.say("user", _parts(texts))
                     texts = []
                 lead = "Error: " if block.is_error else ""
-                found.say("tool", lead + _text(block.content), tool_call_id=block.tool_use_id)
+                shown = block.content or ""
+                parts = shown if isinstance(shown, str) else _parts(shown)
+                found.result(parts, block.tool_use_id, lead)
             else:
                 raise FieldError(where, f"{block.type} is no block of the role {message.role}")
         if texts:
@@ -378,7 +383,7 @@ class MessageAnswers(PartAnswers):
 
     def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
         yield from self._close()
-        if not self._blocks:  # clients look for one
+        if not self._blocks and piece.finish != "length":  # clients look for one
             yield from self._open({"type": "text", "text": ""})
             yield from self._close()
         reason = "end_turn"

@@ -313,6 +313,10 @@ def _collect() -> None:
     give_back_free_pages()
 
 
+def user_cache(name: str) -> Path:
+    return platformdirs.user_cache_path("moe-runtime") / name
+
+
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
     if settings.prefix_disk_bytes is None:
         return None
@@ -325,5 +329,6 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
         "exact" if settings.engine.exact else "",
         *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
     )
-    folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
-    return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))
+    return PrefixDisk(
+        user_cache("prefixes"), settings.prefix_disk_bytes, identity_of(checkpoint, *computing)
+    )

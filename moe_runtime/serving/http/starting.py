@@ -24,11 +24,13 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.http.endpoints import make_app
+from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.model_loader import (
     ModelLoader,
     ServeSettings,
     adapters_of,
     names_of,
+    user_cache,
 )
 from moe_runtime.serving.http.model_table import ModelTable, Place
 from moe_runtime.serving.http.server import Asked, Log, Server
@@ -305,6 +307,7 @@ def run_server(
             access=settings.access,
             log=log,
             loads_adapters=settings.loads_adapters,
+            kept=KeptResponses(user_cache("responses") if settings.prefix_disk_bytes else None),
         )
         # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)

@@ -204,11 +204,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 @pytest.mark.parametrize(
     ("path", "given", "param"),
     [
-        (
-            "/v1/completions",
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-        ),
         ("/v1/completions", {"best_of": True}, "best_of"),
         ("/v1/completions", {"best_of": 1.0}, "best_of"),
         ("/v1/completions", {"store": 0}, "store"),

@@ -22,6 +22,8 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.server import Access
 
 _REASONS: dict[str, str] = {}
+_TEMPLATE = TEMPLATE.partition("assistant:{%")[0] + "assistant:{% endif %}"
+"""Of a model that does not think."""
 
 
 class RemoteOpenAIServer:
@@ -37,8 +39,7 @@ class RemoteOpenAIServer:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RemoteOpenAIServer:
-        template = TEMPLATE.replace("enable_thinking", "thinks")
-        made = serving([self._name], template, access=self._access)
+        made = serving([self._name], _TEMPLATE, access=self._access)
         self._address = self._stack.enter_context(made)
         return self
 
@@ -102,8 +103,10 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _of_vllm(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    if name in ("get_tokenizer", "cached_get_tokenizer"):
+    if name == "get_tokenizer":
         return lambda *_, **__: load_tokenizer(pocket_path())
+    if name == "hf_api":  # adapters are not downloaded, and not used
+        return lambda: types.SimpleNamespace(snapshot_download=lambda **_: "")
     return _Absent()
 
 
