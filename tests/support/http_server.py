@@ -135,6 +135,12 @@ class NothingToLoad(Loader):
     def unload(self, name: str) -> None:
         raise NotImplementedError
 
+    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
+        raise NotImplementedError
+
+    def forget_adapter(self, model: str, name: str) -> None:
+        raise NotImplementedError
+
     def cancel(self) -> None:
         pass
 

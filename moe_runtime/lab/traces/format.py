@@ -368,13 +368,8 @@ class JournalWriter:
         has written after it is overwritten.
         """
         frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
-        try:
-            with named_failure(self._path, "trace"):
-                return self._output.write_at(at, frame if at else _MAGIC + frame)
-        except CheckpointError:
-            if not at:  # nothing in it can be read
-                self.remove()
-            raise
+        with named_failure(self._path, "trace"):
+            return self._output.write_at(at, frame if at else _MAGIC + frame)
 
     def remove(self) -> None:
         self._output.discard()

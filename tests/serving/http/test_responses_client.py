@@ -343,7 +343,7 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
         with client.responses.stream(
             model="pocket", input="Hi", tools=[patch], tool_choice=choice
         ) as stream:
-            events = [event for event in stream if "custom" in event.type]
+            events: list[Any] = [event for event in stream if "custom" in event.type]
             (call,) = stream.get_final_response().output
         again = client.responses.create(
             model="pocket", input="Hi", previous_response_id=stream.get_final_response().id
