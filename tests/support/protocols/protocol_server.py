@@ -16,7 +16,9 @@ from http_server import TEMPLATE, started
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.server import Server
 
-_CONTEXT = 16384
+_LOADING = {"device": "cpu", "dtype": "auto", "host_memory": "1GiB", "cache_code": "none"}
+_LOADING |= {"kv_cache": "exact", "misses": "device"}
+_CONTEXT = 8192
 """Positions that the bundled model says it has: their prompts are longer than its training's."""
 
 
@@ -30,12 +32,7 @@ def serving(
         model = shutil.copytree(pocket_path(), folder / "pocket")
         _change(model / "config.json", {"max_position_embeddings": _CONTEXT})
         _change(model / "tokenizer_config.json", {"chat_template": template})
-        loading = {
-            "device": "cpu",
-            "dtype": "auto",
-            "host_memory": "1GiB",
-            "max_tokens": max_tokens,
-        }
+        loading = {**_LOADING, "max_tokens": max_tokens}
         models = [str(model)] * len(names)
         site, _ = stack.enter_context(started(models, loading, names=names, **more))
         yield site.address
