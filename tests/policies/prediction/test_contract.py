@@ -20,6 +20,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     contexts_of,
     make_estimator,
+    trained,
 )
 
 SHAPE = Shape(num_layers=5, num_experts=11, top_k=3)
@@ -81,6 +82,21 @@ def test_rows_do_not_influence_each_other(name):
     for row in (0, 7, len(contexts) - 1):
         alone = fitted(name).estimate(contexts.rows(slice(row, row + 1)), 1, 2)
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(trained._library() is None, reason="combined.c was not built")
+def test_the_compiled_combination_estimates_what_its_numpy_form_does(monkeypatch):
+    """Also of tokens that no table knows, unused places of paths, and the next tokens."""
+    estimator, known = fitted("combined"), held_out().rows(slice(0, 40))
+    known.path[3, 1, 2] = known.previous[5, :, 0] = SHAPE.num_experts
+    known.token_ids[[0, 7]] = known.previous_token_ids[[2, 7]] = 10**6
+    blind = replace(known, token_ids=np.full(40, -1), memo={})
+    asked = [(n, l) for l in range(SHAPE.num_layers) for n in range(-1, l)]
+    compiled = [estimator.estimate(rows, n, l) for rows in (known, blind) for n, l in asked]
+    monkeypatch.setattr(trained, "_library", lambda: None)
+    plain = [estimator.estimate(replace(r, memo={}), n, l) for r in (known, blind) for n, l in asked]
+    # sums of about thirty float32 in another order; chances are at most 1
+    np.testing.assert_allclose(compiled, plain, atol=64 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
