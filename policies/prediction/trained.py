@@ -352,17 +352,20 @@ class Combination(TokenEvidence):
 
     def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Memo":
         shape, tables = self.shape, (self.of_token, self.after_token)
-        labels = (contexts.token_ids, contexts.previous_token_ids)
-        rows = zip(*(t.rows_of(ids).tolist() for t, ids in zip(tables, labels, strict=True)))
+        rows_2B = (
+            self.of_token.rows_of(contexts.token_ids),
+            self.after_token.rows_of(contexts.previous_token_ids),
+        )
         logits = np.empty((len(contexts), *self.bias_VLE.shape), np.float32)
         known = [
             np.ascontiguousarray(array)
             for array in (contexts.counts, contexts.recent, contexts.previous, contexts.recalled)
         ]
         learned = [a.ctypes.data for a in (self.share_LE, self.weights_VLF, self.bias_VLE)]
-        for row, found in enumerate(rows):
+        for row in range(len(contexts)):
             seen: list[Any] = []
-            for table, number in zip(tables, found, strict=True):
+            for table, rows_B in zip(tables, rows_2B, strict=True):
+                number = rows_B[row]
                 is_known = number >= 0
                 seen += [table.visits_VLE[number].ctypes.data if is_known else None]
                 seen += [float(table.counts_V[number]) if is_known else 0.0]
