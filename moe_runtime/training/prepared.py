@@ -50,6 +50,7 @@ _FREE_NAMES = (
         "host_memory",
         "device_memory",
         "evaluate_tokens",
+        "patience",
         "checkpoint_every",
         "keep_checkpoints",
         "tensorboard",
@@ -86,8 +87,8 @@ class PreparedRun:
 
     Attributes:
         storage: folder of offloaded experts.
-        held_out: windows `[N, C + 1]` of held-out text, by source; sources without any are left
-            out.
+        held_out: windows of held-out text as of `Batches.draw`, by source; sources without any are
+            left out.
         device: where everything but offloaded experts lies, and what computes.
         num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
