@@ -444,7 +444,7 @@ def download_files(
         if file.lower().endswith(kinds) and not _ABOUT_DATA.search(file)
         if not below or file == below or file.startswith(f"{below}/")
     ]
-    chosen = [file for file in own if "train" in file]
+    chosen = [file for file in own if file == below or "train" in file]
     chosen = chosen or [file for file in own if not _NOT_TRAINING.search(file)]
     if not chosen:
         raise CheckpointError(

@@ -578,7 +578,7 @@ def test_a_data_set_gives_its_files_for_training(hub, tmp_path, monkeypatch):
     assert found("maker/set") == ["1"]
     assert found("maker/set/other") == ["3"]
     assert found("https://huggingface.co/datasets/maker/set") == ["1"]
-    assert found("maker/set/data/test-0.jsonl@main") == []
+    assert found("maker/set/data/test-0.jsonl@main") == ["2"]
     with pytest.raises(CheckpointError, match=r"has no files of .* below none to train on"):
         found("maker/set/none")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
