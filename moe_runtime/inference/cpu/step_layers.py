@@ -30,7 +30,7 @@ from moe_runtime.inference.known_classes import (
 from moe_runtime.inference.kv_cache import take_place
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
-    HeadNorm,
+    RowNorm,
     attention_heads,
     attention_step,
 )
@@ -532,10 +532,10 @@ def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
     )
 
 
-def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
+def _head_norm(part: torch.nn.Module | None) -> RowNorm | None:
     if not isinstance(part, SmallBatchRMSNorm):
         return None
-    return HeadNorm(part.weight.detach(), part.eps)
+    return RowNorm(part.weight.detach(), part.eps)
 
 
 def is_usual_rotary(layer: Any, config: Any) -> bool:
