@@ -392,10 +392,6 @@ def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
     return {"tokens": spent["moe"]["tokens"], **scores}
 
 
-def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    return {name: first[name] + second[name] for name in second}
-
-
 def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Scores averaged over the kinds with the weights that training gives them."""
     return {
@@ -410,13 +406,7 @@ def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def rounded(value: Any) -> Any:
     """Numbers of an evaluation, with four decimals."""
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return value
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def write_evaluation(
@@ -457,7 +447,7 @@ def main(arguments: list[str] | None = None) -> None:
     baseline = measured_baseline(options.dense) if options.dense else kept_baseline(before)
     spent = copy_model(options.moe, options.output)
     if options.continues:
-        spent = _together(before["training"]["moe"], spent)
+        spent = {name: before["training"]["moe"][name] + spent[name] for name in spent}
     evaluation = {
         "training": {"moe": spent, "dense": baseline.spent, "note": options.note},
         **measure(options.output, baseline),
