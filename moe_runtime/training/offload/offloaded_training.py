@@ -26,7 +26,6 @@ from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.passes import (
-    ExpertsExecutor,
     OffloadedTrainingExperts,
     TrainedExpertsExecutor,
     run_window,
@@ -81,7 +80,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     """Training of experts that have records of their own, of which a checkpoint names versions."""
 
     keeps_newest_alone = True
-    _executor: ExpertsExecutor
+    _executor: Any  # an `ExpertsExecutor`, made with the modules
 
     def __init__(
         self,
