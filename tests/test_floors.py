@@ -313,7 +313,7 @@ def test_no_hidden_state():
     assert wrong == []
 
 
-# Files that write without `files.py` or `folders.py` around it, and why they may.
+# Files that write without `files.py` around it, and why they may.
 OWN_WRITERS = {
     "moe_runtime/files.py": "writes atomically",
     "benchmarks/suite/memory_cap.py": "control groups, whose files are the kernel's",
@@ -361,7 +361,7 @@ def writes(tree: ast.Module) -> list[int]:
 
 
 def test_outputs_have_one_writer():
-    """What is written by name goes through `files.py`, or into a folder of `folders.py`."""
+    """What is written by name goes through `files.py`."""
     wrong = [
         f"{path}:{line}"
         for path in PRODUCT
