@@ -28,8 +28,7 @@ from moe_runtime.benchmarks.suite.runner import (
     run_in_turn,
 )
 from moe_runtime.errors import MoERuntimeError, named_failure
-from moe_runtime.files import read_toml
-from moe_runtime.folders import remove_or_warn
+from moe_runtime.files import read_toml, remove_or_warn
 from moe_runtime.training.config_tree import (
     build_tree,
     lay_over,

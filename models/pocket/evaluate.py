@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from moe_runtime.files import write_text
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder, write_text
 from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, Kind, gather
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from moe_runtime.files import (
     locked,
     make_folders,
     remove_abandoned,
+    remove_or_warn,
     require_not_read,
 )
-from moe_runtime.folders import remove_or_warn
 from moe_runtime.training.checkpoint import (
     RunProgress,
     check_settings,

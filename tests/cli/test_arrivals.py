@@ -303,7 +303,7 @@ CASES = {
     ),
     "models list": Case((), (), {}),
     "models remove": Case(
-        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("moe_runtime.checkpoints.hub.removal_of",),
         ("maker/tiny",),
         {"names": ("", "maker/tiny")},
         {"yes": "tests/checkpoints/test_hub.py"},

@@ -16,7 +16,7 @@ import typer
 from moe_runtime.cli import console, options
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompts import read_prompts
-from moe_runtime.cli.streams import TextOutput
+from moe_runtime.cli.stopping import TextOutput
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError

@@ -47,8 +47,7 @@ from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.inference.pictures import Picture, PictureReader, Pictures, place
-from moe_runtime.serving.batches.answer_file import AnswerFile
-from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
+from moe_runtime.serving.batches.offline import Answer, AnswerFile, answer_all, tokens_of
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (

@@ -24,8 +24,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.architectures import SplitProjection
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import write_text
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder, write_text
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
