@@ -62,7 +62,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     require_exportable,
     require_positions,
     shares_rows,
-    trained_bytes,
     write_adapters,
 )
 from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
@@ -194,7 +193,7 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
     if "experts" in config.lora.places:
         with torch.device("meta"):
             for adapters in adapters_for(sites, config.lora.rank, config.lora.scale):
-                total += trained_bytes(list(adapters.parameters()))
+                total += 16 * sum(parameter.numel() for parameter in adapters.parameters())
     if "attention" in config.lora.places:
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         widths = sum(layer.in_features + layer.out_features for layer in linear)
