@@ -1,4 +1,4 @@
-"""Models of the hub: which of their files are needed, and where they lie in its cache."""
+"""Models of the hub: which files are needed, where they lie in its cache, and how they go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 
 from moe_runtime.checkpoints.safetensors_index import (
     INDEX_FILE_NAME,
@@ -25,13 +25,16 @@ from moe_runtime.checkpoints.safetensors_index import (
     SINGLE_FILE_NAME,
     read_weight_map,
 )
-from moe_runtime.checkpoints.strict_json import clipped, one_line
+from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.config import CHOSE, format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError, blamed_on
-from moe_runtime.files import write_text
+from moe_runtime.files import read_bounded, write_text
 
 if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+
     from moe_runtime.checkpoints.checkpoint import Progress
+
 
 _NUM_THREADS = 4
 _WAIT_S = 0.1
@@ -214,6 +217,7 @@ class RemoteBeginning:
 _SITE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:/([^:@]+))?((?:[:@][^:@\s]+)*)")
+_DATA_SET = re.compile(rf"({_WORD}/{_WORD})(?:/([^@*?]+))?(?:@([^@\s]+))?")
 _PAGE = re.compile(r"(?:tree|blob|resolve)/([^/]+)(?:/(.+))?")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _QUANTISATION = re.compile(
@@ -221,6 +225,8 @@ _QUANTISATION = re.compile(
 )
 _USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_0", "Q8_0")
 """Of several quantisations, the first of these is taken where none is named."""
+_ABOUT_DATA = re.compile(r"(?:^|/)(?:dataset_infos?|state)\.json$")
+_NOT_TRAINING = re.compile(r"test|valid|eval|dev", re.IGNORECASE)
 _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
 """GGUF files that hold no language model."""
 
@@ -233,6 +239,11 @@ class HubName:
     revision: str = "main"  # a branch, tag or commit
     quantisation: str = ""  # of a GGUF repository, such as ``Q4_K_M``; empty where none is named
     file: str = ""  # a GGUF file of the repository; empty where none is named
+    kind: Literal["model", "dataset"] = "model"
+
+    @property
+    def owner(self) -> str:
+        return self.repository.partition("/")[0]
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -257,6 +268,17 @@ def parse_hub_name(text: str) -> HubName | None:
             f"{text}: expected a file or a quantisation, got both; leave :{given[':']} out"
         )
     return HubName(repository, given.get("@", "main"), given.get(":", ""), path)
+
+
+def data_set(text: str) -> HubName | None:
+    """Reads ``owner/name[/PATH][@REVISION]`` of a data set, or its page's address; None for what a
+    local file or a pattern may be called."""
+    site = _SITE.match(text)
+    text = text[site.end() :].removeprefix("datasets/") if site else text
+    found = _DATA_SET.fullmatch(text)
+    if found is None or (not site and re.search(r"\.[A-Za-z]+$", text)):
+        return None
+    return HubName(found[1], found[3] or "main", file=found[2] or "", kind="dataset")
 
 
 def gguf_models(names: Iterable[str], file: str = "") -> dict[str, list[str]]:
@@ -409,13 +431,42 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
     is_gguf = chosen[0].endswith(".gguf")
     if weights and not is_gguf:
         _fetch(found, found.shards(), progress)
+    _note(found)
+    return found.folder / chosen[0] if is_gguf else found.folder
+
+
+def download_files(
+    name: HubName, kinds: tuple[str, ...], progress: Progress | None = None
+) -> list[Path]:
+    """Downloads a data set's files of some kinds: of its parts, the one for training."""
+    found = _ask(name)
+    below = name.file.rstrip("/")
+    own = [
+        file
+        for file in sorted(found.files)
+        if file.lower().endswith(kinds) and not _ABOUT_DATA.search(file)
+        if not below or file == below or file.startswith(f"{below}/")
+    ]
+    chosen = [file for file in own if file == below or "train" in file]
+    chosen = chosen or [file for file in own if not _NOT_TRAINING.search(file)]
+    if not chosen:
+        raise CheckpointError(
+            f"{name.repository} has no files of {', '.join(kinds)}{' below ' * bool(below)}{below} "
+            f"to train on; found {clipped(sorted(found.files))}"
+        )
+    _fetch(found, chosen, progress)
+    _note(found)
+    return [found.folder / file for file in chosen]
+
+
+def _note(found: _Repository) -> None:
+    """Notes the commit of a revision. Last: without a connection the last whole commit is found."""
+    name = found.name
     reference = found.folder.parent.parent / "refs" / name.revision
     is_noted = reference.is_file() and reference.read_text() == found.commit
     if not found.offline and name.revision != found.commit and not is_noted:
-        # Written last: without a connection the last whole commit is found.
         reference.parent.mkdir(parents=True, exist_ok=True)
         write_text(reference, found.commit)
-    return found.folder / chosen[0] if is_gguf else found.folder
 
 
 def quantisations(name: HubName) -> dict[str, int]:
@@ -495,7 +546,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             # The hub gives larger files by its own protocol alone, which huggingface_hub has.
             if files[file].digest and files[file].num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 transfer.fetch(files[file], blobs)
-            hf_hub_download(name.repository, file, revision=found.commit)
+            hf_hub_download(name.repository, file, revision=found.commit, repo_type=name.kind)
 
         transfer.run("downloading", [*files], fetch)
 
@@ -523,11 +574,12 @@ def _ask(name: HubName) -> _Repository:
     from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(constants.HF_HUB_CACHE)
-    place = cache / repo_folder_name(repo_id=name.repository, repo_type="model")
+    place = cache / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
     try:
         with _explained(name, ""):
-            info = HfApi().model_info(
+            info: Any = HfApi().repo_info(
                 name.repository,
+                repo_type=name.kind,
                 revision=name.revision,
                 timeout=_HUB_LIMIT_S,  # the download itself would ask six times
                 files_metadata=True,
@@ -559,7 +611,7 @@ def _ask(name: HubName) -> _Repository:
         file = sibling.rfilename
         digest = (sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or ""
         if not PurePosixPath(file).is_absolute() and ".." not in PurePosixPath(file).parts:
-            url = hf_hub_url(name.repository, file, revision=commit)
+            url = hf_hub_url(name.repository, file, revision=commit, repo_type=name.kind)
             known = digest if _DIGEST.fullmatch(digest) else ""
             files[file] = HubFile(file, url, sibling.size or 0, known)
     return _Repository(name, commit, place / "snapshots" / commit, files, "")
@@ -610,3 +662,129 @@ def suggestion(folder: Path) -> str:
         return ""
     nearest = difflib.get_close_matches(folder.name, names, n=1)
     return f"; did you mean {folder.parent / nearest[0]}?" if nearest else ""
+
+
+_MAX_CONFIG_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A repository in the cache.
+
+    Attributes:
+        name: ``owner/name``.
+        revisions: commits, the latest last, with their branches and tags.
+        num_bytes: of its files on the disk, and of those that are not whole yet.
+        family: ``model_type`` of its configuration; empty where it has none.
+        formats: of its weights, such as ``bfloat16``, ``mxfp4`` or ``Q4_K_M``.
+        used_s: when a file of it was last read, seconds since the epoch.
+        folder: where it lies.
+    """
+
+    name: str
+    revisions: dict[str, list[str]]
+    num_bytes: int
+    unfinished_bytes: int
+    family: str
+    formats: list[str]
+    used_s: float
+    folder: Path
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the hub's cache, by name."""
+    return [_described(one) for _, one in sorted(_models_of(_scan()).items())]
+
+
+def damage() -> list[str]:
+    """What of the hub's cache cannot be read, a line each; the hub's library leaves it out."""
+    cache = _scan()
+    return [" ".join(str(one).split()) for one in (() if cache is None else cache.warnings)]
+
+
+def removal_of(names: list[str]) -> tuple[int, Any]:
+    """Bytes that go with models or revisions, and what removes them when it is executed.
+
+    Args:
+        names: ``owner/name``, or ``owner/name@REVISION`` for one of several revisions.
+
+    Raises:
+        CheckpointError: one of them is not in the cache.
+    """
+    cache = _scan()
+    repos = _models_of(cache)
+    commits: set[str] = set()
+    for text in names:
+        name = parse_hub_name(text)
+        if name is None or name.file or name.quantisation:
+            raise CheckpointError(f"{text}: expected OWNER/NAME or OWNER/NAME@REVISION")
+        if name.repository not in repos:
+            there = ", ".join(sorted(repos)) or "no model"
+            unread = "; what is damaged is removed by hand: ".join(["", *damage()][:2])
+            raise CheckpointError(
+                f"{text}: is not in the cache of the hub; there is {there}{unread}"
+            )
+        revisions = repos[name.repository].revisions
+        own = {
+            one.commit_hash
+            for one in revisions
+            if "@" not in text or name.revision in (one.commit_hash, *one.refs)
+        }
+        if not own:
+            known = sorted(ref for one in revisions for ref in (*one.refs, one.commit_hash))
+            raise CheckpointError(f"{text}: has no such revision in the cache; there is {known}")
+        commits |= own
+    assert cache is not None  # it has the names
+    strategy = cache.delete_revisions(*commits)
+    whole = [repo for repo in repos.values() if repo.repo_path in strategy.repos]
+    unfinished_bytes = sum(_described(repo).unfinished_bytes for repo in whole)
+    return strategy.expected_freed_size + unfinished_bytes, strategy
+
+
+def _scan() -> HFCacheInfo | None:
+    """What is in the cache; None where nothing was downloaded yet."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return scan_cache_dir()
+    except CacheNotFound:
+        return None
+
+
+def _models_of(cache: HFCacheInfo | None) -> dict[str, CachedRepoInfo]:
+    repos = () if cache is None else cache.repos
+    return {one.repo_id: one for one in repos if one.repo_type == "model"}
+
+
+def _described(repo: CachedRepoInfo) -> CachedModel:
+    revisions = sorted(repo.revisions, key=lambda one: one.last_modified)
+    files = {file.file_name: file for one in revisions for file in one.files}
+    config: dict[str, Any] = {}
+    if "config.json" in files:
+        with blamed_on(f"{repo.repo_id}: config.json cannot be read"):
+            raw = read_bounded(files["config.json"].file_path, max_bytes=_MAX_CONFIG_BYTES)
+            config = parse_object(raw)
+    parts = repo.repo_path.glob("blobs/*.incomplete")
+    return CachedModel(
+        name=repo.repo_id,
+        revisions={one.commit_hash: sorted(one.refs) for one in revisions},
+        num_bytes=repo.size_on_disk,
+        unfinished_bytes=sum(part.stat().st_size for part in parts),
+        family=str(config.get("model_type") or ""),
+        formats=_formats(config, files),
+        used_s=repo.last_accessed,
+        folder=repo.repo_path,
+    )
+
+
+def _formats(config: dict[str, Any], files: dict[str, Any]) -> list[str]:
+    """What a name on the hub may end with, or how the weights are stored."""
+    labels = [label_of(stem) for stem in gguf_models(files)]
+    if labels:
+        return labels
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, dict) else [config]
+    types = [one.get(key) for one in places for key in ("dtype", "torch_dtype")]
+    return [one for one in (method, *types) if isinstance(one, str) and one][:1]

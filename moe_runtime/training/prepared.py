@@ -21,9 +21,9 @@ from moe_runtime.files import (
     locked,
     make_folders,
     remove_abandoned,
+    remove_or_warn,
     require_not_read,
 )
-from moe_runtime.folders import remove_or_warn
 from moe_runtime.training.checkpoint import (
     RunProgress,
     check_settings,
@@ -46,17 +46,8 @@ LOCK_FILE = "run.lock"
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
-    *(
-        "host_memory",
-        "device_memory",
-        "evaluate_tokens",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
-        "export_dtype",
-        "trace",
-        "trace_steps",
-    ),
+    *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
+    *("tensorboard", "export_dtype", "trace", "trace_steps", "patience"),
 )
 _FREE = frozenset(
     {
@@ -86,8 +77,8 @@ class PreparedRun:
 
     Attributes:
         storage: folder of offloaded experts.
-        held_out: windows `[N, C + 1]` of held-out text, by source; sources without any are left
-            out.
+        held_out: windows of held-out text as of `Batches.draw`, by source; sources without any are
+            left out.
         device: where everything but offloaded experts lies, and what computes.
         num_parameters, num_active_parameters: of the model, offloaded experts included.
     """

@@ -23,11 +23,11 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.data import (
     check_groups,
+    data_files,
     encode_corpora,
     obtain_tokenizer,
     read_corpora,
     save_tokenizer,
-    text_files,
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
@@ -50,7 +50,6 @@ from moe_runtime.training.train_plan import (
     StreamedInit,
     build_model,
     export_of_all,
-    move_around_experts,
     offloaded_optimizer,
 )
 
@@ -96,7 +95,7 @@ def prepare(
     output = folder / config.run.output
     trace = config.run.trace and folder / config.run.trace
     first = config.run.start_from and folder / config.run.start_from
-    check_inputs_stay(output, trace, text_files(config.data, folder), first)
+    check_inputs_stay(output, trace, data_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
     corpora = read_corpora(config.data, folder)
@@ -113,7 +112,7 @@ def prepare(
     is_offloaded = config.run.host_memory is not None
     model, first_experts = build_model(config, is_offloaded=is_offloaded)
     if is_offloaded:
-        move_around_experts(model, device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model = model.to(device)
     for layer in model.routed_layers():

@@ -63,6 +63,7 @@ CASES = {
             "cache_code": ("--cache-code planes", "planes"),
             "misses": ("--misses stand-in", "stand-in"),
             "kv_cache": ("--kv-cache int8", "int8"),
+            "draft": ("--draft lookup", "lookup"),
             "verify": ("--verify", True),
         },
         dict.fromkeys(("host_memory", "speed"), "tests/cli/test_commands.py"),
@@ -233,6 +234,8 @@ CASES = {
             "lora": ("--lora 3", ("rank", 3)),
             "lora_on": ("--lora-on experts", ("places", ("experts",))),
             "steps": ("--steps 237", 237),
+            "held_out_share": ("--held-out-share 0.125", 0.125),
+            "evaluate_every": ("--evaluate-every 239", 239),
             "rate": ("--rate 0.017", 0.017),
             "warmup": ("--warmup 23", ("warmup_steps", 23)),
             "context": ("--context 19", 19),
@@ -255,6 +258,7 @@ CASES = {
                 ("storage_dir", "resume", "reschedule", "dry_run"),
                 "tests/training/test_finetuning.py",
             ),
+            **dict.fromkeys(("epochs", "held_out", "patience"), "tests/training/test_records.py"),
         },
     ),
     "train": Case(
@@ -302,7 +306,7 @@ CASES = {
     ),
     "models list": Case((), (), {}),
     "models remove": Case(
-        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("moe_runtime.checkpoints.hub.removal_of",),
         ("maker/tiny",),
         {"names": ("", "maker/tiny")},
         {"yes": "tests/checkpoints/test_hub.py"},

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.serving.http import chat, completions, messages, responses, translated
+from moe_runtime.serving.http import chat, completions, messages, responses
 from moe_runtime.serving.http.api_errors import (
     ApiError,
     FieldError,
@@ -51,12 +51,12 @@ from moe_runtime.serving.http.schema import (
     GenerationFields,
     ModelBody,
     TokenizeBody,
+    TranslatedBody,
     known_place,
     parse_body,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Asked, Server
-from moe_runtime.serving.http.translated import TranslatedBody
 
 _MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
@@ -238,7 +238,7 @@ class Endpoints:
         body = await self._body(request, kind)
         asked = Asked.of(request.scope)
         model = await self._hold(request, body.model)
-        work = translated.count_tokens, to_chat, body, model, asked.owner
+        work = chat.count_tokens, to_chat, body, model, asked.owner
         return {"input_tokens": await self._server.prepare(asked, *work)}
 
     async def models(self, request: Request) -> Response:

@@ -27,6 +27,7 @@ from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
+    ChatMessages,
     Count,
     FunctionCall,
     FunctionName,
@@ -35,11 +36,14 @@ from moe_runtime.serving.http.schema import (
     TextMap,
     ToolCall,
     TopLogprobs,
+    TranslatedBody,
     Unused,
+    joined,
+    named,
+    part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
-from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
 _NAMES = {
     "response_format": "text.format",

@@ -22,7 +22,7 @@ from PIL import Image
 
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import picture_processor
-from moe_runtime.serving.http import images
+from moe_runtime.serving.http import chat
 
 if TYPE_CHECKING:
     import openai
@@ -310,7 +310,7 @@ def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monk
             )
             assert "cannot fetch" in refusal(site, [absent])["message"]
             clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second a part
-            monkeypatch.setattr(images, "time", clock)
+            monkeypatch.setattr(chat, "time", clock)
             slow = {"type": "image_url", "image_url": {"url": f"{url}/endless"}}
             assert "not whole after 10 s" in refusal(site, [slow])["message"]
         finally:
