@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,11 @@ def answer_to_any_name(server: Server, name: str | None) -> str:
     return name if name is not None and name in names else names[0]
 
 
-def skip_foreign(items: Sequence[pytest.Item], reasons: dict[str, str]) -> None:
-    """Skips tests of what this server does not have, by parts of their names."""
+def skip_foreign(items: Sequence[pytest.Item], reasons: Mapping[str, str]) -> None:
+    """Skips tests that do not apply: by reasons, beginnings of their names or of their files'."""
+    names = {name: why for why, text in reasons.items() for name in text.split()}
     for item in items:
-        found = next((why for part, why in reasons.items() if part in item.nodeid), None)
+        own = item.name, item.name.partition("[")[0], item.path.name, item.path.parent.name
+        found = next((names[name] for name in own if name in names), None)
         if found is not None:
             item.add_marker(pytest.mark.skip(reason=found))

@@ -21,7 +21,44 @@ from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.server import Access
 
-_REASONS: dict[str, str] = {}
+_REASONS = {
+    "a field, an endpoint or an option of vLLM's own, refused by name": """
+        test_kv_transfer_prompt_token_ids_round_trip test_kv_transfer_prompt_token_ids_streaming
+        test_per_request_metrics_non_streaming test_per_request_metrics_on_final_usage_chunk
+        test_chat_session_with_echo_and_continue_final_message test_prompt_logprobs
+        test_top_logprobs test_chat_with_enable_force_include_usage test_include_reasoning.py
+        test_logprob_token_ids.py test_logprob_token_ids test_logprob_token_ids_stream
+        test_prompt_logprobs_completion test_prompt_logprobs_chat test_root_path.py
+        test_batch_completions test_structured_outputs_choice_chat
+        test_structured_outputs_json_chat test_structured_outputs_regex_chat
+        test_structured_outputs_choice_chat_logprobs test_invocations
+        test_enable_response_messages test_extra_sampling_params test_extra_fields_allowed
+        test_custom_role test_background test_background_error test_background_cancel
+        test_comparison_with_prompt_logprobs_and_logprobs test_server_load test_show_version
+        test_v2_endpoint_accepts_valid_api_token test_no_request_id_header
+        test_enable_request_id_header""",
+    "the words, tokens or thoughts of a model that knows answers": """
+        test_function_tool_use test_simple_input test_instructions
+        test_chat test_previous_response_id test_two_responses_with_same_prev_id
+        test_max_tokens_with_tool_choice_required test_namespace_tool_separator
+        test_namespace_tool_separator_streaming test_reasoning_item
+        test_streaming_reasoning_tokens_e2e test_non_streaming_reasoning_tokens_e2e
+        test_structured_output test_structured_output_with_parse test_single_completion
+        test_single_chat_session test_chat_completion_with_tool_use
+        test_chat_completion_with_emoji_and_token_ids test_simple_messages
+        test_anthropic_tool_call test_hermes_tool_parser.py""",
+    "the wording of errors, or chunks that OpenAI and Anthropic cut in another way": """
+        test_chat_logit_bias_multiple_non_integer_keys test_empty_prompt
+        test_out_of_vocab_token_ids test_long_seed
+        test_parallel_streaming test_chat_streaming test_chat_completion_stream_options
+        test_basic_completion_with_emoji test_anthropic_streaming
+        test_anthropic_streaming_cache_usage""",
+    "adapters and pictures from the network": """
+        test_no_logprobs_chat[zephyr-lora] test_zero_logprobs_chat[zephyr-lora]
+        test_some_logprobs_chat[zephyr-lora] test_too_many_chat_logprobs[zephyr-lora]
+        test_lora_adapters.py test_tokenization_vlm.py test_tokenize_then_chat_vlm.py""",
+}
+"""Why tests do not apply."""
 _TEMPLATE = TEMPLATE.partition("assistant:{%")[0] + "assistant:{% endif %}"
 """Of a model that does not think."""
 
