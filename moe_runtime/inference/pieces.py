@@ -72,17 +72,17 @@ class Pieces:
         tokens = next((given[name] for name in _BY_TOKEN if name in given), None)
         if tokens is None or tokens.shape[0] * tokens.shape[1] <= self.most_tokens:
             return run(*args, **kwargs)
-        first = self._first_end(model, given)
-        if first is None:
+        first, cache = self._first_end(model, given), given.pop(self._cache_name, None)
+        num_cached = int(cache.get_seq_length()) if first is not None and cache is not None else 0
+        if first is None or not _has_positions(model, given, num_cached):
             return run(*args, **kwargs)
         num_sequences, num_new = tokens.shape[:2]
         most = max(self.most_tokens // num_sequences, 1)
         ends = [*range(max(most, first), num_new, most), num_new]
-        cache = given.pop(self._cache_name, None)
-        num_cached = 0 if cache is None else int(cache.get_seq_length())
         if num_sequences * (num_cached + num_new) > self._max_tokens:
             raise too_long(num_sequences, num_cached + num_new, self._max_tokens)
-        is_cached = given.pop("use_cache", model.config.get_text_config().use_cache)
+        text = model.config.get_text_config(decoder=True)
+        is_cached = given.pop("use_cache", getattr(text, "use_cache", True))
         keep = given.pop("logits_to_keep", 0) or num_new
         if cache is None:
             cache = DynamicCache(config=model.config)
@@ -151,3 +151,19 @@ class Pieces:
                     yield name, value[..., begin:end]
             elif not (begin and name.startswith(_OF_PICTURES)):
                 yield name, value
+
+
+def _has_positions(model: Any, given: dict[str, Any], num_cached: int) -> bool:
+    """Whether a piece can be told where its tokens are, where the model counts pictures otherwise
+    than tokens. Gives it the positions of all, which it would find from the whole prompt."""
+    owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+    if owner is None or "position_ids" in given:
+        return True
+    if num_cached or "input_ids" not in given:
+        return False
+    ids, names = given["input_ids"], ("image_grid_thw", "attention_mask")
+    kinds = next((given[name] for name in _KINDS if name in given), torch.zeros_like(ids))
+    known = {name: given[name] for name in names if name in given}
+    found = owner.get_rope_index(input_ids=ids, mm_token_type_ids=kinds, **known)
+    given["position_ids"], owner.rope_deltas = found
+    return True
