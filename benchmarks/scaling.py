@@ -28,8 +28,12 @@ from torch.multiprocessing.spawn import spawn
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
-from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
-from moe_runtime.lab.simulate.scaling import write_machine
+from moe_runtime.lab.simulate.scaling import (
+    LayerSchedule,
+    LayerWorkload,
+    predict_layer,
+    write_machine,
+)
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,

@@ -313,10 +313,9 @@ def test_no_hidden_state():
     assert wrong == []
 
 
-# Files that write without `files.py` or `folders.py` around it, and why they may.
+# Files that write without `files.py` around it, and why they may.
 OWN_WRITERS = {
     "moe_runtime/files.py": "writes atomically",
-    "moe_runtime/folders.py": "writes atomically",
     "benchmarks/suite/memory_cap.py": "control groups, whose files are the kernel's",
     "benchmarks/cases/dispatch_ranks.py": "logs in a folder that is removed",
     "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
@@ -325,7 +324,7 @@ OWN_WRITERS = {
     "moe_runtime/cli/terminal.py": "appends what was typed",
     "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
-    "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",
+    "moe_runtime/serving/batches/offline.py": "removes its own file, where it stayed empty",
     "moe_runtime/serving/prefixes.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
@@ -362,7 +361,7 @@ def writes(tree: ast.Module) -> list[int]:
 
 
 def test_outputs_have_one_writer():
-    """What is written by name goes through `files.py`, or into a folder of `folders.py`."""
+    """What is written by name goes through `files.py`."""
     wrong = [
         f"{path}:{line}"
         for path in PRODUCT

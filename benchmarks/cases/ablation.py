@@ -22,14 +22,13 @@ from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
-    PeerFailedError,
     Rules,
     StoppedRepetitionError,
+    peer_failures,
     run_in_turn,
 )
 from moe_runtime.errors import MoERuntimeError, named_failure
-from moe_runtime.files import read_toml
-from moe_runtime.folders import remove_or_warn
+from moe_runtime.files import read_toml, remove_or_warn
 from moe_runtime.training.config_tree import (
     build_tree,
     lay_over,
@@ -166,11 +165,8 @@ class TrainedVariant(BenchSystem):
 
     def repeat(self) -> Mapping[str, Number]:
         records: list[Record] = []
-        try:
+        with peer_failures(MoERuntimeError, OSError):
             is_complete = self._train(records)
-        except (MoERuntimeError, OSError, RuntimeError, ValueError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise PeerFailedError(lines[0]) from None
         if not is_complete:
             raise StoppedRepetitionError(f"{self.name}: stopped")
         steps = [one for one in records if isinstance(one, StepRecord)]

@@ -20,11 +20,13 @@ from moe_runtime.files import (
     check_output_folder,
     held,
     make_folders,
+    new_held_folder,
     partial_name,
     remove_abandoned,
+    remove_or_warn,
+    replace_folder,
     write_text,
 )
-from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
 
 # What stays free of the disk, and never more than the files themselves.
 _SPARE_BYTES = 2 << 30

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.safetensors_index import INDEX_FILE_NAME, read_checkpoint_index
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder
 from moe_runtime.layer import MoELayer
 from moe_runtime.models.lm.blocks import Block, DenseFeedForward
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
 from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, gather
 

@@ -40,7 +40,7 @@ from moe_runtime.checkpoints.safetensors_index import (
     write_index,
 )
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,8 +34,7 @@ from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate
 from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
-from moe_runtime.cli.stopping import StopRequest, terminable
-from moe_runtime.cli.streams import release_broken_streams
+from moe_runtime.cli.stopping import StopRequest, release_broken_streams, terminable
 from moe_runtime.cli.strict import StrictCommand, expanded, option
 from moe_runtime.errors import MoERuntimeError
 

@@ -14,11 +14,11 @@ from moe_runtime.cli.strict import FOLDER, apply_config, argument, option, refus
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
-    DRAFTS,
     KV_CACHES,
     MISSES,
     SHARES,
     PrefetchMode,
+    check_draft,
     parse_budget,
     parse_bytes,
     parse_routing,
@@ -88,6 +88,13 @@ def _predictor(name: str) -> str:
     name = at_home(name)
     if name != "auto" and name.isprintable():
         check_predictor(name)
+    return name
+
+
+def _draft(name: str) -> str:
+    name = at_home(name)
+    if name.isprintable():
+        check_draft(name)
     return name
 
 
@@ -220,9 +227,10 @@ Predictor = Annotated[
 Draft = Annotated[
     str,
     option(
-        "What guesses next tokens, which one step verifies: none, or lookup (what followed the "
-        "same words before). The text stays the same. CPU only.",
-        callback=named("draft", lambda: DRAFTS),
+        "What guesses next tokens, which one step verifies: none, lookup (what followed the "
+        "same words before), or a small MODEL with the same tokenizer. The text stays the same. "
+        "CPU only.",
+        callback=_draft,
     ),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 
-from moe_runtime.cli.stopping import resend_lost_interrupts
-from moe_runtime.cli.streams import open_closed_streams, outlive_stderr
+from moe_runtime.cli.stopping import open_closed_streams, outlive_stderr, resend_lost_interrupts
 
 _INTERRUPTED = 130
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from moe_runtime.cli.streams import without_control
+from moe_runtime.cli.stopping import without_control
 
 _REDRAW_S = 0.1
 

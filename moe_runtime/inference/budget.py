@@ -395,7 +395,11 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
 
 
 def context_step_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str, *, in_pass: int | None
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    top_k: int,
+    kv_cache: str = "exact",
+    in_pass: int | None = None,
 ) -> int:
     """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default; with
     activations where all tokens are in one pass (None)."""

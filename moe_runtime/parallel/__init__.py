@@ -12,15 +12,30 @@ if TYPE_CHECKING:
         measure_link,
         time_exchanges,
     )
-    from moe_runtime.parallel.dispatching import Dispatched, combine, dispatch
-    from moe_runtime.parallel.groups import LayoutGroups
-    from moe_runtime.parallel.parallel_experts import ExpertGroup, ExpertSpread, ParallelExperts
-    from moe_runtime.parallel.parallel_layout import ParallelLayout
-    from moe_runtime.parallel.pipeline import Overlap, PanelExperts, StackedPanels, expert_parallel
-    from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
-    from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
-    from moe_runtime.parallel.slices import slice_experts
-    from moe_runtime.parallel.slot_exchange import SlotExchange
+    from moe_runtime.parallel.dispatching import (
+        Dispatched,
+        Overlap,
+        PanelExperts,
+        StackedPanels,
+        combine,
+        dispatch,
+        expert_parallel,
+    )
+    from moe_runtime.parallel.groups import LayoutGroups, ParallelLayout
+    from moe_runtime.parallel.parallel_experts import (
+        ExpertGroup,
+        ExpertSpread,
+        ParallelExperts,
+        Rebalanced,
+        Rebalancer,
+        slice_experts,
+    )
+    from moe_runtime.parallel.replicas import (
+        ExpertMove,
+        SlotExchange,
+        keep_in_place,
+        sum_replica_gradients,
+    )
     from moe_runtime.parallel.slots import ExpertSlots
 else:
     __getattr__ = lazy_names(
@@ -28,15 +43,12 @@ else:
         {
             ".communication.transport": "FlatTransport HierarchicalTransport Transport "
             "measure_link time_exchanges",
-            ".dispatching": "Dispatched combine dispatch",
-            ".groups": "LayoutGroups",
-            ".parallel_experts": "ExpertGroup ExpertSpread ParallelExperts",
-            ".parallel_layout": "ParallelLayout",
-            ".pipeline": "Overlap PanelExperts StackedPanels expert_parallel",
-            ".rebalancing": "Rebalanced Rebalancer",
-            ".replicas": "ExpertMove keep_in_place sum_replica_gradients",
-            ".slices": "slice_experts",
-            ".slot_exchange": "SlotExchange",
+            ".dispatching": "Dispatched Overlap PanelExperts StackedPanels combine dispatch "
+            "expert_parallel",
+            ".groups": "LayoutGroups ParallelLayout",
+            ".parallel_experts": "ExpertGroup ExpertSpread ParallelExperts Rebalanced Rebalancer "
+            "slice_experts",
+            ".replicas": "ExpertMove SlotExchange keep_in_place sum_replica_gradients",
             ".slots": "ExpertSlots",
         },
     )

@@ -1,13 +1,17 @@
 """`ParallelExperts`: the experts of a layer, spread over ranks, as a module.
 
+Slices of experts, names under which checkpoints keep them, and moves by load.
+
+A slice of an expert is a narrower expert; the outputs of all slices add up to the expert's.
+
 Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,28 +19,153 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.operands import Activation
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.parallel.dispatching import Group, as_transport
-from moe_runtime.parallel.groups import LayoutGroups
-from moe_runtime.parallel.logical import as_slices, logical_views
-from moe_runtime.parallel.parallel_layout import ParallelLayout
-from moe_runtime.parallel.pipeline import (
+from moe_runtime.parallel.dispatching import (
     ExpertsFn,
+    Group,
     Overlap,
     PanelExperts,
     StackedPanels,
+    as_transport,
     expert_parallel,
 )
-from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
-from moe_runtime.parallel.slices import one_expert, slice_experts
+from moe_runtime.parallel.groups import LayoutGroups, ParallelLayout
+from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
 from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.policies.placement import Devices, rebalance
+from moe_runtime.policies.placement.base import slots_needed
 from moe_runtime.routing import Routing
 from moe_runtime.routing.base import surrounding_ddp
+
+
+def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> StackedExperts:
+    """Slice `index` of every expert, as copies; the bias of the second matrix belongs to slice 0.
+
+    Raises:
+        ValueError: The hidden dimension does not divide, or there is no such slice.
+    """
+    if not 0 <= index < num_slices:
+        raise ValueError(f"slice must be in 0..{num_slices - 1}, got {index}")
+    if experts.dim_hidden % num_slices:
+        raise ValueError(
+            f"the hidden dimension of the experts ({experts.dim_hidden}) does not divide into "
+            f"{num_slices} slices"
+        )
+    ids = hidden_ids(experts, index, num_slices)
+    columns = preactivation_ids(experts, ids)
+    first, second = (2, 1) if experts.is_transposed else (1, 2)
+    down_bias = experts.down_bias
+    if down_bias is not None and index > 0:
+        down_bias = torch.zeros_like(down_bias)
+    bias = experts.gate_up_bias
+    return replace(
+        experts,
+        gate_up=experts.gate_up.index_select(first, columns),
+        down=experts.down.index_select(second, ids),
+        gate_up_bias=None if bias is None else bias.index_select(1, columns),
+        down_bias=down_bias,
+    )
+
+
+def one_expert(experts: StackedExperts, expert: int) -> StackedExperts:
+    """One of the experts, as a stack of one; views."""
+    here = slice(expert, expert + 1)
+    return replace_tensors(experts, [None if t is None else t[here] for t in experts.tensors()])
+
+
+def replace_tensors(experts: StackedExperts, tensors: Sequence[Tensor | None]) -> StackedExperts:
+    """The same layout with other tensors, in the order of `StackedExperts.tensors`."""
+    gate_up, down, gate_up_bias, down_bias = tensors
+    assert gate_up is not None
+    assert down is not None
+    return replace(
+        experts, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+
+
+def hidden_ids(experts: StackedExperts, index: int, num_slices: int) -> Tensor:
+    """`[F / num_slices]`: hidden units of a slice."""
+    width = experts.dim_hidden // num_slices
+    return torch.arange(index * width, (index + 1) * width, device=experts.device)
+
+
+def preactivation_ids(experts: StackedExperts, ids: Tensor) -> Tensor:
+    """Rows of the first matrix that make the given hidden units, in the layout of the experts."""
+    if not experts.has_gate:
+        return ids
+    if experts.is_concatenated:
+        return torch.cat([ids, ids + experts.dim_hidden])
+    return torch.stack([2 * ids, 2 * ids + 1], dim=1).flatten()
+
+
+_SLICED_DIM = {"gate_proj": 0, "up_proj": 0, "down_proj": 1, "gate_proj_bias": 0, "up_proj_bias": 0}
+
+
+def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict[str, Tensor]:
+    """Every expert's matrices by name, as views: `{e}.gate_proj`, `{e}.up_proj`, `{e}.down_proj`.
+
+    Args:
+        tensors: `[S, ...]` stacked parameters by name, or what is laid out like them:
+            `gate_up_proj` (gate rows first) or `up_proj`, `down_proj`, and their biases.
+        experts: The expert in each slot; -1 for none.
+    """
+    views: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for slot, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            if name.startswith("gate_up_proj"):
+                suffix = name.removeprefix("gate_up_proj")
+                gate, up = tensor[slot].chunk(2)
+                views |= {f"{expert}.gate_proj{suffix}": gate, f"{expert}.up_proj{suffix}": up}
+            else:
+                views[f"{expert}.{name}"] = tensor[slot]
+    return views
+
+
+def as_slices(
+    views: Mapping[str, Tensor], group: dist.ProcessGroup, index: int
+) -> dict[str, Tensor]:
+    """The same views as slices of whole matrices, as `DTensor`s.
+
+    Args:
+        group: The ranks that hold the slices, in their order.
+        index: Which of them this rank is. The bias of the second matrix belongs to slice 0.
+    """
+    sliced: dict[str, Tensor] = {}
+    for name, view in views.items():
+        kind = name.partition(".")[2]
+        if kind in _SLICED_DIM:
+            mesh = DeviceMesh.from_group(group, view.device.type)
+            placements = [Shard(_SLICED_DIM[kind])]
+            sliced[name] = DTensor.from_local(view, mesh, placements, run_check=False)
+        elif index == 0:
+            sliced[name] = view
+    return sliced
+
+
+def copy_part(whole: Tensor, part: Tensor) -> None:
+    """Copies a rank's part of a whole tensor into `part`, a `DTensor` or a tensor of the same
+    shape."""
+    if not isinstance(part, DTensor):
+        part.copy_(whole)
+        return
+    mesh = part.device_mesh
+    # What FSDP2 shards further is cut last: its split has a factor, the number of slices before.
+    order = sorted(enumerate(part.placements), key=lambda item: hasattr(item[1], "split_factor"))
+    for dimension, placement in order:
+        cut = getattr(placement, "dim", None)
+        if cut is not None:
+            pieces = whole.chunk(mesh.size(dimension), cut)
+            number = mesh.get_local_rank(dimension)
+            whole = pieces[number] if number < len(pieces) else whole.narrow(cut, 0, 0)
+    part.to_local().copy_(whole)
+
 
 ExpertGroup = LayoutGroups | ParallelLayout | Group
 """Processes that experts are spread over: a layout, its groups, or one group of ranks."""
@@ -415,3 +544,117 @@ class ParallelExperts(nn.Module):
             f"{self.num_experts}, {len(self.experts_here)} here, slices={self.slots.num_slices}, "
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebalanced:
+    """One look at the loads.
+
+    Balance is the mean over the largest load of the ranks, before and after; 1 is perfect.
+    `num_transfers` counts experts that travelled between ranks.
+    """
+
+    balance_before: float
+    balance_after: float
+    num_transfers: int
+
+
+class Rebalancer:
+    """Counts where the tokens of a layer go and, from time to time, places its experts by that.
+
+    Placement is EPLB's, with replicas if there are slots for them. Outputs change by no more than
+    the order of sums. With replicas in training, `experts.sum_replica_gradients()` belongs before
+    every optimizer step.
+
+    Args:
+        every: Calls of `step` between two looks at the loads.
+        num_replicas: Slots beyond one for each expert; together they divide by the ranks.
+        groups: The layout, where it has copies of all experts (EDP): they stay alike.
+        decay: Share of the older counts that still counts at the next look.
+        least_gain: Gain in balance below which nothing is moved.
+
+    Raises:
+        ValueError: Slots that do not divide by the ranks, sliced experts, or impossible numbers.
+    """
+
+    def __init__(
+        self,
+        experts: ParallelExperts,
+        *,
+        every: int = 100,
+        num_replicas: int = 0,
+        groups: LayoutGroups | None = None,
+        decay: float = 0.5,
+        least_gain: float = 0.05,
+    ) -> None:
+        if every < 1 or not 0 <= decay < 1 or least_gain < 0:
+            raise ValueError(
+                "every must be at least 1, decay in [0, 1) and least_gain not negative, got "
+                f"{every}, {decay} and {least_gain}"
+            )
+        if experts.slots.num_slices > 1:
+            raise ValueError("only whole experts are moved; these are cut into slices (etp)")
+        slots_needed(experts.num_experts, num_replicas, experts.slots.num_ranks)
+        self._experts, self._groups = experts, groups
+        self._every, self._decay, self._least_gain = every, decay, least_gain
+        self._num_slots = experts.num_experts + num_replicas
+        self._num_steps = 0
+        self._own_E = torch.zeros(experts.num_experts, dtype=torch.int64)
+        self._loads_E = torch.zeros(experts.num_experts, dtype=torch.float64)
+        self._hook = experts.register_forward_pre_hook(self._count)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> Rebalanced | None:
+        """To be called between two batches, after the optimizer's step; a collective call.
+
+        The optimizer's states of the experts move along. Returns None between two looks at the
+        loads.
+        """
+        self._num_steps += 1
+        if self._num_steps % self._every:
+            return None
+        self._gather()
+        experts = self._experts
+        before = rank_balance(self._loads_E, experts.slots)
+        num_ranks, each = experts.slots.num_ranks, experts.slots.ranks_per_node
+        placement = rebalance(
+            self._loads_E.numpy()[None],
+            Devices(num_nodes=num_ranks // each, gpus_per_node=each),
+            num_slots=self._num_slots,
+        )
+        wanted = placement.expert_of_slot[0].reshape(num_ranks, -1).tolist()
+        slots = keep_in_place(wanted, experts.slots)
+        after = rank_balance(self._loads_E, slots)
+        if after < before + self._least_gain:
+            return Rebalanced(balance_before=before, balance_after=before, num_transfers=0)
+        num_transfers = experts.move(slots, optimizer)
+        return Rebalanced(balance_before=before, balance_after=after, num_transfers=num_transfers)
+
+    def _count(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        num_experts = len(self._own_E)
+        ids = inputs[1].flatten()
+        # The last number stands for choices that are not dispatched.
+        counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+        self._own_E = self._own_E.to(counts.device) + counts
+
+    def _gather(self) -> None:
+        """Adds what all ranks have counted since the last look."""
+        transport = self._experts.transport
+        own_PE = self._own_E.cpu().expand(transport.size, -1).contiguous()
+        counted_E = transport.exchange_numbers(own_PE).sum(dim=0).double()
+        if self._groups is not None:
+            copies = self._groups.group("expert", "edp")
+            self._groups.all_reduce(counted_E, copies, "loads")
+        self._loads_E = self._decay * self._loads_E + counted_E
+        self._own_E = torch.zeros_like(self._own_E)
+
+
+def rank_balance(loads_E: torch.Tensor, slots: ExpertSlots) -> float:
+    """Mean over largest load of the ranks when an expert's load is split over its copies."""
+    ranks = [0.0] * slots.num_ranks
+    for load, (held, *_) in zip(loads_E.tolist(), slots.holders, strict=True):
+        for slot in held:
+            ranks[slot // slots.slots_per_rank] += load / len(held)
+    return sum(ranks) / len(ranks) / max(ranks) if max(ranks) > 0 else 1.0

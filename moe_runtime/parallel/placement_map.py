@@ -1,6 +1,9 @@
-"""The placement map: a JSON file that says which expert lies in which slot of which rank.
+"""The placement map: a JSON file that says which expert lies in which slot of which rank. Ways from
+one placement to another with the fewest transfers.
 
 Written by `moe-runtime place`, described in docs/placement.md, refused for any other model.
+
+Shape suffixes: L layers, E experts, G devices (ranks).
 """
 
 import dataclasses
@@ -8,16 +11,233 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, named_failure
 from moe_runtime.files import read_bounded, write_text
-from moe_runtime.parallel.remap import Move, Rename, keep_in_place, moves_between
-from moe_runtime.policies.placement import Devices, Placement
+from moe_runtime.policies.placement import EMPTY, Devices, Placement
 from moe_runtime.types import ModelSignature
+
+Rename = Literal["none", "devices", "layers"]
+"""Which devices may change roles to save transfers. ``devices``: the same exchange in all layers,
+which changes neither balance nor hops. ``layers``: each layer on its own, which keeps the balance
+but not the hops. Nodes change roles as a whole, devices within their node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """One expert that a slot needs and does not hold.
+
+    `source_slot` is of the old placement, the same for all copies on a device. A move is local
+    where the target's device holds the expert already, or gets it for another of its slots.
+    """
+
+    layer: int
+    expert: int
+    source_slot: int
+    target_slot: int
+    is_local: bool
+
+
+def keep_in_place(
+    old: Placement, new: Placement, devices: Devices, *, rename: Rename = "none"
+) -> Placement:
+    """Arranges a placement so that as much as possible lies where it lies now.
+
+    Args:
+        old: what is loaded.
+        new: what is wanted, for the same layers and experts.
+        devices: nodes and devices of `new`.
+        rename: which devices may change roles (an assignment problem).
+
+    Raises:
+        ValueError: the placements are of different models, or renaming between different numbers of
+            devices.
+    """
+    _check_same_model(old, new)
+    slots = new.expert_of_slot.copy()
+    if rename != "none":
+        if old.num_gpus != new.num_gpus:
+            raise ValueError(
+                f"devices can be renamed between equally many, got {old.num_gpus} and "
+                f"{new.num_gpus}; use rename='none'"
+            )
+        missing = np.stack([_missing(old, new, layer) for layer in range(new.num_layers)])
+        if rename == "devices":
+            missing = np.broadcast_to(missing.sum(axis=0), missing.shape)
+        for layer in range(new.num_layers):
+            order = _cheapest_roles(missing[layer], devices)
+            slots[layer] = slots[layer].reshape(new.num_gpus, -1)[order].reshape(-1)
+    rows = slots.reshape(new.num_layers, new.num_gpus, -1)
+    for layer in range(new.num_layers):
+        for gpu in range(min(old.num_gpus, new.num_gpus)):
+            first = gpu * old.slots_per_gpu
+            held = old.expert_of_slot[layer, first : first + old.slots_per_gpu]
+            rows[layer, gpu] = _arrange(held.tolist(), rows[layer, gpu].tolist())
+    return Placement(expert_of_slot=slots, num_experts=new.num_experts, num_gpus=new.num_gpus)
+
+
+def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move]:
+    """What must be copied to get from one placement to the other.
+
+    Each expert comes from its own device where there is a copy, else from the same node, else from
+    another one; among equals, from the device that has been asked least. `devices` are those of the
+    larger placement.
+    """
+    _check_same_model(old, new)
+    asked = np.zeros(max(old.num_gpus, new.num_gpus), dtype=np.int64)
+    moves = []
+    for layer in range(new.num_layers):
+        arrived: dict[tuple[int, int], int] = {}
+        for target, expert in enumerate(new.expert_of_slot[layer].tolist()):
+            gpu, place = divmod(target, new.slots_per_gpu)
+            if expert == EMPTY or _content(old, layer, gpu, place) == expert:
+                continue
+            is_local = (gpu, expert) in arrived
+            if not is_local:
+                sources = old.slots_of_expert[layer, expert]
+                arrived[gpu, expert] = min(
+                    sources[sources >= 0].tolist(),
+                    key=lambda slot: _distance(old, slot, gpu, devices, asked),
+                )
+            source = arrived[gpu, expert]
+            source_gpu = source // old.slots_per_gpu
+            is_local = is_local or source_gpu == gpu
+            asked[source_gpu] += not is_local
+            moves.append(
+                Move(
+                    layer=layer,
+                    expert=expert,
+                    source_slot=source,
+                    target_slot=target,
+                    is_local=is_local,
+                )
+            )
+    return moves
+
+
+def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = None) -> Placement:
+    """ElasticMoE's remap: the same experts on more or fewer ranks, with the fewest transfers.
+
+    Experts move off ranks beyond `num_gpus`; then every rank holds the same number of experts, give
+    or take one. Among the ways that move least, loads `[L, E]` (equal by default) even out.
+    """
+    if num_gpus < 1:
+        raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
+    shape = (placement.num_layers, placement.num_experts)
+    loads = np.ones(shape) if loads_LE is None else np.asarray(loads_LE, dtype=np.float64)
+    if loads.shape != shape:
+        raise ValueError(f"loads_LE must have shape {shape}, got {loads.shape}")
+    layers = [
+        _resize_layer(_by_gpu(placement, layer), num_gpus, loads[layer] / placement.copies[layer])
+        for layer in range(placement.num_layers)
+    ]
+    width = max(len(held) for ranks in layers for held in ranks)
+    slots = [
+        [expert for held in ranks for expert in held + [EMPTY] * (width - len(held))]
+        for ranks in layers
+    ]
+    resized = Placement(
+        expert_of_slot=np.array(slots), num_experts=placement.num_experts, num_gpus=num_gpus
+    )
+    return keep_in_place(placement, resized, Devices(num_nodes=1, gpus_per_node=num_gpus))
+
+
+def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) -> list[list[int]]:
+    kept = [list(held) for held in ranks[:num_gpus]]
+    kept += [[] for _ in range(num_gpus - len(kept))]
+    present = {expert for held in kept for expert in held}
+    pool = sorted({e for held in ranks[num_gpus:] for e in held} - present)
+    quotas = _quotas([len(held) for held in kept], sum(map(len, kept)) + len(pool))
+    target = (sum(loads_E[e] for held in kept for e in held) + loads_E[pool].sum()) / num_gpus
+    for held, quota in zip(kept, quotas, strict=True):
+        while len(held) > quota:
+            surplus = (sum(loads_E[held]) - target) / (len(held) - quota)
+            given = min(held, key=lambda e: (abs(loads_E[e] - surplus), e))
+            held.remove(given)
+            pool.append(given)
+    for expert in sorted(pool, key=lambda e: (-loads_E[e], e)):
+        open_ranks = [r for r in range(num_gpus) if len(kept[r]) < quotas[r]]
+        # Two copies on one rank are useless, unless there is no other room.
+        fresh = [r for r in open_ranks if expert not in kept[r]] or open_ranks
+        lightest = min(fresh, key=lambda r: (sum(loads_E[kept[r]]), r))
+        kept[lightest].append(expert)
+    return kept
+
+
+def _quotas(counts: list[int], total: int) -> list[int]:
+    """Equal shares of all experts; those that hold most get the remainder, so that least moves."""
+    each, rest = divmod(total, len(counts))
+    fullest = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:rest]
+    return [each + (rank in fullest) for rank in range(len(counts))]
+
+
+def _by_gpu(placement: Placement, layer: int) -> list[list[int]]:
+    rows = placement.expert_of_slot[layer].reshape(placement.num_gpus, -1).tolist()
+    return [[expert for expert in row if expert != EMPTY] for row in rows]
+
+
+def _missing(old: Placement, new: Placement, layer: int) -> np.ndarray:
+    """``[G, G]`` experts that device g lacks to take the role of the new placement's device h."""
+    held = [old.holds(layer, gpu) for gpu in range(old.num_gpus)]
+    wanted = [new.holds(layer, gpu) for gpu in range(new.num_gpus)]
+    return np.array([[len(want - have) for want in wanted] for have in held], dtype=np.float64)
+
+
+def _cheapest_roles(missing_GG: np.ndarray, devices: Devices) -> np.ndarray:
+    """``[G]`` role of each device: nodes as a whole, devices within; exact by nesting."""
+    from scipy.optimize import linear_sum_assignment
+
+    num_nodes, each = devices.num_nodes, devices.gpus_per_node
+    blocks = missing_GG.reshape(num_nodes, each, num_nodes, each)
+    inner = np.empty((num_nodes, num_nodes, each), dtype=np.int64)
+    cost = np.empty((num_nodes, num_nodes))
+    for node in range(num_nodes):
+        for other in range(num_nodes):
+            rows, inner[node, other] = linear_sum_assignment(blocks[node, :, other])
+            cost[node, other] = blocks[node, rows, other, inner[node, other]].sum()
+    nodes, others = linear_sum_assignment(cost)
+    return (others[:, None] * each + inner[nodes, others]).reshape(-1)
+
+
+def _arrange(held: list[int], wanted: list[int]) -> list[int]:
+    """The wanted experts, each that is held already in its slot, the others in the rest."""
+    rest = list(wanted)
+    arranged: list[int | None] = [None] * len(wanted)
+    for place, expert in enumerate(held[: len(wanted)]):
+        if expert != EMPTY and expert in rest:
+            arranged[place] = expert
+            rest.remove(expert)
+    # Real experts before empty slots, so that the result depends on nothing but the contents.
+    rest.sort(key=lambda expert: (expert == EMPTY, expert))
+    return [rest.pop(0) if expert is None else expert for expert in arranged]
+
+
+def _content(placement: Placement, layer: int, gpu: int, place: int) -> int:
+    if gpu >= placement.num_gpus or place >= placement.slots_per_gpu:
+        return EMPTY
+    return int(placement.expert_of_slot[layer, gpu * placement.slots_per_gpu + place])
+
+
+def _distance(
+    old: Placement, slot: int, gpu: int, devices: Devices, asked: np.ndarray
+) -> tuple[int, int, int]:
+    source = slot // old.slots_per_gpu
+    is_far = devices.node_of(source) != devices.node_of(gpu)
+    return (0 if source == gpu else 1 + int(is_far), int(asked[source]), slot)
+
+
+def _check_same_model(old: Placement, new: Placement) -> None:
+    sizes = [(p.num_layers, p.num_experts) for p in (old, new)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"placements of different models: {sizes[0][0]} layers of {sizes[0][1]} experts and "
+            f"{sizes[1][0]} layers of {sizes[1][1]}"
+        )
+
 
 MAP_FORMAT = "moe-runtime-placement"
 MAP_VERSION = 1

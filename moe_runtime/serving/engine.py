@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
-from moe_runtime.inference.drafts import Draft
+from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
@@ -44,7 +47,117 @@ from moe_runtime.serving.scheduling import (
     beside_prompts,
     groups_of,
 )
-from moe_runtime.serving.step_sizes import StepSizes
+
+MIN_TOKENS = 16
+"""Tokens of prompts that a step may always have."""
+MAX_COST_RATIO = 3.0
+"""A token takes at most so many times its time in the most efficient step."""
+FREE_GROWTH = 1.25
+"""Where all steps take too long, more tokens may make them so much longer: then there are fewer."""
+_NEW_SHARE = 0.3
+_STEPS_KEPT = 500
+"""Steps after which larger sizes count as never measured: one slow time would exclude them for
+ever."""
+
+
+class StepSizes:
+    """Chooses sizes of steps that keep decoding sequences from waiting long.
+
+    Sizes are doubled from `MIN_TOKENS`. A step with prompts takes at most ``max_slowdown`` times as
+    long as one without, as far as `MAX_COST_RATIO` allows: with experts on a disk, a step of few
+    tokens reads nearly as much as one of many. A larger size is tried when it would still be short
+    enough: it takes at most twice the time of the one before, and no more per additional token than
+    that one did. Where every efficient step takes longer than that, it takes as many tokens as cost
+    little more time.
+    """
+
+    def __init__(
+        self, most_tokens: int, max_slowdown: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        sizes = [MIN_TOKENS]
+        while sizes[-1] < most_tokens:
+            sizes.append(2 * sizes[-1])
+        self._sizes = [min(size, most_tokens) for size in sizes]
+        self._max_slowdown = max_slowdown
+        self._clock = clock
+        self._seconds: dict[int, float] = {}
+        self._num_timed = 0
+        self._decode_s: float | None = None
+        self._least_token_s = math.inf
+        self._is_ignored = False
+
+    @contextmanager
+    def timed(self, *, num_prompt: int, num_decoding: int) -> Iterator[None]:
+        self._is_ignored = False
+        begin = self._clock()
+        yield
+        seconds = self._clock() - begin
+        if self._is_ignored:
+            return
+        if not num_prompt:
+            if num_decoding:
+                self._decode_s = _mean(self._decode_s, seconds)
+            return
+        token_s = seconds / num_prompt
+        self._least_token_s = min(token_s, self._least_token_s)
+        size = max((size for size in self._sizes if size <= num_prompt), default=None)
+        if num_decoding and size is not None:
+            self._seconds[size] = _mean(self._seconds.get(size), token_s * size)
+            self._num_timed += 1
+            if self._num_timed % _STEPS_KEPT == 0:
+                most = self.most_tokens()
+                self._seconds = {one: s for one, s in self._seconds.items() if one <= most}
+
+    def ignore_step(self) -> None:
+        self._is_ignored = True
+
+    def most_tokens(self) -> int:
+        """Tokens of prompts for the next step beside sequences that decode."""
+        size = self._sizes[0]
+        for index, larger in enumerate(self._sizes[1:]):
+            if size not in self._seconds:
+                break
+            seconds = self._seconds[size]
+            expected = self._seconds.get(larger, self._expected(index))
+            most_s = seconds * larger / size
+            if expected is not None:
+                most_s = min(expected, most_s)
+            is_efficient = seconds / size <= MAX_COST_RATIO * self._least_token_s
+            if not self._is_short(most_s) and is_efficient:
+                break
+            size = larger
+        if size in self._seconds and not self._is_short(self._seconds[size]):
+            return self._at_nearly_the_same_time(size)
+        return size
+
+    def _at_nearly_the_same_time(self, size: int) -> int:
+        """The largest size whose steps take little longer, by measured times and their slope."""
+        most_s = FREE_GROWTH * self._seconds[size]
+        index = self._sizes.index(size)
+        while index + 1 < len(self._sizes):
+            larger = self._seconds.get(self._sizes[index + 1], self._expected(index))
+            if larger is None or larger > most_s:
+                break
+            index += 1
+        return self._sizes[index]
+
+    def _expected(self, index: int) -> float | None:
+        """Seconds of a step of the next size, if more tokens cost what the last ones did."""
+        smaller, size, larger = self._sizes[max(index - 1, 0)], *self._sizes[index : index + 2]
+        if smaller == size or not {smaller, size} <= self._seconds.keys():
+            return None
+        seconds = self._seconds[size]
+        token_s = max(seconds - self._seconds[smaller], 0.0) / (size - smaller)
+        return seconds + token_s * (larger - size)
+
+    def _is_short(self, seconds: float) -> bool:
+        if self._decode_s is None:
+            return math.isinf(self._max_slowdown)
+        return seconds <= self._max_slowdown * self._decode_s
+
+
+def _mean(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _NEW_SHARE * (seconds - before)
 
 
 class Turns:
@@ -371,11 +484,8 @@ class Engine:
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         offers = [self._offer(sequence) for sequence in group]
-        chosen = drafts.control.choose(offers)
-        each = zip(offers, chosen, strict=True)
-        drafted = [Draft(offer.tokens[:most], offer.grade) for offer, most in each]
-        began = drafts.clock()
-        if not any(chosen):
+        began, drafted = drafts.propose([sequence.drafter for sequence in group], offers)
+        if not any(drafted):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             drafts.control.measured(len(group), len(group), drafts.clock() - began)
             return
@@ -383,28 +493,28 @@ class Engine:
         with Failure() as failure:
             for sequence in group:
                 self._fit(sequence)
-            logits_RV = self._passes.verify(group, [draft.tokens for draft in drafted])
+            logits_RV = self._passes.verify(group, drafted)
         self._counts["steps"] += 1
         if logits_RV is None:
             self._fail(group, failure)
             return
         num_base, num_rows = len(group), len(logits_RV)
         drafts.control.measured(num_base, num_rows, drafts.clock() - began)
-        parts = logits_RV.split([1 + most for most in chosen])
-        for sequence, draft, own_RV in zip(group, drafted, parts, strict=True):
-            num_right = self._advance_over(sequence, draft.tokens, own_RV)
-            has_failed = not sequence.is_finished and num_right < len(draft.tokens)
-            drafts.control.judged(draft.grade, num_right, has_failed=has_failed, num_base=num_base)
+        parts = logits_RV.split([1 + len(draft) for draft in drafted])
+        for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
+            num_right = self._advance_over(sequence, draft, own_RV)
+            has_failed = not sequence.is_finished and num_right < len(draft)
+            drafts.control.judged(offer.grade, num_right, has_failed=has_failed, num_base=num_base)
 
-    def _offer(self, sequence: Sequence) -> Draft:
+    def _offer(self, sequence: Sequence) -> Offer:
         """What may be verified with a sequence's next token, where there is room for it."""
         most = min(
             self._drafts.control.most_rows, sequence.request.max_new_tokens - len(sequence.answer)
         )
         assert sequence.drafter is not None
-        offer = sequence.drafter.draft(most - 1) if most > 1 else Draft([], 0)
-        needed = sequence.num_computed + 1 + len(offer.tokens)
-        return offer if self._account.reserve(sequence, needed) else Draft([], offer.grade)
+        offer = sequence.drafter.offer(max(most - 1, 0))
+        needed = sequence.num_computed + 1 + offer.most
+        return offer if self._account.reserve(sequence, needed) else Offer(0, offer.grade)
 
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
         """Goes on by one token, and by drafted ones while the sampler chooses them too."""
@@ -438,7 +548,7 @@ class Engine:
             sequence.positions = self._passes.positions_of(sequence.request)
         is_plain = sequence.request.adapter is None and not sequence.request.pictures
         if self._drafts is not None and is_plain and sequence.drafter is None:
-            drafter = sequence.drafter = self._drafts.new_drafter()
+            drafter = sequence.drafter = self._drafts.source.new()
             drafter.extend(sequence.tokens)
         self._adapters.read(sequence.request.adapter)
         room = self._account.room_of(sequence)

@@ -21,8 +21,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.digests import check_zip
 from moe_runtime.errors import CheckpointError, blamed_on
-from moe_runtime.files import make_folders, open_regular, write_atomically
-from moe_runtime.folders import remove_or_warn
+from moe_runtime.files import make_folders, open_regular, remove_or_warn, write_atomically
 
 _LONGEST_VALUE = 60
 

@@ -32,9 +32,9 @@ from moe_runtime.files import (
     make_folders,
     open_regular,
     read_bounded,
+    replace_folder,
     write_atomically,
 )
-from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
 from moe_runtime.training.run_config import DataConfig, LoopConfig, SourceConfig, TokenizerConfig
 

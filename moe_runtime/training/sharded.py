@@ -18,14 +18,13 @@ from torch import Tensor
 
 from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import partial_name
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import partial_name, replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel import ParallelExperts
-from moe_runtime.parallel.logical import copy_part, logical_views
+from moe_runtime.parallel.parallel_experts import copy_part, logical_views
 from moe_runtime.training.checkpoint import (
     SHARDED_SUFFIX,
     RunProgress,

@@ -63,6 +63,7 @@ CASES = {
             "cache_code": ("--cache-code planes", "planes"),
             "misses": ("--misses stand-in", "stand-in"),
             "kv_cache": ("--kv-cache int8", "int8"),
+            "draft": ("--draft lookup", "lookup"),
             "verify": ("--verify", True),
         },
         dict.fromkeys(("host_memory", "speed"), "tests/cli/test_commands.py"),
@@ -302,7 +303,7 @@ CASES = {
     ),
     "models list": Case((), (), {}),
     "models remove": Case(
-        ("moe_runtime.checkpoints.hub_cache.removal_of",),
+        ("moe_runtime.checkpoints.hub.removal_of",),
         ("maker/tiny",),
         {"names": ("", "maker/tiny")},
         {"yes": "tests/checkpoints/test_hub.py"},

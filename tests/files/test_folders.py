@@ -12,10 +12,9 @@ import pytest
 from fixture_types import Patch
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
-from moe_runtime import folders
+from moe_runtime import files
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.files import partial_name
-from moe_runtime.folders import recover_folder, replace_folder
+from moe_runtime.files import partial_name, recover_folder, replace_folder
 
 
 def of_a_lower_layer(one: Path, other: Path) -> bool:
@@ -32,7 +31,7 @@ WAYS: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture(params=WAYS)
 def exchange(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(folders, *WAYS[request.param])
+    monkeypatch.setattr(files, *WAYS[request.param])
 
 
 @pytest.fixture
@@ -114,19 +113,19 @@ def test_a_full_disk_at_any_call_leaves_old_or_new(old):
 
 LOWER_LAYER = (
     "def exchange(one, other): raise OSError(18, 'Invalid cross-device link')\n"
-    "folders._exchange = exchange\n"
+    "files._exchange = exchange\n"
 )
 
 
 @pytest.mark.parametrize(
     "way",
-    ["", "folders._exchange = lambda one, other: False\n", LOWER_LAYER],
+    ["", "files._exchange = lambda one, other: False\n", LOWER_LAYER],
     ids=["exchange", "without exchange", "lower layer"],
 )
 def test_a_kill_at_any_call_leaves_old_or_new(tmp_path, way):
     program = (
         "import pathlib, shutil\n"
-        "from moe_runtime import folders\n"
+        "from moe_runtime import files\n"
         f"{way}"
         "path = pathlib.Path('model')\n"
         "def fill(folder, text):\n"
@@ -137,10 +136,10 @@ def test_a_kill_at_any_call_leaves_old_or_new(tmp_path, way):
         "    path.mkdir()\n"
         "    fill(path, 'old')\n"
         "def write():\n"
-        "    with folders.replace_folder('model') as new: fill(new, 'new')\n"
+        "    with files.replace_folder('model') as new: fill(new, 'new')\n"
         "def state():\n"
         "    is_there = path.exists()\n"
-        "    folders.recover_folder(path)\n"
+        "    files.recover_folder(path)\n"
         "    texts = {(path / name).read_text() for name in ('a', 'sub/b')}\n"
         "    return f'{is_there} {texts} {os.listdir()}'\n"
     )

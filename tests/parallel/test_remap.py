@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.parallel.remap import keep_in_place, moves_between, resize
+from moe_runtime.parallel.placement_map import keep_in_place, moves_between, resize
 from moe_runtime.policies.placement import EPLB, Devices, Placement, RoutingProfile
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moe_runtime.lab.simulate.layer_simulation import TaskGraph
+from moe_runtime.lab.simulate.scaling import TaskGraph
 
 
 def test_a_chain_adds_up_and_a_fork_does_not():

@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.lab.simulate.layer_simulation import (
-    LayerSchedule,
-    LayerWorkload,
-    _phases,
-    predict_layer,
-)
 from moe_runtime.lab.simulate.scaling import (
     ASSUMED,
     Imbalance,
+    LayerSchedule,
+    LayerWorkload,
     SimulatedLayer,
+    _phases,
+    predict_layer,
     rank_shares,
     read_machine,
     sweep_scaling,

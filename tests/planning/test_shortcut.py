@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.lab.simulate.layer_simulation import (
+from moe_runtime.lab.simulate.scaling import (
     ShortcutCosts,
     best_shortcut_schedule,
     shortcut_schedules,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.lab.simulate.layer_simulation import TaskGraph
+from moe_runtime.lab.simulate.scaling import TaskGraph
 from moe_runtime.training.offload.device_updates import (
     UpdateSpeeds,
     best_stride,

@@ -25,7 +25,7 @@ from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.research.elastic import ElasticRequest, ElasticService, start_local_workers
-from moe_runtime.research.elastic import change as changes
+from moe_runtime.research.elastic import member as changes
 from moe_runtime.research.elastic.member import RunningRequest
 from moe_runtime.research.elastic.paged_experts import (
     Epoch,

@@ -8,8 +8,7 @@ import pytest
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.placement.algorithms import align
 from moe_runtime.policies.placement.scoring import score_placement
-from moe_runtime.research.placement_solvers.exflow import Affinity, hop_costs, sweep, total_cost
-from moe_runtime.research.placement_solvers.mapping import Deadline
+from moe_runtime.research.placement_solvers import Affinity, Deadline, hop_costs, sweep, total_cost
 
 
 def profile_of(transitions: np.ndarray) -> RoutingProfile:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moe_runtime.research.hecate.materialise import calibrate, plan_copies, reshard
+from moe_runtime.research.hecate import calibrate, plan_copies, reshard
 
 
 def plan(loads: list[float], owners: list[int], **options: int) -> list[list[int]]:

@@ -10,14 +10,15 @@ import scipy.optimize
 
 from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, RoutingProfile
-from moe_runtime.research.placement_solvers.exflow import hop_costs
-from moe_runtime.research.placement_solvers.mapping import map_clusters, peak_traffic
-from moe_runtime.research.placement_solvers.moetuner import (
+from moe_runtime.research.placement_solvers import (
     TwoStage,
     attract,
     balance_clusters,
     cluster_layers,
     cluster_traffic,
+    hop_costs,
+    map_clusters,
+    peak_traffic,
 )
 
 # Solvers stop when they are done: no machine is too slow for what is asked of them here.

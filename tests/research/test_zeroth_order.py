@@ -8,7 +8,7 @@ import torch
 from offloaded_models import EXPERTS, LAYERS, Stack, batches, here, rate_of, stack
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.research.zeroth_order.training import (
+from moe_runtime.research.zeroth_order import (
     ZerothOrder,
     ZerothOrderTraining,
     direction,

@@ -23,7 +23,7 @@ from finetuning_runs import (
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig, direction
+from moe_runtime.research.zeroth_order import ZerothOrderFinetuneConfig, direction
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, prepare, start
 from moe_runtime.training.loop import learning_rate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.serving.batches.answer_file import AnswerFile
+from moe_runtime.serving.batches.offline import AnswerFile
 
 IDS = [f"batch_req_{letter}" for letter in "abcd"]
 ASKED = {one: number for number, one in enumerate(IDS)}

@@ -25,7 +25,7 @@ from rich.markdown import Markdown
 
 from moe_runtime.cli import terminal
 from moe_runtime.cli.main import main
-from moe_runtime.cli.streams import TextOutput
+from moe_runtime.cli.stopping import TextOutput
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving import conversation

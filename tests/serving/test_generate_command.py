@@ -10,7 +10,7 @@ import pytest
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.batches import batch_run
-from moe_runtime.serving.batches.answer_file import AnswerFile
+from moe_runtime.serving.batches.offline import AnswerFile
 from moe_runtime.serving.requests import EngineOptions
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Scheduler

@@ -21,6 +21,7 @@ import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.model_loader import ServeSettings
@@ -35,7 +36,6 @@ from moe_runtime.serving.http.starting import (
     run_server,
     serve,
 )
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,

@@ -19,7 +19,7 @@ import moe_runtime
 from moe_runtime.cli.commands.finetune import finetune
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig
+from moe_runtime.research.zeroth_order import ZerothOrderFinetuneConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.finetune.finetune_run import device_of, prepare
 from moe_runtime.training.run_config import TrainConfig

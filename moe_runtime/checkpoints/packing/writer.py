@@ -35,8 +35,7 @@ from moe_runtime.checkpoints.safetensors_index import (
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.files import held, make_folders, write_atomically, write_text
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import held, make_folders, replace_folder, write_atomically, write_text
 from moe_runtime.memory.source import (
     BLOCK_BYTES,
     CheckpointFile,

@@ -16,8 +16,7 @@ import typer
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
-from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.cli.streams import TextOutput, say_at_once
+from moe_runtime.cli.stopping import TextOutput, say_at_once, stop_on_signals
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 

@@ -114,7 +114,7 @@ def finetune(
         },
     }
     if zeroth_order:
-        from moe_runtime.research.zeroth_order.training import ZerothOrderFinetuneConfig
+        from moe_runtime.research.zeroth_order import ZerothOrderFinetuneConfig
 
         config_class = ZerothOrderFinetuneConfig
         tree["zeroth_order"] = {} if eps is None else {"eps": eps}

@@ -25,7 +25,7 @@ def show(as_json: options.Json = False) -> None:
     """List the models in the hub's cache: family, format, size, and when each was last read."""
     from huggingface_hub import constants
 
-    from moe_runtime.checkpoints.hub_cache import cached_models, damage
+    from moe_runtime.checkpoints.hub import cached_models, damage
 
     found, unread = cached_models(), damage()
     num_bytes = sum(one.num_bytes + one.unfinished_bytes for one in found)
@@ -78,7 +78,7 @@ def remove(
         names: OWNER/NAME, or OWNER/NAME@REVISION for one of its revisions.
         yes: Do not ask.
     """
-    from moe_runtime.checkpoints.hub_cache import removal_of
+    from moe_runtime.checkpoints.hub import removal_of
 
     num_bytes, removal = removal_of(names)
     what = f"{', '.join(names)}: {format_bytes(num_bytes)}"

@@ -16,7 +16,7 @@ import typer
 from moe_runtime.cli import console, options
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompts import read_prompts
-from moe_runtime.cli.streams import TextOutput
+from moe_runtime.cli.stopping import TextOutput
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
@@ -351,6 +351,8 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
     if any(changed.values()):
         each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
         rows.append(("choices changed (lossy)", each))
+    if stats.draft_bytes:
+        rows.append(("draft model", f"{format_bytes(stats.draft_bytes)} of the budget"))
     if stats.draft_steps:
         rate = 1 + stats.accepted_drafts / stats.draft_steps
         row = f"{stats.accepted_drafts} of {stats.drafted_tokens} tokens right"

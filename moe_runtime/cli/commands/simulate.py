@@ -13,8 +13,7 @@ from moe_runtime.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from moe_runtime.lab.simulate.layer_simulation import ShortcutSchedule
-    from moe_runtime.lab.simulate.scaling import ScalingPoint
+    from moe_runtime.lab.simulate.scaling import ScalingPoint, ShortcutSchedule
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -201,7 +200,7 @@ def _shortcut_schedules(
     points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
 ) -> "dict[int, ShortcutSchedule]":
     """The best place of the experts for each number of ranks, by the faster unchunked exchange."""
-    from moe_runtime.lab.simulate.layer_simulation import ShortcutCosts, best_shortcut_schedule
+    from moe_runtime.lab.simulate.scaling import ShortcutCosts, best_shortcut_schedule
 
     found = {}
     for num_ranks in sorted({point.num_ranks for point in points}):

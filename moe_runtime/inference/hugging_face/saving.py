@@ -21,8 +21,7 @@ from moe_runtime.checkpoints.opening import QUANTIZATION_FILE, build_on_meta, op
 from moe_runtime.checkpoints.safetensors_index import write_index
 from moe_runtime.checkpoints.strict_json import QUANTIZATION_NAMES, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
-from moe_runtime.files import write_text
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder, write_text
 from moe_runtime.memory.source import FileVersion, file_version
 
 if TYPE_CHECKING:

@@ -5,12 +5,14 @@ In a page, ink, grid and surface of charts become CSS variables, for light and d
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from moe_runtime.errors import named_failure
 from moe_runtime.files import make_folders, write_atomically, write_text
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 INK, MUTED, GRID, SURFACE = "#16191d", "#5b6470", "#d9dde2", "#fefefe"
 SERIES = ("#2b7bd6", "#d9701a", "#26976c", "#9460d8", "#d24257", "#7a8794", "#b08a10", "#1497a8")
 """Distinct for most eyes, also in grey, and at least 3:1 against both backgrounds of the page."""
+BYTE_COLOURS = (SERIES[0], SERIES[2], SERIES[4])
+"""Of what was demanded, read ahead and used, and read and never used."""
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 _FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
 _TEMPLATE = "page.html"
@@ -147,6 +151,29 @@ def chart(height: float = 3.7) -> "Iterator[tuple[Figure, Axes]]":
     with drawing() as new_figure:
         figure = new_figure(figsize=(WIDTH, height))
         yield figure, figure.add_subplot()
+
+
+def stacked_bars(
+    bars: Mapping[str, Sequence[float]],
+    kinds: Sequence[str],
+    *,
+    scale: float,
+    unit: str,
+    colours: Sequence[str] = SERIES,
+) -> "Figure":
+    """Horizontal bars, each made of the same kinds of things."""
+    with chart(1.5 + 0.55 * len(bars)) as (figure, axes):
+        left = np.zeros(len(bars))
+        for number, kind in enumerate(kinds):
+            width = scale * np.array([values[number] for values in bars.values()])
+            axes.barh(list(bars), width, left=left, color=colours[number], height=0.62, label=kind)
+            left += width
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(unit)
+        axes.set_xlim(0, 1.02 * (float(left.max()) or 1.0))
+        figure.legend(loc="outside upper left", ncols=len(kinds))
+    return figure
 
 
 def to_svg(figure: "Figure", name: str) -> str:

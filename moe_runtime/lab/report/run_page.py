@@ -8,8 +8,7 @@ from typing import Any
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import read_bounded
-from moe_runtime.lab.report.charts import BYTE_COLOURS, stacked_bars
-from moe_runtime.lab.report.page import Page, Section, Table
+from moe_runtime.lab.report.page import BYTE_COLOURS, Page, Section, Table, stacked_bars
 
 _MAX_BYTES = 64 << 20
 _NEEDED = (

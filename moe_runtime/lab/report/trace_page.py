@@ -1,4 +1,7 @@
-"""What a trace's findings are called, and what one learns from each of them."""
+"""A trace's findings as a page: their charts, their names, and what one learns from each."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -6,9 +9,238 @@ from moe_runtime.config import format_bytes
 from moe_runtime.lab.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 from moe_runtime.lab.replay.experiment import Row
 from moe_runtime.lab.replay.timed import LayerCounts
-from moe_runtime.lab.report import charts
 from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
-from moe_runtime.lab.report.page import Page, Section, Table
+from moe_runtime.lab.report.page import (
+    BYTE_COLOURS,
+    INK,
+    MUTED,
+    SERIES,
+    WIDTH,
+    Page,
+    Section,
+    Table,
+    chart,
+    drawing,
+    stacked_bars,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_REFERENCES = {"belady-bypass": "Belady's optimum", "random": "random eviction", "lru": "LRU"}
+_LONGEST_TIMELINE = 240
+
+
+def heat_map(found: TraceFindings) -> "Figure":
+    """Loads of all experts, layer by layer, as multiples of an even load."""
+    num_layers, num_experts = found.loads.shape
+    relative = found.loads * num_experts / found.trace.signature.top_k
+    height = min(9.0, max(3.0, 1.4 + 0.17 * num_layers))
+    with chart(height) as (figure, axes):
+        ceiling = max(2.0, float(np.quantile(relative, 0.995)))
+        image = axes.imshow(
+            relative, aspect="auto", cmap="viridis", vmin=0, vmax=ceiling, interpolation="nearest"
+        )
+        axes.grid(visible=False)
+        axes.set_xlabel("expert (number)")
+        axes.set_ylabel("layer (number)")
+        _whole_ticks(axes.yaxis, num_layers)
+        bar = figure.colorbar(image, ax=axes, extend="max", pad=0.015)
+        bar.set_label("tokens that visit it,\nas multiples of an even load (×)")
+        bar.outline.set_visible(False)
+    return figure
+
+
+def popularity(found: TraceFindings) -> "Figure":
+    """How much of the work the most visited experts do."""
+    curves = found.popularity
+    share = 100 * np.arange(curves.shape[1]) / (curves.shape[1] - 1)
+    with chart() as (figure, axes):
+        look: dict[str, Any] = {"color": SERIES[0], "alpha": 0.22, "linewidth": 0}
+        low, high = 100 * curves.min(axis=0), 100 * curves.max(axis=0)
+        axes.fill_between(share, low, high, label="least to most skewed layer", **look)
+        axes.plot(share, 100 * np.median(curves, axis=0), color=SERIES[0], label="median layer")
+        axes.plot([0, 100], [0, 100], color=MUTED, linestyle="--", linewidth=1.2, label="even load")
+        _percent(axes, "most visited experts of a layer (% of its experts)", "visits (%)")
+        axes.legend(loc="lower right")
+    return figure
+
+
+def reuse(found: TraceFindings) -> "Figure":
+    """Share of the accesses that come back within a number of other experts."""
+    counts = found.distances
+    num_experts = counts.shape[1] - 1
+    totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    reached = 100 * np.cumsum(counts[:, :-1] / totals, axis=1)
+    slots = np.arange(1, num_experts + 1)
+    with chart() as (figure, axes):
+        look: dict[str, Any] = {"color": SERIES[2], "alpha": 0.2, "linewidth": 0}
+        axes.fill_between(slots, reached.min(0), reached.max(0), label="all layers", **look)
+        some_layers = sorted({0, len(counts) // 2, len(counts) - 1})
+        for layer, colour in zip(some_layers, SERIES, strict=False):
+            axes.plot(slots, reached[layer], color=colour, label=f"layer {layer}")
+        _axis_from_zero(axes, "experts of the layer used since, itself included (count)")
+        axes.set_xlim(1, num_experts)
+        axes.set_ylabel("accesses that come back\nwithin so many (%)")
+        axes.legend(loc="lower right")
+    return figure
+
+
+def hit_rates(found: TraceFindings) -> "Figure":
+    """Hit rate over capacity, for policies between chance and the optimum."""
+    by_policy: dict[str, list[tuple[float, float]]] = {}
+    for row in found.rows:
+        by_policy.setdefault(row.policy, []).append((100 * row.capacity, 100 * row.hit_rate))
+    shown = [name for name in by_policy if name != "belady"]
+    with chart(4.2) as (figure, axes):
+        axes.plot(
+            [0, 100], [0, 100], color=MUTED, linewidth=0.9, label="uniform random routing", zorder=1
+        )
+        colours = iter(SERIES)
+        for name in sorted(shown, key=lambda name: -by_policy[name][0][1]):
+            capacity, rate = zip(*by_policy[name], strict=True)
+            look: dict[str, Any] = {"color": next(colours)}
+            if name == "belady-bypass":
+                look = {"color": INK, "linestyle": "--"}
+            elif name == "random":
+                look = {"color": MUTED, "linestyle": ":"}
+            label = _REFERENCES.get(name, name)
+            axes.plot(capacity, rate, marker="o", markersize=4, label=label, **look)
+        _percent(axes, "capacity (% of the experts that fit)", "experts found in the cache (%)")
+        axes.legend(loc="lower right")
+    return figure
+
+
+def recall(found: TraceFindings) -> "Figure":
+    """Recall of each predictor by layer, one panel for each look-ahead distance."""
+    distances = [one.distance for one in found.evaluations[0].recalls]
+    with drawing() as new_figure:
+        figure = new_figure(figsize=(WIDTH, 4.0))
+        panels = figure.subplots(1, len(distances), sharey=True, squeeze=False)[0]
+        for axes, distance in zip(panels, distances, strict=True):
+            for result, colour in zip(found.evaluations[1:], SERIES, strict=False):
+                look = {"color": colour, "marker": "o", "markersize": 2.5}
+                axes.plot(100 * result.at(distance).at_2k, label=result.name, **look)
+            control = found.evaluations[0].at(distance).at_2k
+            axes.plot(100 * control, color=INK, linestyle=":", label="control")
+            axes.set_title(f"{distance} layer{'s' if distance > 1 else ''} ahead")
+            axes.set_xlabel("layer (number)")
+            axes.set_ylim(0, 104)
+            axes.set_xlim(-0.5, len(control) - 0.5)
+            _whole_ticks(axes.xaxis, len(control))
+        panels[0].set_ylabel("experts among the 2K likeliest (%)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return figure
+
+
+def traffic(found: TraceFindings) -> "Figure":
+    """Bytes moved for a token, by why they were moved."""
+    size = found.settings.machine.expert_bytes
+    kinds = ("demanded", "prefetched, used", "prefetched, wasted")
+    bars = {
+        name: [
+            replay.total.misses * size,
+            replay.total.useful * size,
+            (replay.total.prefetches - replay.total.useful) * size,
+        ]
+        for name, replay in found.timed.items()
+    }
+    tokens = max(1, next(iter(found.timed.values())).num_tokens)
+    named = {_prefetch_label(name): values for name, values in bars.items()}
+    return stacked_bars(
+        named, kinds, scale=1 / tokens / 2**20, unit="MiB for each token", colours=BYTE_COLOURS
+    )
+
+
+def timeline(found: TraceFindings) -> "Figure":
+    """Modelled time of the first steps, computing and waiting, without and with prefetch."""
+    compute_ms, waits = _step_times(found)
+    steps = np.arange(len(compute_ms))
+    top = max(float((compute_ms + stall).max()) for stall in waits.values()) * 1.05
+    with drawing() as new_figure:
+        figure = new_figure(figsize=(WIDTH, 1.2 + 1.7 * len(waits)))
+        panels = figure.subplots(len(waits), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, stall_ms) in zip(panels, waits.items(), strict=True):
+            look: dict[str, Any] = {"step": "mid", "linewidth": 0}
+            axes.fill_between(steps, 0, compute_ms, color=SERIES[0], label="computing", **look)
+            look |= {"color": SERIES[1], "label": "waiting for experts"}
+            axes.fill_between(steps, compute_ms, compute_ms + stall_ms, **look)
+            axes.set_ylim(0, top)
+            axes.set_xlim(0, max(1, len(steps) - 1))
+            axes.set_ylabel("time of a step (ms)")
+            axes.set_title(_prefetch_label(name))
+        panels[-1].set_xlabel("step (number)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return figure
+
+
+def training_tiers(found: TrainingReuse, ways: Mapping[str, str]) -> "Figure":
+    """How many steps ask for each expert, and what tiers in memory would have found."""
+    shares = [100 * share for share in found.tiers]
+    with drawing() as new_figure:
+        figure = new_figure(figsize=(WIDTH, 3.7))
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1))
+        ranked = -np.sort(-100 * found.use.ravel())
+        experts = 100 * np.arange(1, len(ranked) + 1) / len(ranked)
+        left.fill_between(experts, 0, ranked, color=SERIES[2], alpha=0.3, linewidth=0)
+        left.plot(experts, ranked, color=SERIES[2])
+        left.set_xlabel("experts, most used first (%)")
+        left.set_ylabel("steps that ask for it (%)")
+        for (way, label), colour in zip(ways.items(), (SERIES[0], SERIES[1], INK), strict=True):
+            rates = [100 * getattr(h, way) / max(1, h.uses) for h in found.tiers.values()]
+            style = "--" if way == "best" else "-"
+            right.plot(
+                shares, rates, color=colour, linestyle=style, marker="o", markersize=4, label=label
+            )
+        right.set_xlabel("experts whose tier is memory (%)")
+        right.set_ylabel("a step's experts in memory (%)")
+        right.legend(loc="lower right")
+        for axes in (left, right):
+            axes.set_xlim(0, 100)
+            axes.set_ylim(0, 102)
+    return figure
+
+
+def _step_times(found: TraceFindings) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Milliseconds of the first steps: computing, and waiting by what was prefetched."""
+    workload, machine = found.timed_workload, found.settings.machine
+    num_steps = workload.trace.num_steps
+    compute_s = np.bincount(
+        workload.step,
+        weights=machine.layer_s + workload.num_keys * machine.expert_s,
+        minlength=num_steps,
+    )
+    waits = {}
+    for name, replay in found.timed.items():
+        stall_s = np.zeros(num_steps)
+        for step, _, begin, end in replay.stalls:
+            stall_s[step] += end - begin
+        waits[name] = 1e3 * stall_s[:_LONGEST_TIMELINE]
+    return 1e3 * compute_s[:_LONGEST_TIMELINE], waits
+
+
+def _prefetch_label(name: str) -> str:
+    return "without prefetch" if name == "off" else f"prefetch by {name}"
+
+
+def _percent(axes: "Axes", x_label: str, y_label: str) -> None:
+    axes.set_xlim(0, 100)
+    axes.set_ylabel(y_label)
+    _axis_from_zero(axes, x_label)
+
+
+def _axis_from_zero(axes: "Axes", x_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylim(0, 102)
+
+
+def _whole_ticks(axis: Any, count: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=min(8, max(1, count)), integer=True))
+
 
 _COLD = (
     "Replayed from an empty cache, every layer with an equal share of the slots; each miss is "
@@ -71,7 +303,7 @@ def _load_section(found: TraceFindings) -> Section:
             f"All {found.trace.num_tokens:,} recorded tokens. The scale ends at the 99.5th "
             "percentile."
         ),
-        figure=charts.heat_map(found),
+        figure=heat_map(found),
         alt="Heat map of expert loads, one row for each layer and one column for each expert.",
         table=Table(
             header=("layer", "busiest expert", "its load (×)", "idle experts", "overlap"),
@@ -102,7 +334,7 @@ def _popularity_section(found: TraceFindings) -> Section:
             "popularity could ever find in memory; the distance to the hit rates below is what "
             "watching the text adds."
         ),
-        figure=charts.popularity(found),
+        figure=popularity(found),
         alt="Share of visits over share of most visited experts: median layer, range, even load.",
         table=Table(
             header=("most visited experts", "least skewed layer", "median", "most skewed layer"),
@@ -141,7 +373,7 @@ def _reuse_section(found: TraceFindings) -> Section:
             f"are looked up at once. {counts[:, -1].sum() / total:.2%} of the accesses are first "
             "uses, which no cache can find."
         ),
-        figure=charts.reuse(found),
+        figure=reuse(found),
         alt="Share of accesses over reuse distance, for the first, middle and last layer.",
         table=Table(
             header=("within so many experts", "accesses"),
@@ -180,7 +412,7 @@ def _hit_section(found: TraceFindings) -> Section:
             f"{_COLD} {found.replayed_tokens:,} tokens. Uniform random routing finds exactly the "
             "share that fits, whatever the policy."
         ),
-        figure=charts.hit_rates(found),
+        figure=hit_rates(found),
         alt="Hit rate over cache capacity for each policy, random eviction and Belady's optimum.",
         table=Table(
             header=("policy", "capacity", "hits", "no load needed", "loads/layer", "of LRU → opt."),
@@ -227,7 +459,7 @@ def _recall_section(found: TraceFindings) -> Section:
             f"{found.trace.signature.top_k}. The control knows the answer and must read 100 %. "
             "Layers with no known layer so far back are predicted from the tokens alone."
         ),
-        figure=charts.recall(found),
+        figure=recall(found),
         alt="Recall at 2K by layer for each predictor, one panel for each look-ahead distance.",
         table=Table(
             header=("predictor", "ahead", "@K", "@2K", "gate mass @2K", "calibr. error", "µs"),
@@ -267,7 +499,7 @@ def _traffic_section(found: TraceFindings) -> Section:
         title="What is moved, and why",
         lesson=lesson,
         how=_machine_words(found),
-        figure=charts.traffic(found),
+        figure=traffic(found),
         alt="Bars of bytes moved for each token: demanded, prefetched and used, wasted.",
         table=Table(
             header=("", "demanded", "prefetched", "used", "wasted", "late", "stall (s)"),
@@ -302,7 +534,7 @@ def _timeline_section(found: TraceFindings) -> Section:
         title="Where the time goes",
         lesson=lesson,
         how="The first steps of the same replay. `run --timeline` records the real one.",
-        figure=charts.timeline(found),
+        figure=timeline(found),
         alt="Time of each step, computing and waiting, without and with prefetch.",
     )
 
@@ -321,7 +553,7 @@ def _training_section(found: TrainingReuse) -> Section:
             "that is not in memory costs a step its weights twice and its moments once from the "
             "disk, and all three back."
         ),
-        figure=charts.training_tiers(found, _WAYS),
+        figure=training_tiers(found, _WAYS),
         alt="Share of a step's experts found in memory, over the share of all experts kept there.",
         table=Table(
             header=("experts in memory", *_WAYS.values(), "exchanges"),

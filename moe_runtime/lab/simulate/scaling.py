@@ -1,22 +1,363 @@
-"""Sweeps of the layer simulator over ranks, degrees and placements; machines in TOML."""
+"""Predicts the time of one expert-parallel layer, by ranks, degrees, placements; machines in TOML.
 
+A layer is all-to-all, experts, all-to-all, in chunks. Every rank is a processor (or shares one) and
+two links: within its machine, and to others. A collective starts on a rank when all ranks that take
+part have got there.
+
+Legend: P ranks, N machines, M ranks of a machine (P = N * M).
+"""
+
+import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from moe_runtime.config import nearest
 from moe_runtime.files import read_toml, write_text
-from moe_runtime.lab.simulate.layer_simulation import (
-    LayerPrediction,
-    LayerSchedule,
-    LayerWorkload,
-    predict_layer,
-)
 from moe_runtime.parallel.cluster import Cluster, Link
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile, place_experts
+
+FREE = -1
+"""The resource of tasks that occupy none: joins, delays."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class SimulatedTimeline:
+    start_s: np.ndarray
+    finish_s: np.ndarray
+    resource: np.ndarray
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last task."""
+        return float(self.finish_s.max(initial=0.0))
+
+    def busy_s(self, resource: int) -> float:
+        """Seconds that a resource worked."""
+        mine = self.resource == resource
+        return float((self.finish_s[mine] - self.start_s[mine]).sum())
+
+
+@dataclass(slots=True)
+class TaskGraph:
+    """Tasks, what they wait for, and what they occupy."""
+
+    _durations: list[float] = field(default_factory=list)
+    _resources: list[int] = field(default_factory=list)
+    _waiting_for: list[int] = field(default_factory=list)
+    _followers: list[list[int]] = field(default_factory=list)
+
+    def add(self, duration_s: float, *, resource: int = FREE, after: Iterable[int] = ()) -> int:
+        """Adds a task and returns its number."""
+        number = len(self._durations)
+        if not duration_s >= 0:
+            raise ValueError(f"a task takes at least 0 seconds, got {duration_s}")
+        self._durations.append(duration_s)
+        self._resources.append(resource)
+        self._followers.append([])
+        count = 0
+        for earlier in after:
+            if not 0 <= earlier < number:
+                raise ValueError(f"task {number} would wait for task {earlier}, which is not there")
+            self._followers[earlier].append(number)
+            count += 1
+        self._waiting_for.append(count)
+        return number
+
+    def run(self) -> SimulatedTimeline:
+        """Runs all tasks as early as order and resources allow."""
+        count = len(self._durations)
+        start, finish = [0.0] * count, [0.0] * count
+        waiting = list(self._waiting_for)
+        ready = [0.0] * count
+        free_at = [0.0] * (max(self._resources, default=FREE) + 1)
+        # Tasks leave the heap in the order in which they become ready. What a resource has taken
+        # before is therefore exactly what came to it earlier.
+        heap = [(0.0, task) for task in range(count) if waiting[task] == 0]
+        while heap:
+            time, task = heapq.heappop(heap)
+            resource = self._resources[task]
+            begin = time if resource == FREE else max(time, free_at[resource])
+            end = begin + self._durations[task]
+            start[task], finish[task] = begin, end
+            if resource != FREE:
+                free_at[resource] = end
+            for follower in self._followers[task]:
+                ready[follower] = max(ready[follower], end)
+                waiting[follower] -= 1
+                if waiting[follower] == 0:
+                    heapq.heappush(heap, (ready[follower], follower))
+        return SimulatedTimeline(
+            start_s=np.array(start),
+            finish_s=np.array(finish),
+            resource=np.array(self._resources, dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class LayerWorkload:
+    """What one layer has to do.
+
+    Attributes:
+        rows_PP: ``[P, P]`` rows (token copies) that each rank sends to each.
+        slowdown_P: ``[P]`` factor on each rank's compute time; stragglers have more than 1.
+    """
+
+    rows_PP: np.ndarray
+    row_bytes: float
+    flops_per_row: float
+    gate_s: float = 0.0
+    shared_s: float = 0.0
+    slowdown_P: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSchedule:
+    degree: int = 1
+    hierarchical: bool = False
+    is_local_first: bool = False
+    is_shared_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise ValueError(f"degree must be at least 1, got {self.degree}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPrediction:
+    layer_s: float
+    compute_s: float
+    exposed_s: float
+    communication_s: float
+
+
+def predict_layer(
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
+) -> LayerPrediction:
+    """Simulates one layer on all ranks."""
+    shape = (cluster.num_ranks, cluster.num_ranks)
+    if workload.rows_PP.shape != shape:
+        raise ValueError(f"rows_PP must have shape {shape}, got {workload.rows_PP.shape}")
+    graph, links = _layer_graph(cluster, workload, schedule)
+    timeline = graph.run()
+    nothing = Link(alpha_s=0.0, bytes_per_s=float("inf"))
+    free, _ = _layer_graph(replace(cluster, intra=nothing, inter=nothing), workload, schedule)
+    compute_s = free.run().makespan_s
+    busy = np.bincount(
+        timeline.resource[links], weights=(timeline.finish_s - timeline.start_s)[links]
+    )
+    return LayerPrediction(
+        layer_s=timeline.makespan_s,
+        compute_s=compute_s,
+        exposed_s=timeline.makespan_s - compute_s,
+        communication_s=float(busy.max(initial=0.0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """One exchange: seconds of each rank on its link, and which ranks take part together."""
+
+    seconds_P: np.ndarray
+    groups: np.ndarray
+    is_inter: bool
+
+
+def _phases(
+    cluster: Cluster, rows_PP: np.ndarray, row_bytes: float, hierarchical: bool
+) -> list[list[_Phase]]:
+    """Stages of an all-to-all; the phases of a stage use different links at the same time."""
+    num_nodes, local = cluster.num_nodes, cluster.local_ranks
+    blocks = rows_PP.reshape(num_nodes, local, num_nodes, local)
+    diagonal = np.einsum("iajb->iab" if num_nodes == 1 else "iaib->iab", blocks)
+    own = np.einsum("iaa->ia", diagonal).reshape(-1)
+    everybody = np.zeros(cluster.num_ranks, dtype=np.int64)
+    nodes = np.repeat(np.arange(num_nodes), local)
+    if not hierarchical or num_nodes == 1:
+        sent, received = rows_PP.sum(axis=1), rows_PP.sum(axis=0)
+        near = np.maximum(diagonal.sum(axis=2), diagonal.sum(axis=1)).reshape(-1) - own
+        far = np.maximum(
+            sent - diagonal.sum(axis=2).reshape(-1), received - diagonal.sum(axis=1).reshape(-1)
+        )
+        stage = []
+        if local > 1:
+            seconds = cluster.intra.seconds(local - 1, near * row_bytes)
+            stage.append(_Phase(seconds, everybody, False))
+        if num_nodes > 1:
+            messages = cluster.num_ranks - local
+            stage.append(_Phase(cluster.inter.seconds(messages, far * row_bytes), everybody, True))
+        return [stage]
+    # Within the machine, rows go to the rank that has the local number of their destination.
+    regrouped = blocks.sum(axis=2)
+    kept = np.einsum("iaa->ia", regrouped)
+    near = np.maximum(regrouped.sum(axis=2), regrouped.sum(axis=1)) - kept
+    # Between machines, from there to the same local number.
+    carried = blocks.sum(axis=1)
+    stay = np.einsum("iib->ib", carried)
+    far = np.maximum(carried.sum(axis=1), carried.sum(axis=0)) - stay
+    first = cluster.intra.seconds(local - 1, near.reshape(-1) * row_bytes)
+    second = cluster.inter.seconds(num_nodes - 1, far.reshape(-1) * row_bytes)
+    columns = np.tile(np.arange(local), num_nodes)
+    return [[_Phase(first, nodes, False)], [_Phase(second, columns, True)]]
+
+
+def _layer_graph(
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
+) -> tuple[TaskGraph, np.ndarray]:
+    """The tasks of one layer, and the numbers of those that occupy links."""
+    graph, links = TaskGraph(), []
+    ranks = range(cluster.num_ranks)
+    slow = np.ones(cluster.num_ranks) if workload.slowdown_P is None else workload.slowdown_P
+    rows_PP = workload.rows_PP
+    local_rows = np.diagonal(rows_PP).copy()
+    received = rows_PP.sum(axis=0)
+    remote = rows_PP - np.diag(local_rows) if schedule.is_local_first else rows_PP
+    part = remote / schedule.degree
+
+    processors = [cluster.processor_of(rank) for rank in ranks]
+    gate = [graph.add(workload.gate_s * slow[rank], resource=processors[rank]) for rank in ranks]
+    sort_s = _copy_s(cluster, workload, rows_PP.sum(axis=1)) * slow
+    sort = [
+        graph.add(sort_s[rank], resource=processors[rank], after=[gate[rank]]) for rank in ranks
+    ]
+    # Counts travel first: messages of a few bytes.
+    counts = _phases(cluster, np.zeros_like(rows_PP), 0.0, schedule.hierarchical)
+    arrived = _exchange(graph, cluster, counts, gate, links)
+    ready = [graph.add(0.0, after=pair) for pair in zip(sort, arrived, strict=True)]
+
+    done = list(ready)
+    if schedule.is_shared_first:
+        done = _compute(graph, processors, workload.shared_s * slow, gate, ready)
+    if schedule.is_local_first:
+        own_s = _expert_s(cluster, workload, local_rows) * slow
+        done = _compute(graph, processors, own_s, ready, done)
+    there = _phases(cluster, part, workload.row_bytes, schedule.hierarchical)
+    back = _phases(cluster, part.T, workload.row_bytes, schedule.hierarchical)
+    expert_s = _expert_s(cluster, workload, part.sum(axis=0)) * slow
+    returned = []
+    for _ in range(schedule.degree):
+        arrived = _exchange(graph, cluster, there, ready, links)
+        computed = _compute(graph, processors, expert_s, arrived, done)
+        returned.append(_exchange(graph, cluster, back, computed, links))
+    combine_s = _copy_s(cluster, workload, received) * slow
+    shared_s = np.zeros(cluster.num_ranks) if schedule.is_shared_first else workload.shared_s * slow
+    for rank in ranks:
+        after = [chunk[rank] for chunk in returned] + [done[rank]]
+        graph.add(combine_s[rank] + shared_s[rank], resource=processors[rank], after=after)
+    return graph, np.array(links, dtype=np.int64)
+
+
+def _exchange(
+    graph: TaskGraph,
+    cluster: Cluster,
+    stages: list[list[_Phase]],
+    ready: list[int],
+    links: list[int],
+) -> list[int]:
+    """Adds a collective; returns the task of each rank after which it has everything."""
+    for stage in stages:
+        ends: list[list[int]] = [[] for _ in ready]
+        for phase in stage:
+            members: dict[int, list[int]] = {}
+            for rank, group in enumerate(phase.groups.tolist()):
+                members.setdefault(group, []).append(rank)
+            link = cluster.inter if phase.is_inter else cluster.intra
+            offset = cluster.num_ranks * (1 + phase.is_inter)
+            for ranks in members.values():
+                everyone = graph.add(0.0, resource=FREE, after=[ready[rank] for rank in ranks])
+                for rank in ranks:
+                    own = cluster.processor_of(rank) if link.occupies_compute else rank + offset
+                    task = graph.add(float(phase.seconds_P[rank]), resource=own, after=[everyone])
+                    links.append(task)
+                    ends[rank].append(task)
+        ready = [graph.add(0.0, after=[*tasks, ready[rank]]) for rank, tasks in enumerate(ends)]
+    return ready
+
+
+def _compute(
+    graph: TaskGraph,
+    processors: list[int],
+    seconds_P: np.ndarray,
+    ready: list[int],
+    previous: list[int],
+) -> list[int]:
+    """Adds a computation on every rank, after its data and after what was computed before."""
+    return [
+        graph.add(float(seconds_P[rank]), resource=processor, after={ready[rank], previous[rank]})
+        for rank, processor in enumerate(processors)
+    ]
+
+
+def _expert_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
+    return cluster.launch_s + rows_P * workload.flops_per_row / cluster.flops_per_s
+
+
+def _copy_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
+    """Reading and writing each row once."""
+    return 2 * rows_P * workload.row_bytes / cluster.copy_bytes_per_s
+
+
+_COMPUTE, _LINK_THERE, _LINK_BACK = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortcutCosts:
+    """Seconds of the parts of one block of ScMoE (Cai et al. 2024).
+
+    The routed experts' input is an earlier representation, so their tokens or weights travel while
+    the backbone computes: with the paper's position 2 the dense feed-forward, the next attention
+    and the shared expert. The experts take their turn between two of these operations, or before or
+    after all of them; what is left of the backbone hides the way back.
+    """
+
+    backbone_s: tuple[float, ...]
+    there_s: float
+    experts_s: float
+    back_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(*self.backbone_s, self.there_s, self.experts_s, self.back_s, 0.0) < 0:
+            raise ValueError(f"times must not be negative, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortcutSchedule:
+    position: int
+    block_s: float
+    exposed_s: float
+
+
+def shortcut_schedules(costs: ShortcutCosts) -> list[ShortcutSchedule]:
+    """Every place of the experts, simulated, from before the backbone to after it."""
+    return [_simulate(costs, position) for position in range(len(costs.backbone_s) + 1)]
+
+
+def best_shortcut_schedule(costs: ShortcutCosts) -> ShortcutSchedule:
+    """The one that takes the least time; the earliest among equals."""
+    return min(shortcut_schedules(costs), key=lambda schedule: schedule.block_s)
+
+
+def _simulate(costs: ShortcutCosts, position: int) -> ShortcutSchedule:
+    graph = TaskGraph()
+    there = graph.add(costs.there_s, resource=_LINK_THERE)
+    before = _chain(graph, costs.backbone_s[:position], [])
+    experts = graph.add(costs.experts_s, resource=_COMPUTE, after=[there, *before])
+    graph.add(costs.back_s, resource=_LINK_BACK, after=[experts])
+    _chain(graph, costs.backbone_s[position:], [experts])
+    block_s = graph.run().makespan_s
+    compute_s = sum(costs.backbone_s) + costs.experts_s
+    return ShortcutSchedule(position=position, block_s=block_s, exposed_s=block_s - compute_s)
+
+
+def _chain(graph: TaskGraph, seconds: Sequence[float], after: list[int]) -> list[int]:
+    """Computations one after another; what follows them waits for the last."""
+    for duration_s in seconds:
+        after = [graph.add(duration_s, resource=_COMPUTE, after=after)]
+    return after
+
 
 ASSUMED = Cluster(
     num_ranks=1,

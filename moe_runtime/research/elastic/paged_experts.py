@@ -34,7 +34,7 @@ from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import ExpertActivation
 from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.parallel import Transport
-from moe_runtime.parallel.plan import plan_dispatch
+from moe_runtime.parallel.dispatching import plan_dispatch
 from moe_runtime.policies.placement import Placement
 from moe_runtime.types import ExpertKey, ModelSignature
 

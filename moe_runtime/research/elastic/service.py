@@ -30,13 +30,11 @@ from moe_runtime import __version__
 from moe_runtime.errors import CheckpointError, MoERuntimeError, RankFailureError
 from moe_runtime.inference.generation import check_length
 from moe_runtime.kernels.native import native_library
-from moe_runtime.parallel.communication.membership import Store, open_store
+from moe_runtime.parallel.communication.transport import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
-from moe_runtime.parallel.placement_map import PlacementMap
-from moe_runtime.parallel.remap import keep_in_place, resize
+from moe_runtime.parallel.placement_map import PlacementMap, keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
-from moe_runtime.research.elastic.change import Change, decide
-from moe_runtime.research.elastic.member import POLL_S, ElasticRequest, Member
+from moe_runtime.research.elastic.member import POLL_S, Change, ElasticRequest, Member, decide
 from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
 from moe_runtime.research.placement_solvers import check_algorithm, place_experts
 

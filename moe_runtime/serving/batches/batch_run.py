@@ -47,8 +47,7 @@ from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.inference.pictures import Picture, PictureReader, Pictures, place
-from moe_runtime.serving.batches.answer_file import AnswerFile
-from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
+from moe_runtime.serving.batches.offline import Answer, AnswerFile, answer_all, tokens_of
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (
@@ -669,7 +668,8 @@ def room_for(
     wanted, longest = sum(longest_first[:most_running]), longest_first[0]
     if wanted == longest:
         return wanted
-    same = {name: loading[name] for name in ("dtype", "cache_code", "kv_cache", "misses")}
+    names = ("dtype", "cache_code", "kv_cache", "misses", "draft")
+    same = {name: loading[name] for name in names}
     summary = inspect_checkpoint(model, max_tokens=wanted, **same)
     device = loading["device"]
     if device != "cpu" and (device != "auto" or torch.cuda.is_available()):

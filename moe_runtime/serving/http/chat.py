@@ -1,16 +1,26 @@
-"""``/v1/chat/completions``: what a request asks, made ready for the engine."""
+"""``/v1/chat/completions``: what a request asks and its pictures, made ready for the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
+import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.inference.pictures import Picture, PictureError, place
+from moe_runtime.errors import MoERuntimeError, blamed_on
+from moe_runtime.inference.pictures import (
+    MOST_BYTES,
+    MOST_PICTURES,
+    Picture,
+    PictureError,
+    bytes_of_data_url,
+    place,
+)
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answer_text import (
     HARMONY_MARKS,
@@ -33,10 +43,10 @@ from moe_runtime.serving.http.generating import (
     encode_text,
     too_long,
 )
-from moe_runtime.serving.http.images import pictures_of
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
+    ImagePart,
     Message,
     NamedTool,
     TokenizeBody,
@@ -44,6 +54,67 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.http.served_model import ServedModel
+
+
+_FETCH_S = 10.0
+"""For the addresses of a request together: texts of all other requests wait meanwhile."""
+_PART_BYTES = 1 << 16
+_MOST_SHOWN = 60
+
+
+def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture]:
+    """The pictures of a conversation, in their order; a `FieldError` names one that is none."""
+    found, most = [], model.engine.most_request_tokens
+    end_s = time.monotonic() + _FETCH_S
+    for at, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for number, part in enumerate(parts):
+            if not isinstance(part, ImagePart):
+                continue
+            place = f"messages.{at}.content.{number}.image_url"
+            if model.pictures is None:
+                raise unsupported(place, "this model takes no pictures; leave them out")
+            if message.role != "user":
+                raise FieldError(place, f"may be in a message of the user, got {message.role}")
+            if len(found) == MOST_PICTURES:
+                raise FieldError(place, f"a request may have {MOST_PICTURES} pictures")
+            try:
+                data = _bytes_of(part.image_url.url, place, model, end_s)
+                found.append(model.pictures.read(data))
+            except PictureError as error:
+                raise FieldError(place, str(error)) from None
+            except MoERuntimeError as error:  # of the checkpoint, or of this installation
+                raise unsupported(place, str(error)) from None
+            num_tokens = sum(len(picture.ids) for picture in found)
+            if num_tokens > most:  # before memory is taken for more of them
+                raise too_long(f"messages: has {num_tokens} tokens of pictures", most, "messages")
+    return found
+
+
+def _bytes_of(url: str, place: str, model: ServedModel, end_s: float) -> bytes:
+    if url.startswith("data:"):
+        return bytes_of_data_url(url)
+    if not url.startswith(("http://", "https://")):
+        raise FieldError(place, f"expected a data URL, got {clipped(url)}")
+    if not model.fetches_pictures:
+        raise FieldError(
+            place,
+            "this server fetches no pictures: send a data URL, or start it with "
+            "--allow-remote-images",
+        )
+    with (
+        blamed_on(f"cannot fetch {url[:_MOST_SHOWN]}", PictureError),
+        urllib.request.urlopen(url, timeout=_FETCH_S) as answer,
+    ):
+        data = bytearray()
+        while len(data) <= MOST_BYTES and (part := answer.read1(_PART_BYTES)):
+            data += part
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not whole after {_FETCH_S:g} s")
+        return bytes(data)
 
 
 def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> Prepared:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moe_runtime.serving.http.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece, Vocabulary
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.generating import (
     ChoiceAnswers,
@@ -22,7 +22,6 @@ from moe_runtime.serving.http.generating import (
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.schema import CompletionBody
 from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
 _EXPECTED = (

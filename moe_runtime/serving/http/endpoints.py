@@ -51,12 +51,12 @@ from moe_runtime.serving.http.schema import (
     GenerationFields,
     ModelBody,
     TokenizeBody,
+    TranslatedBody,
     known_place,
     parse_body,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Asked, Server
-from moe_runtime.serving.http.translated import TranslatedBody
 
 _MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499

@@ -24,13 +24,13 @@ from moe_runtime.serving.http.answer_text import (
     HarmonySections,
     Part,
     Piece,
+    Vocabulary,
 )
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
 from moe_runtime.serving.http.metrics import RequestTimes
 from moe_runtime.serving.http.schema import GenerationFields
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     Event,
     Finished,

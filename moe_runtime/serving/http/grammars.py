@@ -18,7 +18,7 @@ import llguidance.hf
 import numpy as np
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answer_text import ReasoningMarks
+from moe_runtime.serving.http.answer_text import ReasoningMarks, Vocabulary
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
@@ -30,7 +30,6 @@ from moe_runtime.serving.http.tool_formats import (
     referred,
     texts_of,
 )
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
 if TYPE_CHECKING:

@@ -22,17 +22,21 @@ from moe_runtime.serving.http.generating import (
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
+    ChatMessages,
     Count,
     FunctionCall,
     FunctionName,
     NamedTool,
     StopStrings,
     ToolCall,
+    TranslatedBody,
     Unused,
+    joined,
+    named,
+    part_of,
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
-from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
 _NAMES = {
     "response_format": "output_config.format.schema",

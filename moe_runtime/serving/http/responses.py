@@ -28,6 +28,7 @@ from moe_runtime.serving.http.generating import (
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
+    ChatMessages,
     Count,
     FunctionCall,
     FunctionName,
@@ -36,11 +37,14 @@ from moe_runtime.serving.http.schema import (
     TextMap,
     ToolCall,
     TopLogprobs,
+    TranslatedBody,
     Unused,
+    joined,
+    named,
+    part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.translated import ChatMessages, TranslatedBody, joined, named, part_of
 
 _KEPT_BYTES = 64 << 20
 _NAMES = {

@@ -1,11 +1,15 @@
-"""The bodies of requests: fields, types and ranges; what is not here is refused by name."""
+"""The bodies of requests: fields, types and ranges; what is not here is refused by name.
+
+`TranslatedBody` and below: what dialects share whose requests are translated into chats.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -448,3 +452,86 @@ def _names_a_type(part: int | str) -> bool:
 
 def _cut(name: str) -> str:
     return name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}..."
+
+
+class TranslatedBody(Body):
+    """A body that becomes a `ChatBody`; unknown fields of it may be null."""
+
+    droppable = None
+
+    model: str | None = None
+    stream: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """The chat's field."""
+        return None
+
+    @property
+    def may_have_grammar(self) -> bool:
+        return bool(getattr(self, "tools", None)) or self.response_format is not None
+
+    @property
+    def stays_large(self) -> bool:
+        return self.may_have_grammar
+
+    def without_texts(self) -> Self:
+        return self.model_construct(stream=self.stream)
+
+
+class ChatMessages:
+    """Messages of a chat out of smaller items: those of one assistant's turn become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._is_open = False
+
+    def say(self, role: Any, content: str | list[Any], **fields: Any) -> None:
+        self.messages.append(Message(role=role, content=content, **fields))
+        self._is_open = False
+
+    def answer(self) -> Message:
+        """The assistant's message that further items belong to."""
+        if not self._is_open:
+            self.messages.append(Message(role="assistant"))
+            self._is_open = True
+        return self.messages[-1]
+
+    def end_turn(self) -> None:
+        self._is_open = False
+
+
+def joined(first: str | None, second: str, gap: str = "") -> str:
+    return second if first is None else first + gap + second
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives a field of the chat that an error names the name that the client knows.
+
+    Args:
+        names: beginnings of fields, or parts of them with a point before.
+    """
+    try:
+        try:
+            yield
+        except ValidationError as error:
+            raise first_problem(error, ChatBody) from None
+    except ApiError as error:
+        given = error.param or ""
+        param = given
+        for old, new in names.items():
+            if param.startswith(old) or old[0] == ".":
+                param = param.replace(old, new, 1)
+        if param == given:
+            raise
+        message = error.message.replace(given, param, 1)
+        raise ApiError(
+            message, status=error.status, param=param, code=error.code, headers=error.headers
+        ) from None
+
+
+def part_of(text: str = "", *, url: str | None = None) -> TextPart | ImagePart:
+    if url is None:
+        return TextPart(type="text", text=text)
+    return ImagePart(type="image_url", image_url=ImageUrl(url=url))

@@ -16,13 +16,12 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.answer_text import is_harmony, reasoning_marks_of
+from moe_runtime.serving.http.answer_text import Vocabulary, is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import ImagePart, Message, TextPart, Tool
 from moe_runtime.serving.http.tool_formats import tool_format_of
-from moe_runtime.serving.http.vocabulary import Vocabulary
 
 _OWN_VARIABLES = frozenset(
     {

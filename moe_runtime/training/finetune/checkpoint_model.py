@@ -24,8 +24,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.architectures import SplitProjection
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import write_text
-from moe_runtime.folders import replace_folder
+from moe_runtime.files import replace_folder, write_text
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
@@ -177,10 +176,6 @@ def activation_bytes(
     logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
     temporary = 4 * 6 * hidden
     return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
-
-
-def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    return 16 * sum(parameter.numel() for parameter in parameters)
 
 
 def require_positions(config: PreTrainedConfig, context: int) -> None:

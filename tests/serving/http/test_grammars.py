@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections
+from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections, Vocabulary
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,
@@ -23,7 +23,6 @@ from moe_runtime.serving.http.grammars import (
 )
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
 THINK = REASONING_MARKS[0]

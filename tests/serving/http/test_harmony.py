@@ -8,11 +8,15 @@ from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answer_text import HARMONY_MARKS, HarmonySections, is_harmony
+from moe_runtime.serving.http.answer_text import (
+    HARMONY_MARKS,
+    HarmonySections,
+    Vocabulary,
+    is_harmony,
+)
 from moe_runtime.serving.http.grammars import Grammars, after_analysis, of_harmony_call
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import ParsedCall
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
 
 # What the published template does with a conversation, without its system message.

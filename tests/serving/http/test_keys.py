@@ -8,9 +8,9 @@ import pytest
 from http_server import Served, model_of, served
 
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.server import Access
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.prefixes import PrefixDisk
 
 PROMPT = list(range(100, 180))

@@ -14,11 +14,11 @@ from transformers import GenerationConfig
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.serving.http import grammars as grammar_module
 from moe_runtime.serving.http import served_model
+from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import GrammarConstraint, Grammars
 from moe_runtime.serving.http.schema import Function, Message, Tool
 from moe_runtime.serving.http.served_model import ChatTemplate, serve_model
 from moe_runtime.serving.http.server import ClientTurns
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError, Finished, PromptRead
 
 CHAT = "/v1/chat/completions"

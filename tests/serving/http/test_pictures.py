@@ -20,7 +20,7 @@ from PIL import Image
 
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import picture_processor
-from moe_runtime.serving.http import images
+from moe_runtime.serving.http import chat
 
 if TYPE_CHECKING:
     import openai
@@ -273,7 +273,7 @@ def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monk
                 max_tokens=NUM_NEW,
             )
             assert "cannot fetch" in refusal(site, [absent])["message"]
-            monkeypatch.setattr(images, "_FETCH_S", 0.1)
+            monkeypatch.setattr(chat, "_FETCH_S", 0.1)
             slow = {"type": "image_url", "image_url": {"url": f"{url}/endless"}}
             assert "not whole after 0.1 s" in refusal(site, [slow])["message"]
         finally:

@@ -21,7 +21,7 @@ from moe_runtime.models.lm.parallel import (
     spread_experts,
 )
 from moe_runtime.parallel import LayoutGroups, ParallelLayout
-from moe_runtime.parallel.logical import copy_part
+from moe_runtime.parallel.parallel_experts import copy_part
 from moe_runtime.training.ranks import Pipeline
 from moe_runtime.training.sharded import logical_tensors
 

@@ -39,10 +39,10 @@ from moe_runtime.research.hecate import (
     CopyRules,
     SparseExperts,
     SparseMaterialisation,
+    loads_of_all,
     reshard_layers,
     sparse_expert_parallel,
 )
-from moe_runtime.research.hecate.sparse import loads_of_all
 from moe_runtime.research.parallelism_switching import AdaptiveParallelism, SwitchingExperts
 
 
