@@ -19,7 +19,7 @@ class PrefetchRules:
     min_probability: float = 0.2  # a guess must be at least this likely, whatever the waste
     waste: float = 0.15  # share of the experts loaded that may be loaded and never used
     allowance: float = 16.0  # most unused waste that is saved up, in experts
-    min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts
+    min_gain: float = 0.4  # a guess must be this much likelier than the expert that it evicts
     window: int = 8  # most guesses that wait for their layer at once
     credit: float = 4.0  # most unused link time that is saved up, in experts
 
