@@ -376,13 +376,16 @@ class Combination(TokenEvidence):
             )
         path, gates = map(np.ascontiguousarray, (contexts.path, contexts.path_weights))
         assert path is contexts.path, "layers are noted in it as they are routed"
-        arrays = logits, path, gates, self.links_VLSE2E
-        experts = (ctypes.c_float * (2 * shape.num_experts),) * 2
         return _Memo(
-            *(array.ctypes.data for array in arrays),
-            logits[0].size,
-            *(experts[0](), (ctypes.c_int32 * shape.num_experts)(), experts[1]()),
-            arrays,
+            logits.ctypes.data,
+            path.ctypes.data,
+            gates.ctypes.data,
+            self.links_VLSE2E.ctypes.data,
+            stride=logits[0].size,
+            scratch=(ctypes.c_float * (2 * shape.num_experts))(),
+            best=(ctypes.c_int32 * shape.num_experts)(),
+            chances=(ctypes.c_float * shape.num_experts)(),
+            arrays=(logits, path, gates, self.links_VLSE2E),
         )
 
     def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
