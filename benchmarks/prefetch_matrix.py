@@ -48,7 +48,7 @@ from moe_runtime.policies.prediction import (
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.policies.prefetch import Controller
 
-SHARES, LINKS_GB_S = (0.125, 0.25, 0.5), (1, 3.4, 12, 25, 50)
+SHARES, LINKS_GB_S = (0.125, 0.25, 0.5), (3.4, 12, 25, 50)
 PREDICTORS = ("running-counts", "layer-affinity", "combined")
 LATENCY_S, PREDICT_S = 1e-4, 8e-5
 LAYER_S, EXPERT_S = {"CPU": 1.5e-3, "device": 1e-4}, {"CPU": 6.5e-4, "device": 3e-5}

@@ -181,6 +181,6 @@ def test_a_controller_keeps_guesses_that_pay_and_drops_others():
         off, on = prefetched(None, machine=slow), prefetched(predictor, machine=slow)
         controller = Controller()
         auto = prefetched(predictor, machine=slow, controller=controller)
-        assert controller.is_active == pays
+        assert controller.verdict.startswith("on: " if pays else "off: ")
         assert (on.seconds < off.seconds) == pays
         assert min(on.seconds, off.seconds) < auto.seconds < max(on.seconds, off.seconds)

@@ -4,7 +4,7 @@ The policy, the predictor and the admission of guesses are the objects that run 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 from moe_runtime.lab.traces.workload import Workload
@@ -209,26 +209,20 @@ class _Replayer:
         """Tells the controller of the step that ended."""
         if self._controller is None:
             return
-        useful = sum(counts.useful for counts in self._counts)
-        now, before = (
-            StepCost(
-                seconds=self._now_s,
-                stall_s=sum(counts.stall_s for counts in self._counts),
-                predict_s=self._predict_s,
-                saved_s=useful * self._machine.transfer_s,
-            ),
-            self._step_start,
+        total, transfer_s = LayerCounts(), self._machine.transfer_s
+        for counts in self._counts:
+            total.add(counts)
+        now = StepCost(
+            seconds=self._now_s,
+            stall_s=total.stall_s,
+            predict_s=self._predict_s,
+            saved_s=total.useful * transfer_s,
+            needed_s=(total.misses + 2 * total.useful - total.prefetches) * transfer_s,
         )
-        self._step_start = now
+        before, self._step_start = self._step_start, now
         if before is not None:
-            self._controller.step(
-                StepCost(
-                    seconds=now.seconds - before.seconds,
-                    stall_s=now.stall_s - before.stall_s,
-                    predict_s=now.predict_s - before.predict_s,
-                    saved_s=now.saved_s - before.saved_s,
-                )
-            )
+            spent = {f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(now)}
+            self._controller.step(StepCost(**spent))
 
     def _serve(self, layer: int, keys: list[ExpertKey]) -> float:
         """Looks up an event's experts and loads the missing; returns the seconds waited."""
