@@ -123,10 +123,12 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        self._path[:, event.layer, :top_k] = event.expert_ids[self._order]
-        self._weights[:, event.layer, :top_k] = event.gate_weights[self._order]
+        # one token needs no order; each of these takes as long as a guess
+        order = self._order if num_tokens > 1 else slice(None)
+        self._path[:, event.layer, :top_k] = event.expert_ids[order]
+        self._weights[:, event.layer, :top_k] = event.gate_weights[order]
         if self._contexts is not None:
-            self._contexts.hidden = None if event.hidden is None else event.hidden[self._order]
+            self._contexts.hidden = None if event.hidden is None else event.hidden[order]
 
     def _commit(self) -> None:
         """Adds the tokens of the step that ends to their sequences."""

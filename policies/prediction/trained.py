@@ -271,6 +271,11 @@ class Samples:
 DISTANCES = (1, 2, 4)
 """Look-ahead distances with weights of their own; others use those of the next larger one."""
 SOURCES = 3  # how many layers are looked at, from the last known one back
+_VARIANT_AT = tuple(
+    next(variant for variant, most in enumerate(DISTANCES) if distance <= most)
+    for distance in range(DISTANCES[-1] + 1)
+)
+"""The weights that serve a distance."""
 PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
 """Variants for tokens of which no layer is known, and of which not even the id is known."""
 NUM_VARIANTS = len(DISTANCES) + 2
@@ -480,7 +485,7 @@ def _library() -> ctypes.CDLL | None:
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:
     """Which set of weights serves a prediction; the tokens of a step are all known or all not."""
     if now >= 0 and layer - now <= DISTANCES[-1]:
-        return next(v for v, distance in enumerate(DISTANCES) if layer - now <= distance)
+        return _VARIANT_AT[layer - now]
     return PATH_FREE if contexts.token_ids[0] >= 0 else BLIND
 
 
