@@ -127,7 +127,7 @@ def _processor() -> Finding:
 
 
 def _native_kernel() -> Finding:
-    from moe_runtime.kernels.native.library import describe
+    from moe_runtime.kernels.native import describe
 
     found = describe()
     if found.problem is not None:
@@ -142,7 +142,7 @@ def _native_kernel() -> Finding:
 def _quantised_kernels() -> Finding:
     """How the native kernel multiplies by quantised experts of each format."""
     from moe_runtime.checkpoints.formats import FORMATS
-    from moe_runtime.kernels.native.library import describe
+    from moe_runtime.kernels.native import describe
 
     isa = describe().isa
     if isa is None:
