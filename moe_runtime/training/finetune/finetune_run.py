@@ -59,7 +59,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     add_attention_adapters,
     load_around_experts,
     require_exportable,
-    require_positions,
     write_adapters,
 )
 from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -332,7 +331,9 @@ def prepare(
     require_exportable(checkpoint, config)
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
     check_outputs(output, trace)
-    require_positions(checkpoint.config, config.data.context)
+    most = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and (context := config.data.context) > most:
+        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
     read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
