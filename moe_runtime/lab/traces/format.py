@@ -480,17 +480,10 @@ def _read_header(archive: Archive) -> tuple[int, ModelSignature, int | None]:
 
 def parse_signature(value: object, path: Path) -> ModelSignature:
     """Reads a model's signature out of a header; raises `CheckpointError` for an impossible one."""
-    fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
-    if not isinstance(value, dict) or set(value) != set(fields):
-        raise CheckpointError(f"{path}: the signature must have exactly {sorted(fields)}")
-    for name, kind in fields.items():
-        item = value[name]
-        if kind is str and isinstance(item, str):
-            continue
-        if kind is int and type(item) is int and 0 < item < 2**31:
-            continue
-        raise CheckpointError(f"{path}: the signature has {name} = {item!r}")
-    signature = ModelSignature(**value)
+    try:
+        signature = ModelSignature.parse(value)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if signature.num_experts > 0xFFFF or signature.top_k > signature.num_experts:
         raise CheckpointError(
             f"{path}: the signature has {signature.num_experts} experts, "
