@@ -23,11 +23,10 @@ from typing import Any
 
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES
 from moe_runtime.policies.prediction import LIVE_PREDICTORS

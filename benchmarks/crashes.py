@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     positive,
     present_folder,
     results_parser,
 )
+from moe_runtime.benchmarks.suite.results import facts
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
 from moe_runtime.training.offload.disk import RecordFile

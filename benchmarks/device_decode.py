@@ -41,8 +41,8 @@ from moe_runtime.benchmarks.harness.gpu import (
     parse_options,
     shape_of,
 )
-from moe_runtime.benchmarks.harness.scripting import facts, positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.harness.scripting import positive, run_script
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")

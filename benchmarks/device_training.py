@@ -28,8 +28,8 @@ from moe_runtime.benchmarks.harness.gpu import (
     shape_of,
     wait_for,
 )
-from moe_runtime.benchmarks.harness.scripting import facts, positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.harness.scripting import positive, run_script
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start

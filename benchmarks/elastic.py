@@ -21,11 +21,10 @@ from transformers import AutoTokenizer
 import moe_runtime
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     positive,
     results_parser,
 )
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
     ChangeReport,

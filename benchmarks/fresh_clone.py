@@ -24,12 +24,11 @@ from typing import Any
 from moe_runtime.benchmarks.harness.scripting import (
     ROOT,
     ScriptResults,
-    facts,
     present_folder,
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 
 WORDS = {
     "clone_s": "git clone",

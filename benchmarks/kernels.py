@@ -21,8 +21,8 @@ from torch import Tensor
 import moe_runtime
 from moe_runtime.benchmarks.harness.gpu import GpuResults, parse_options
 from moe_runtime.benchmarks.harness.gpu import median_s as wall_median_s
-from moe_runtime.benchmarks.harness.scripting import facts, run_script
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.harness.scripting import run_script
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import ActivationSpec, QuantizedExperts, expert_mlp

@@ -18,13 +18,12 @@ import torch
 import moe_runtime
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     plain,
     positive,
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 from moe_runtime.config import KV_CACHES, parse_bytes

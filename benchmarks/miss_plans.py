@@ -22,11 +22,11 @@ import numpy as np
 
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     positive,
     results_parser,
     run_script,
 )
+from moe_runtime.benchmarks.suite.results import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
 from moe_runtime.lab.traces.readers import read_any_trace

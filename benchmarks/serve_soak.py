@@ -38,11 +38,10 @@ from scipy.stats import theilslopes
 from moe_runtime.benchmarks.cases.load import draw_words
 from moe_runtime.benchmarks.harness.scripting import (
     ScriptResults,
-    facts,
     present_folder,
     results_parser,
 )
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -162,6 +163,14 @@ KV_CACHES = ("exact", "int8")
 STAND_IN = "stand-in"
 MISSES = ("device", "cpu", "auto", STAND_IN)
 DRAFTS = ("none", "lookup")
+"""What drafts beside models, which are named by their folder, file, or place on the hub."""
+
+
+def check_draft(name: str | os.PathLike[str]) -> None:
+    """Refuses what can be no model, as a mistyped word."""
+    if os.sep not in os.fspath(name) and not os.path.exists(name):
+        require_known("draft", os.fspath(name), DRAFTS)
+
 
 _CACHE_AWARE = "cache-aware:"
 

@@ -132,6 +132,7 @@ class RuntimeStats(ExpertCounters):
         shares: how the slots are divided over the layers: even or adaptive.
         kv_cache: how keys and values are kept: exact, or int8 (lossy).
         policy_reason: why this policy, where it was not named; empty where it was.
+        draft_bytes: bytes of a model that drafts, with room for its texts.
         draft_steps: steps of one token of a text, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
@@ -151,6 +152,7 @@ class RuntimeStats(ExpertCounters):
     shares: str = "even"
     policy_reason: str = ""
     kv_cache: str = "exact"
+    draft_bytes: int = 0
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0

@@ -22,9 +22,9 @@ from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
-    PeerFailedError,
     Rules,
     StoppedRepetitionError,
+    peer_failures,
     run_in_turn,
 )
 from moe_runtime.errors import MoERuntimeError, named_failure
@@ -165,11 +165,8 @@ class TrainedVariant(BenchSystem):
 
     def repeat(self) -> Mapping[str, Number]:
         records: list[Record] = []
-        try:
+        with peer_failures(MoERuntimeError, OSError):
             is_complete = self._train(records)
-        except (MoERuntimeError, OSError, RuntimeError, ValueError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise PeerFailedError(lines[0]) from None
         if not is_complete:
             raise StoppedRepetitionError(f"{self.name}: stopped")
         steps = [one for one in records if isinstance(one, StepRecord)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import moe_runtime
-from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
+from moe_runtime.benchmarks.suite.results import Metric, describe_compared, facts, make_results
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
@@ -47,13 +47,13 @@ METRICS = {
     "perplexity": Metric("count"),
     "perplexity_ratio": Metric("share"),
     "kl_nats": Metric("nats"),
-    **{f"kl_{part}_nats": Metric("nats", is_judged=False) for part in ("p99", "max")},
+    **facts("nats", "kl_p99_nats", "kl_max_nats"),
     "same_top": Metric("share", better="more"),
     "prompt_tokens_per_s": Metric("tokens/s", better="more"),
     "decode_tokens_per_s": Metric("tokens/s", better="more"),
-    "hit_share": Metric("share", better="more", is_judged=False),
-    "changed_share": Metric("share", is_judged=False),
-    "read_bytes": Metric("bytes", is_judged=False),
+    **facts("share", "hit_share", better="more"),
+    **facts("share", "changed_share"),
+    **facts("bytes", "read_bytes"),
 }
 """Hits, choices of experts that a lossy option changed, and bytes are of each judged half."""
 _CHANGES = ("replaced_choices", "skipped_choices", "stand_in_choices")

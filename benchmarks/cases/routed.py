@@ -16,7 +16,7 @@ from statistics import fmean, median
 import numpy as np
 
 from moe_runtime.benchmarks.cases.io import QueueReads, ReadPlan
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.results import Metric, facts
 from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
@@ -34,15 +34,12 @@ from moe_runtime.types import ModelSignature
 READS_AT_ONCE, READ_EXPERTS = 4, 32
 ROUTED_METRICS = {
     "step_s": Metric("s"),
-    **dict.fromkeys(
-        ("bound_s", "optimum_bound_s", "read_s", "lru_read_s", "optimum_read_s", "computing_s"),
-        Metric("s", is_judged=False),
-    ),
-    **dict.fromkeys(("stall_s", "predict_s"), Metric("s", is_judged=False)),
-    "of_bound": Metric("share", better="more", is_judged=False),
-    "step_read_bytes": Metric("bytes", is_judged=False),
-    "disk_bytes_per_s": Metric("bytes/s", better="more", is_judged=False),
-    "disk_from_storage": Metric("share", is_judged=False),
+    **facts("s", "bound_s", "optimum_bound_s", "read_s", "lru_read_s", "optimum_read_s"),
+    **facts("s", "computing_s", "stall_s", "predict_s"),
+    **facts("share", "of_bound", better="more"),
+    **facts("bytes", "step_read_bytes"),
+    **facts("bytes/s", "disk_bytes_per_s", better="more"),
+    **facts("share", "disk_from_storage"),
 }
 """Means of a decode step of routed requests.
 

@@ -24,8 +24,8 @@ from moe_runtime.benchmarks.suite.results import (
     JOULES,
     Metric,
     describe_system,
+    facts,
     make_results,
-    versions,
 )
 from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number, PeerFailedError
 
@@ -165,23 +165,17 @@ METRICS = {
     "time_to_first_token_s": Metric("s"),
     "later_first_token_s": Metric("s"),
     "inter_token_s": Metric("s"),
-    "time_per_output_token_s": Metric("s", is_judged=False),
+    **facts("s", "time_per_output_token_s"),
     "end_to_end_s": Metric("s"),
-    "sent_s": Metric("s", is_judged=False),
-    "prompt_tokens": Metric("count", is_judged=False),
-    "output_tokens": Metric("count", is_judged=False),
-    "answered": Metric("count", better="more", is_judged=False),
-    **dict.fromkeys(
-        ("input_tokens_per_s", "output_tokens_per_s"),
-        Metric("tokens/s", better="more", is_judged=False),
-    ),
-    "requests_per_s": Metric("requests/s", better="more", is_judged=False),
-    "within_bounds": Metric("share", better="more", is_judged=False),
-    "seconds": Metric("s", is_judged=False),
-    "failed": Metric("count", is_judged=False),
-    "unfinished": Metric("count", is_judged=False),
-    "read_call_bytes": Metric("bytes", is_judged=False),
-    "storage_bytes": Metric("bytes", is_judged=False),
+    **facts("s", "sent_s"),
+    **facts("count", "prompt_tokens", "output_tokens"),
+    **facts("count", "answered", better="more"),
+    **facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
+    **facts("requests/s", "requests_per_s", better="more"),
+    **facts("share", "within_bounds", better="more"),
+    **facts("s", "seconds"),
+    **facts("count", "failed", "unfinished"),
+    **facts("bytes", "read_call_bytes", "storage_bytes"),
     "peak_rss_bytes": Metric("bytes"),
     **JOULES,
 }
@@ -207,16 +201,7 @@ def serve_results(
         "serve",
         settings,
         ended,
-        [
-            describe_system(
-                name_of(one.level),
-                _measured(one, row),
-                METRICS,
-                system_versions=versions(),
-                quality=None,
-            )
-            for one, row in rows
-        ],
+        [describe_system(name_of(one.level), _measured(one, row), METRICS) for one, row in rows],
     )
 
 

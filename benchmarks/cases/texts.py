@@ -16,22 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
-from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
+from moe_runtime.benchmarks.suite.results import JOULES, Metric, facts, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
 
 MEMORY_METRICS = {
-    "load_s": Metric("s", is_judged=False),
-    "import_s": Metric("s", is_judged=False),
+    **facts("s", "load_s", "import_s"),
     "peak_rss_bytes": Metric("bytes"),
     "peak_device_bytes": Metric("bytes"),
-    "rss_after_imports_bytes": Metric("bytes", is_judged=False),
-    "read_call_bytes": Metric("bytes", is_judged=False),
-    "storage_bytes": Metric("bytes", is_judged=False),
-    "page_cache_bytes": Metric("bytes", is_judged=False),
-    "major_faults": Metric("count", is_judged=False),
+    **facts("bytes", "rss_after_imports_bytes", "read_call_bytes"),
+    **facts("bytes", "storage_bytes", "page_cache_bytes"),
+    **facts("count", "major_faults"),
     **JOULES,
 }
 """What is measured besides speed."""
@@ -46,7 +43,7 @@ SPEEDS = {
         "first_token_s": Metric("s"),
         "between_tokens_s": Metric("s"),
         # of all tokens after the first: with drafts some of them take no time
-        "decode_tokens_per_s": replace(_MORE_TOKENS, is_judged=False),
+        **facts("tokens/s", "decode_tokens_per_s", better="more"),
     },
     "throughput": dict.fromkeys(
         ("new_tokens_per_s", "prompt_tokens_per_s", "step_tokens_per_s"), _MORE_TOKENS

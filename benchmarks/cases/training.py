@@ -24,7 +24,7 @@ from moe_runtime.benchmarks.cases.expert_layers import FEW, OURS, PeerSystem
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProgram
-from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
+from moe_runtime.benchmarks.suite.results import JOULES, Metric, facts, measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
@@ -139,8 +139,7 @@ OFFLOADED = f"{OURS}:offloaded"
 OFFLOADED_METRICS = {
     "storage_read_bytes": Metric("bytes"),
     "storage_written_bytes": Metric("bytes"),
-    "stall_s": Metric("s", is_judged=False),
-    "storage_alone_s": Metric("s", is_judged=False),
+    **facts("s", "stall_s", "storage_alone_s"),
 }
 """Of its step: bytes by way, seconds of waiting, and what those bytes take alone."""
 # Largest difference of losses that rounding explains. Logits of a model at its start lie within
@@ -380,7 +379,7 @@ def measure_training(
             f"weights and states of all systems take {format_bytes(needed)}, and "
             f"{format_bytes(free_bytes)} are free; fewer --layers or a smaller --shape take less"
         )
-    metrics = {METRIC: Metric("s"), "tokens_per_s": Metric("tokens/s", "more", is_judged=False)}
+    metrics = {METRIC: Metric("s"), **facts("tokens/s", "tokens_per_s", better="more")}
     metrics |= OFFLOADED_METRICS | JOULES
     with tempfile.TemporaryDirectory() as folder, _systems(plan, Path(folder), programs) as systems:
         return measure_systems("training", systems, metrics, rules, settings)

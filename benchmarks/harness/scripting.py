@@ -60,11 +60,6 @@ def results_parser(doc: str | None, *flags: str) -> argparse.ArgumentParser:
     return parser
 
 
-def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
-    """Metrics that are reported and not judged."""
-    return {name: Metric(unit, better, is_judged=False) for name in names}
-
-
 def run_script(main: Callable[[], int]) -> int:
     """Exit code of a script: 130 where it was interrupted, 2 where it was refused, and a line."""
     try:

@@ -49,6 +49,11 @@ class Metric:
     is_judged: bool = True
 
 
+def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
+    """Metrics that are reported and not judged."""
+    return {name: Metric(unit, better, is_judged=False) for name in names}
+
+
 JOULES = {"cpu_joules": Metric("J"), "gpu_joules": Metric("J")}
 """What `EnergyMeter` finds, where this machine lets its users read it."""
 

@@ -5,7 +5,6 @@ from moe_runtime.kernels.block_sparse.topology import (
     BlockTopology,
     ExpertColumns,
     expert_topology,
-    mask_topology,
 )
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "dds",
     "dsd",
     "expert_topology",
-    "mask_topology",
     "sdd",
 ]

@@ -210,61 +210,6 @@ def expert_topology(
     )
 
 
-def mask_topology(
-    mask_GC: Tensor, num_rows: int, num_columns: int, *, block_rows: int, block_columns: int
-) -> BlockTopology:
-    """The blocks where a mask is true. Waits for the device; meant for patterns that stay.
-
-    Args:
-        mask_GC: `[G, C]` bool: strip g holds rows `g * block_rows` on, strip c columns likewise.
-        num_rows: R; the last strip may be short.
-        num_columns: N.
-
-    Raises:
-        ValueError: The mask does not have a place for each block of such a matrix.
-    """
-    check_block("block_rows", block_rows)
-    check_block("block_columns", block_columns)
-    shape = (-(-num_rows // block_rows), -(-num_columns // block_columns))
-    if tuple(mask_GC.shape) != shape or mask_GC.dtype != torch.bool:
-        raise ValueError(
-            f"mask must be {list(shape)} of bool for {num_rows} x {num_columns} in blocks of "
-            f"{block_rows} x {block_columns}, got {list(mask_GC.shape)} of {mask_GC.dtype}"
-        )
-    first, end = _even_strips(num_columns, block_columns, mask_GC.device)
-    row_first, row_end = _even_strips(num_rows, block_rows, mask_GC.device)
-    row_B, column_B = mask_GC.nonzero(as_tuple=True)
-    by_column_B = torch.argsort(column_B, stable=True)
-    across_B = row_B[by_column_B]
-    # Bands of strips of rows, columns within them, rows within those.
-    key_B = (row_B // _BAND * mask_GC.shape[1] + column_B) * _BAND + row_B % _BAND
-    return BlockTopology(
-        num_rows=num_rows,
-        num_columns=num_columns,
-        block_rows=block_rows,
-        block_columns=block_columns,
-        has_full_columns=num_columns % block_columns == 0,
-        rows=Strips(
-            row_first, row_end, _offsets(mask_GC.sum(1)), None, first[column_B], end[column_B]
-        ),
-        columns=Strips(
-            first,
-            end,
-            _offsets(mask_GC.sum(0)),
-            by_column_B.int(),
-            row_first[across_B],
-            row_end[across_B],
-        ),
-        row_of_block_B=row_B.int(),
-        launch_order_B=torch.argsort(key_B).int(),
-    )
-
-
-def _even_strips(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    first = torch.arange(0, length, size, device=device)
-    return first, (first + size).clamp(max=length)
-
-
 def _offsets(counts: Tensor) -> Tensor:
     """Where each strip's blocks begin, and how many there are, int32."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -36,21 +36,23 @@ from moe_runtime.kernels.native import (
     native_library,
     needs_torch,
 )
-from moe_runtime.kernels.rms_norm import rms_norm_reference
+from moe_runtime.kernels.rms_norm import NormForm, rms_norm_reference
 
 _PLACE = struct.Struct("10q").pack
 
 
-class HeadNorm(NamedTuple):
+class RowNorm(NamedTuple):
     """A root-mean-square normalisation of queries or keys, before they are turned.
 
     Attributes:
         weight: As long as a head, which it then normalises, or as all heads together.
         eps: Added to the mean of squares.
+        form: As of `rms_norm`.
     """
 
     weight: Tensor
     eps: float
+    form: NormForm = "rounded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,8 +82,8 @@ class AttentionWeights:
     output: Tensor
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
-    q_norm: HeadNorm | None = None
-    k_norm: HeadNorm | None = None
+    q_norm: RowNorm | None = None
+    k_norm: RowNorm | None = None
     num_heads: int
     num_key_heads: int
     key_dim: int
@@ -158,6 +160,8 @@ class AttentionWeights:
                 words += [address, -1]
             else:
                 return None
+        if any(norm and norm.form != "rounded" for norm in (self.q_norm, self.k_norm)):
+            return None
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         for tensor in (self.qkv_bias, self.output_bias, *norms):
             words.append(0 if tensor is None else tensor.data_ptr())
@@ -413,8 +417,8 @@ def attention_step_reference(
     if weights.pairs_share:
         cos_BR, sin_BR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BR, sin_BR))
     query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
-    query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
-    key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
+    query_BHD = _heads(normed(query, weights.q_norm), weights.key_dim)
+    key_BGD = _heads(normed(key, weights.k_norm), weights.key_dim)
     new_BGD, value_BGV = rotated(key_BGD, cos_BR, sin_BR), _heads(value, weights.value_dim)
     if key_BGSD.dtype is torch.uint8:
         new_BGD, value_BGV = round_rows(new_BGD), round_rows(value_BGV)
@@ -435,8 +439,8 @@ def heads_reference(
         cos_BTR, sin_BTR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BTR, sin_BTR))
     cos, sin = (angles.expand(batch, -1, -1).flatten(0, 1) for angles in (cos_BTR, sin_BTR))
 
-    def heads(values_BTN: Tensor, norm: HeadNorm | None) -> Tensor:
-        rows = _heads(_normed(values_BTN.flatten(0, 1), norm), weights.key_dim)
+    def heads(values_BTN: Tensor, norm: RowNorm | None) -> Tensor:
+        rows = _heads(normed(values_BTN.flatten(0, 1), norm), weights.key_dim)
         return rotated(rows, cos, sin).unflatten(0, (batch, tokens)).transpose(1, 2)
 
     return heads(query_BTQ, weights.q_norm), heads(key_BTN, weights.k_norm)
@@ -446,11 +450,11 @@ def _heads(values: Tensor, dim: int) -> Tensor:
     return values.unflatten(1, (-1, dim))
 
 
-def _normed(values: Tensor, norm: HeadNorm | None) -> Tensor:
+def normed(row_BN: Tensor, norm: RowNorm | None) -> Tensor:
     if norm is None:
-        return values
-    groups = values.unflatten(1, (-1, len(norm.weight)))
-    return rms_norm_reference(groups, norm.weight, norm.eps).flatten(1)
+        return row_BN
+    groups = row_BN.unflatten(1, (-1, len(norm.weight)))
+    return rms_norm_reference(groups, norm.weight, norm.eps, norm.form).flatten(1)
 
 
 def rotated(heads: Tensor, cos_BR: Tensor, sin_BR: Tensor) -> Tensor:

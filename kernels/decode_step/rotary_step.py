@@ -6,31 +6,16 @@ angles, H query heads, G key heads, S places, D values of a query or key head, V
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.decode_step.attention_step import rotated
+from moe_runtime.kernels.decode_step.attention_step import RowNorm, normed, rotated
 from moe_runtime.kernels.operands import check_like, check_shape
-from moe_runtime.kernels.rms_norm import NormForm, rms_norm_reference
 from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
 RotaryImpl = Literal["auto", "triton", "reference"]
-
-
-class RowNorm(NamedTuple):
-    """A root-mean-square normalisation of queries or keys, in any form of `rms_norm`.
-
-    Attributes:
-        weight: As long as a head, which it then normalises, or as all heads together.
-        eps: Added to the mean of squares.
-        form: As of `rms_norm`.
-    """
-
-    weight: Tensor
-    eps: float
-    form: NormForm = "rounded"
 
 
 def rotary_step(
@@ -146,7 +131,7 @@ def rotary_step_reference(
     keys_BGSD, values_BGSV = cache
     cos_AR, sin_AR = (torch.cat((a, a), dim=-1) if pairs_share else a for a in angles)
     query_BHD, key_BGD = (
-        rotated(_normed(row_BN, norm).unflatten(1, (-1, keys_BGSD.shape[-1])), cos_AR, sin_AR)
+        rotated(normed(row_BN, norm).unflatten(1, (-1, keys_BGSD.shape[-1])), cos_AR, sin_AR)
         for row_BN, norm in zip((query_BN, key_BN), norms, strict=True)
     )
     value_BGV = value_BN.unflatten(1, (-1, values_BGSV.shape[-1]))
@@ -156,10 +141,3 @@ def rotary_step_reference(
         else:
             cached.index_copy_(2, place.view(1), new.unsqueeze(2))
     return query_BHD.unsqueeze(2)
-
-
-def _normed(row_BN: Tensor, norm: RowNorm | None) -> Tensor:
-    if norm is None:
-        return row_BN
-    groups = row_BN.unflatten(1, (-1, len(norm.weight)))
-    return rms_norm_reference(groups, norm.weight, norm.eps, norm.form).flatten(1)

@@ -8,74 +8,20 @@ Takes the folder of a complete run of train.toml, whose checkpoint stays where i
 
 import argparse
 import hashlib
-import json
-import platform
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_runtime.files import write_text
-from moe_runtime.models.pocket.evaluate import EVALUATION_FILE, measure, rounded, spent_by
-
-_TEMPLATE = """\
-# The desk model
-
-A trained Mixture-of-Experts language model for measuring caches, prediction and lossy routing.
-An expert has {expert_mib:.2f} MiB; those of the [pocket model](../pocket/README.md) are too small
-for that, and random weights have no trained routing. The weights are not part of the project. This
-recipe makes them from text that every Python installation carries:
-
-```
-python -P -m moe_runtime.models.pocket.texts --output models/desk/texts
-moe-runtime train models/desk/train.toml
-moe-runtime run models/desk/runs/moe/model --prompt "The for statement" --host-memory 192MiB
-python -P -m moe_runtime.models.desk.evaluate --run models/desk/runs/moe --output models/desk
-```
-
-Ctrl-C stops the training and `--resume` goes on. It takes 3 GB of memory, and two hours of a core
-with AVX-512 that has nothing else to do.
-
-## Architecture
-
-`Qwen3MoeForCausalLM`: {layers} layers, every one a mixture of {experts} experts with top-{top_k}
-(weights renormalised), hidden size {hidden}, expert hidden size {intermediate}, {heads} query and
-{kv_heads} key-value heads of {head_dim}, tied embeddings, the pocket model's tokenizer (4096
-tokens). {total_millions:.0f} million parameters, {active_millions:.1f} million of them active; the
-checkpoint has {megabytes:.0f} MB in bf16, {expert_share:.0%} of it experts.
-
-## Training
-
-The model measured here saw {tokens_millions:.2f} million tokens ({steps} steps of 2,048) of the
-pocket model's [mixture](../pocket/README.md#data-and-licence), in float32 with AdamW and one
-thread. It took {minutes:.0f} minutes at the lowest priority of a machine of two busy cores.{note}
-
-SHA-256 of `model.safetensors`: `{digest}`.
-Other versions of Python or torch give other weights.
-
-## Held-out loss
-
-Nats per token (bits per byte). The unigram model has the token frequencies of the training mixture.
-
-{losses}
-
-Perplexity {perplexity:.0f}; {unigram_perplexity:.0f} of the unigram model. The model exercises a
-runtime, and is no evidence for what experts gain.
-
-## Expert usage
-
-Share of the routed rows on the held-out text; even would be {even:.2f} %. Entropy is relative to
-that of even use. [Policies](../../docs/policies.md#teach-it) were compared on this routing.
-
-{usage}
-
-## Samples
-
-New tokens at temperature 0.8 (seed 0, not selected), the prompts in bold.
-
-{samples}
-"""
+from moe_runtime.models.pocket.evaluate import (
+    filled_card,
+    loss_rows,
+    measure,
+    rounded,
+    spent_by,
+    write_evaluation,
+)
 
 PROMPTS = ("The for statement", "string.Template.substitute(self, mapping)\n    ")
 
@@ -87,14 +33,13 @@ def render_card(evaluation: dict[str, Any]) -> str:
     matrices = 3 * shape["hidden"] * shape["intermediate"]
     of_experts = matrices * shape["layers"] * shape["experts"]
     losses = ["| held-out text | tokens | unigram | desk model |", "|---|--:|--:|--:|"]
-    for kind, found in evaluation["held_out"].items():
-        losses.append(f"| {kind} | {found['tokens']:,} | {_cells(found)} |")
-    losses.append(f"| mixture, 15 : 50 : 35 | | {_cells(scores)} |")
+    losses += loss_rows(evaluation, ("unigram", "moe"))
     usage = ["| layer | least used | most used | entropy |", "|--:|--:|--:|--:|"]
     for number, layer in enumerate(evaluation["expert_usage"]):
         least, most = 100 * layer["min"], 100 * layer["max"]
         usage.append(f"| {number} | {least:.1f} % | {most:.1f} % | {layer['entropy']:.3f} |")
-    return _TEMPLATE.format(
+    return filled_card(
+        Path(__file__),
         **shape,
         expert_mib=2 * matrices / 2**20,
         total_millions=parameters["total"] / 1e6,
@@ -112,13 +57,6 @@ def render_card(evaluation: dict[str, Any]) -> str:
         even=100 / shape["experts"],
         usage="\n".join(usage),
         samples="\n\n".join(map(_sample, evaluation["samples"])),
-    )
-
-
-def _cells(scores: dict[str, Any]) -> str:
-    return " | ".join(
-        f"{scores[model]['nats_per_token']:.3f} ({scores[model]['bits_per_byte']:.3f})"
-        for model in ("unigram", "moe")
     )
 
 
@@ -149,11 +87,6 @@ def evaluate(run: Path, note: str) -> dict[str, Any]:
         },
         "checkpoint": {"bytes": weights.stat().st_size, "sha256": digest},
         "training": {**spent_by(run), "note": note},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
         **measure(run / "model", prompts=PROMPTS),
     }
     return rounded(found)
@@ -167,9 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     evaluation = evaluate(options.run, options.note)
-    text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
-    write_text(options.output / EVALUATION_FILE, text)
-    write_text(options.output / "README.md", render_card(evaluation))
+    write_evaluation(options.output, evaluation, lambda _: render_card(evaluation))
 
 
 if __name__ == "__main__":

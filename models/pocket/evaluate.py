@@ -31,91 +31,6 @@ from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, Kind, gat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_TEMPLATE = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# The pocket model
-
-A Mixture-of-Experts language model of {total_millions:.1f} million parameters, of which a token
-passes through {active_millions:.1f} million. It is small enough to ship with the code
-({megabytes:.1f} MB) and real where it matters for a runtime: a trained router, a trained tokenizer,
-text that a reader recognises. Tests, traces, benchmarks and `make demo` use it. It writes something
-like Python's documentation; it does not know Python, and nothing it says should be relied on.
-
-`transformers` reads it as it is: `AutoModelForCausalLM.from_pretrained("models/pocket")`.
-
-## Architecture
-
-`Qwen3MoeForCausalLM`: 6 layers, every one a mixture of 16 experts with top-2 (weights
-renormalised), hidden size 256, expert hidden size 128, 4 query and 2 key-value heads of 64,
-context 512, tied embeddings, byte-level BPE with 4096 tokens. Weights in bfloat16, one tensor per
-expert matrix; one expert is 192 KiB. `<|endoftext|>` ends a document and begins one.
-
-## Data and licence
-
-Text that comes with every Python installation, gathered by `corpus.py` from Python {python}: the
-language reference in `pydoc_data.topics` ({topic_tokens:,} tokens), the docstrings of the standard
-library ({docstring_tokens:,}) and its source without docstrings ({source_tokens:,}), drawn with
-the weights 15 : 50 : 35. Tests, generated tables and third-party packages are left out. Whole
-topics and files, one name in twenty, are held out; a paragraph of 80 characters or more that
-occurs in held-out text is removed from the training text.
-
-The training text is under the PSF License Agreement. The model and its tokenizer are under
-Apache-2.0.
-
-## Training
-
-{tokens_millions:.1f} million tokens ({steps:,} steps of 2,048), AdamW, one thread,
-{minutes:.0f} minutes on a busy machine of two cores. A load-balance loss per layer and a router z
-loss keep the experts in use. The dense baseline was trained for {dense_steps:,} steps, on
-{dense_tokens} of the same mixture.
-
-{note}
-
-```
-python -P -m moe_runtime.models.pocket.texts --output models/pocket/texts
-moe-runtime train models/pocket/train.toml
-moe-runtime train models/pocket/train-dense.toml
-python -P -m moe_runtime.models.pocket.evaluate --moe models/pocket/runs/moe \\
-    --dense models/pocket/runs/dense --output models/pocket
-moe-runtime train models/pocket/train.toml --set run.start_from=. --set run.output=runs/longer \\
-    --set run.steps=600 --set run.seed=1 --set run.precision=float32 --set data.short_share=0.6 \\
-    --set optimizer.peak_rate=1e-3 --set optimizer.warmup_steps=20
-python -P -m moe_runtime.models.pocket.evaluate --moe models/pocket/runs/longer --continues \\
-    --output models/pocket
-```
-
-Another Python version has other text and gives a slightly different model.
-
-## Held-out loss
-
-Nats per token (bits per byte). The unigram model has the token frequencies of the training mixture.
-The dense baseline is the same network with one MLP as large as two experts: {dense_millions:.2f}
-million parameters; a token uses {active_exact_millions:.2f} million here, the routers included.
-
-{losses}
-
-{comparison}
-
-## Expert usage
-
-Share of the routed rows that each expert receives on the held-out text; even would be 6.25 %.
-Entropy is relative to that of even use.
-
-{usage}
-
-## Samples
-
-Prompts in bold; 80 new tokens, greedy and at temperature 0.8 (seed 0, not selected).
-
-{samples}
-"""
-
 _SHORT_RUN = (
     "A likely reason: in so short a run each expert is trained on an eighth of the tokens, a dense "
     "layer on all of them."
@@ -128,7 +43,8 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
     run = evaluation["training"]["moe"]
     dense_run = evaluation["training"]["dense"]
     available = evaluation["training_tokens_available"]
-    return _TEMPLATE.format(
+    return filled_card(
+        Path(__file__),
         total_millions=parameters["total"] / 1e6,
         active_millions=parameters["active"] / 1e6,
         active_exact_millions=parameters["active"] / 1e6,
@@ -148,19 +64,33 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
         ),
         minutes=run["elapsed_s"] / 60,
         note=textwrap.fill(evaluation["training"]["note"], width=100),
-        losses=_loss_table(evaluation),
+        losses="\n".join(
+            [
+                "| held-out text | tokens | unigram | dense | pocket model |",
+                "|---|--:|--:|--:|--:|",
+                *loss_rows(evaluation, ("unigram", "dense", "moe")),
+            ]
+        ),
         comparison=_comparison(evaluation),
         usage=_usage_table(evaluation["expert_usage"]),
         samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),
     )
 
 
-def _loss_table(evaluation: dict[str, Any]) -> str:
-    lines = ["| held-out text | tokens | unigram | dense | pocket model |", "|---|--:|--:|--:|--:|"]
-    for kind, scores in evaluation["held_out"].items():
-        lines.append(f"| {kind} | {scores['tokens']:,} | {_cells(scores)} |")
-    lines.append(f"| mixture, 15 : 50 : 35 | | {_cells(evaluation['held_out_mixture'])} |")
-    return "\n".join(lines)
+def filled_card(module: Path, **values: Any) -> str:
+    """The text of `card.txt` beside a module, with its fields filled in."""
+    return module.with_name("card.txt").read_text("utf-8").format(**values)
+
+
+def loss_rows(evaluation: dict[str, Any], models: Sequence[str]) -> list[str]:
+    """Losses of models on each kind of held-out text and on the mixture, as rows of a table."""
+    kinds = [(kind, f"{one['tokens']:,} ", one) for kind, one in evaluation["held_out"].items()]
+    rows = []
+    for name, tokens, scores in [*kinds, (MIXTURE, "", evaluation["held_out_mixture"])]:
+        found = [scores[model] for model in models]
+        cells = [f"{one['nats_per_token']:.3f} ({one['bits_per_byte']:.3f})" for one in found]
+        rows.append(f"| {name} | {tokens}| {' | '.join(cells)} |")
+    return rows
 
 
 def _comparison(evaluation: dict[str, Any]) -> str:
@@ -190,13 +120,6 @@ def _comparison(evaluation: dict[str, Any]) -> str:
         if equal["moe"]["nats_per_token"] > equal["dense"]["nats_per_token"]:
             more += f" {_SHORT_RUN}"
     return textwrap.fill(f"{more} {_PURPOSE}", width=100)
-
-
-def _cells(scores: dict[str, Any]) -> str:
-    return " | ".join(
-        f"{scores[model]['nats_per_token']:.3f} ({scores[model]['bits_per_byte']:.3f})"
-        for model in ("unigram", "dense", "moe")
-    )
 
 
 def _usage_table(layers: list[dict[str, Any]]) -> str:
@@ -235,6 +158,7 @@ def active_parameters(model: "PreTrainedModel") -> int:
 
 # Share of the training windows by kind, as train.toml has it.
 SHARES: dict[Kind, float] = {"topic": 0.15, "docstring": 0.50, "source": 0.35}
+MIXTURE = "mixture, 15 : 50 : 35"
 
 Streams = dict[Kind, npt.NDArray[np.uint16]]
 
@@ -420,6 +344,7 @@ def measure(
     moe_folder: Path, baseline: Baseline | None = None, prompts: Sequence[str] = PROMPTS
 ) -> dict[str, Any]:
     """All numbers of a card: of the exported checkpoint, its baseline if any, and the corpus."""
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
@@ -443,6 +368,11 @@ def measure(
     if baseline is not None:
         parameters["dense"] = baseline.parameters
     return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "parameters": parameters,
         "training_tokens_available": {kind: len(stream) for kind, stream in training.items()},
         "held_out": held_out,
@@ -461,10 +391,6 @@ def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
     return {"tokens": spent["moe"]["tokens"], **scores}
 
 
-def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    return {name: first[name] + second[name] for name in second}
-
-
 def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Scores averaged over the kinds with the weights that training gives them."""
     return {
@@ -479,13 +405,16 @@ def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def rounded(value: Any) -> Any:
     """Numbers of an evaluation, with four decimals."""
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return value
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
+
+
+def write_evaluation(
+    folder: Path, evaluation: dict[str, Any], card_of: Callable[[Path], str]
+) -> None:
+    """Writes the numbers, and the card of the folder that then has them."""
+    text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
+    write_text(folder / EVALUATION_FILE, text)
+    write_text(folder / "README.md", card_of(folder))
 
 
 def card_of(folder: Path) -> str:
@@ -496,8 +425,6 @@ def card_of(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    import transformers
-
     parser = argparse.ArgumentParser(description="Export and measure the pocket model.")
     parser.add_argument("--moe", type=Path, required=True, help="folder of the training run")
     parser.add_argument("--dense", type=Path, help="folder of the dense run")
@@ -519,22 +446,15 @@ def main(arguments: list[str] | None = None) -> None:
     baseline = measured_baseline(options.dense) if options.dense else kept_baseline(before)
     spent = copy_model(options.moe, options.output)
     if options.continues:
-        spent = _together(before["training"]["moe"], spent)
+        spent = {name: before["training"]["moe"][name] + spent[name] for name in spent}
     evaluation = {
         "training": {"moe": spent, "dense": baseline.spent, "note": options.note},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
         **measure(options.output, baseline),
     }
     if options.continues and not options.dense:
         evaluation["at_equal_tokens"] = at_equal_tokens(before)
     evaluation = rounded(evaluation)
-    text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
-    write_text(options.output / EVALUATION_FILE, text)
-    write_text(options.output / "README.md", card_of(options.output))
+    write_evaluation(options.output, evaluation, card_of)
 
 
 if __name__ == "__main__":

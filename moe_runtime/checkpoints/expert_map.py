@@ -343,10 +343,14 @@ def _packed_bytes(entry: Weight) -> int:
 
 
 def map_experts(
-    model: PreTrainedModel, checkpoint: Checkpoint, *, codes_dense: bool = False
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    *,
+    codes_dense: bool = False,
+    may_be_dense: bool = False,
 ) -> ExpertMap:
     """Finds every routed expert of a model on the meta device in the checkpoint's files."""
-    modules = find_experts(model)
+    modules = find_experts(model, may_be_dense=may_be_dense)
     experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
         *checkpoint_renamings(model),
@@ -455,8 +459,9 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
             )
 
 
-def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
-    """Finds the modules that transformers marks as routed experts, in model order."""
+def find_experts(model: torch.nn.Module, *, may_be_dense: bool = False) -> list[ExpertsModule]:
+    """Finds the modules that transformers marks as routed experts, in model order. Raises
+    UnsupportedModelError: there are none, unless the model ``may_be_dense``."""
     found = []
     for name, module in model.named_modules():
         if private.is_experts_module(module):
@@ -467,7 +472,7 @@ def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
             )
             num_experts = module.get_parameter(parameters[0]).shape[0]
             found.append(ExpertsModule(name, module, parameters, num_experts))
-    if found:
+    if found or may_be_dense:
         return found
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if any(_sounds_like_experts(module) for module in model.modules()):

@@ -204,6 +204,13 @@ def read_tokenizer(folder: Path) -> Any:
         raise
 
 
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Numbers of all tokens of a tokenizer; None where a checkpoint has none."""
+    if not folder.is_file() and not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+        return None
+    return read_tokenizer(folder).get_vocab()
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
     """Reads ``generation_config.json``, or what a GGUF file says; None where there is none."""
     from transformers import GenerationConfig

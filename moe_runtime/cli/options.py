@@ -14,11 +14,11 @@ from moe_runtime.cli.strict import FOLDER, apply_config, argument, option, refus
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
-    DRAFTS,
     KV_CACHES,
     MISSES,
     SHARES,
     PrefetchMode,
+    check_draft,
     parse_budget,
     parse_bytes,
     parse_routing,
@@ -88,6 +88,13 @@ def _predictor(name: str) -> str:
     name = at_home(name)
     if name != "auto" and name.isprintable():
         check_predictor(name)
+    return name
+
+
+def _draft(name: str) -> str:
+    name = at_home(name)
+    if name.isprintable():
+        check_draft(name)
     return name
 
 
@@ -223,8 +230,9 @@ class Loading:
             is higher by at most this share of the token's weights. Lossy; CPU only.
         skip_below: Leave out missing experts with less than this share of a token's weights.
             Lossy; CPU only.
-        draft: What guesses next tokens, which one step verifies: none, or lookup (what followed the
-            same words before). The text stays the same. CPU only.
+        draft: What guesses next tokens, which one step verifies: none, lookup (what followed the
+            same words before), or a small MODEL with the same tokenizer. The text stays the same.
+            CPU only.
         teach: With --policy auto: afterwards train the policy reuse in the background, once enough
             routing is kept.
     """
@@ -243,7 +251,7 @@ class Loading:
     skip_below: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0
     prefetch: Prefetch = "auto"
     predictor: Predictor = "auto"
-    draft: Annotated[str, typer.Option(callback=named("draft", lambda: DRAFTS))] = "none"
+    draft: Annotated[str, typer.Option(callback=_draft)] = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
     teach: bool = True

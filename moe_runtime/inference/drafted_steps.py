@@ -24,7 +24,7 @@ import torch
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
-from moe_runtime.inference.drafts import Draft, DraftControl, Drafter
+from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.kv_cache import can_give_back, give_room
 from moe_runtime.inference.rows_alone import (
@@ -83,14 +83,14 @@ class DraftedSteps:
 
     Attributes:
         control: chooses how many tokens are drafted, and counts.
-        new_drafter: makes what drafts for a text.
+        source: makes what drafts for a text.
         adds_mask: as for `BatchCache`.
     """
 
     def __init__(
         self,
         model: Any,
-        new_drafter: Callable[[], Drafter],
+        source: Source,
         most_tokens: int,
         *,
         control: DraftControl | None = None,
@@ -105,7 +105,7 @@ class DraftedSteps:
         self._names = [*inspect.signature(model.forward).parameters]
         self._cache_name = cache_name(model.forward)
         self.adds_mask = attention_names(model) == {EAGER_ATTENTION}
-        self.new_drafter, self.clock = new_drafter, clock
+        self.source, self.clock = source, clock
         self._most_tokens = most_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
         self._turn = threading.RLock()
@@ -135,10 +135,11 @@ class DraftedSteps:
             if text.expected and not is_right:
                 self.control.judged(text.draft.grade, 0, has_failed=True)
             self._forget(text)
-            draft = self._draft(text)
-            if draft.tokens:
-                return self._verify(run, given, text, draft, token)
-            began = self.clock()
+            most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
+            (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has room for so many
+            began, (tokens,) = self.propose([text.drafter], offers)
+            if tokens:
+                return self._verify(run, given, text, Draft(tokens, offer.grade), token, began)
             out = run(*args, **kwargs)
             self.control.measured(1, 1, self.clock() - began)
             return out
@@ -183,12 +184,14 @@ class DraftedSteps:
         before: Any = given.get(self._cache_name)
         num_before = before.get_seq_length() if hasattr(before, "get_seq_length") else 0
         text = None if before is None else self._texts.pop(before, None)
+        began = self.clock()
         out = run(*args, **kwargs)
+        self.control.passed(self.clock() - began)
         cache: Any = getattr(out, self._cache_name, None)
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         give_room(cache)  # which the model may just have made
         if text is None:
-            text = _Text(self.new_drafter())
+            text = _Text(self.source.new())
         self._forget(text)
         is_whole = mask is None or (mask.ndim == 2 and bool(mask.all()))
         if ids is not None and len(ids) == 1 and is_whole and text.num_tokens == num_before:
@@ -199,12 +202,19 @@ class DraftedSteps:
                 self._texts[cache] = text
         return out
 
-    def _draft(self, text: _Text) -> Draft:
-        """What the next pass verifies; the cache has room for so many tokens."""
-        most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
-        draft = text.drafter.draft(most) if most > 0 else Draft([], 0)
-        (chosen,) = self.control.choose([draft])
-        return Draft(draft.tokens[:chosen], draft.grade)
+    def propose(
+        self, drafters: Sequence[Drafter], offers: Sequence[Offer]
+    ) -> tuple[float, list[list[int]]]:
+        """When drafting began, and what the next pass verifies of each text."""
+        counts = self.control.choose(offers)
+        began = self.clock()
+        if not any(counts):
+            return began, [[] for _ in counts]
+        chosen = [one for one, count in zip(drafters, counts, strict=True) if count]
+        if self.control.may_catch_up(len(counts)) and self.source.catch_up(chosen):
+            self.control.caught_up((now := self.clock()) - began)
+            began = now
+        return began, self.source.draft(drafters, counts)
 
     def _verify(
         self,
@@ -213,6 +223,7 @@ class DraftedSteps:
         text: _Text,
         draft: Draft,
         token: int,
+        began: float,
     ) -> Any:
         """A pass of a token and a draft; gives the answer for the token."""
         cache, num_rows = given[self._cache_name], 1 + len(draft.tokens)
@@ -225,7 +236,6 @@ class DraftedSteps:
             "position_ids": (first if text.places is None else text.places) + later,
             self._cache_name: rows,
         }
-        began = self.clock()
         with RowsAlone(num_rows):
             out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
         self.control.measured(1, num_rows, self.clock() - began)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+
+class Offer(NamedTuple):
+    """So many tokens at most; ``grade`` groups offers that are about equally often right."""
+
+    most: int
+    grade: int
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow; ``grade`` groups drafts that are about equally often right."""
+    """Tokens that may follow, and the grade of their offer."""
 
     tokens: list[int]
     grade: int
@@ -20,7 +27,21 @@ class Drafter(Protocol):
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
-    def draft(self, most: int) -> Draft: ...
+    def offer(self, most: int) -> Offer: ...
+
+
+class Source(Protocol):
+    """Makes the drafters of a model's texts, and drafts for several of them at once."""
+
+    def new(self) -> Drafter: ...
+
+    def catch_up(self, drafters: Sequence[Any]) -> bool:
+        """Computes some of what drafts need of the texts so far; whether anything was left."""
+        ...
+
+    def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        """At most so many tokens of each text; fewer where it has not caught up."""
+        ...
 
 
 PLACES = (4, 2)
@@ -36,6 +57,7 @@ class Lookup:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}
+        self._place = 0  # of what was last offered
 
     def extend(self, tokens: Sequence[int]) -> None:
         known = self._tokens
@@ -45,7 +67,7 @@ class Lookup:
                     self._behind[tuple(known[-size:])] = len(known)
             known.append(token)
 
-    def draft(self, most: int) -> Draft:
+    def offer(self, most: int) -> Offer:
         """At most so many tokens; none where the latest ones are new."""
         known = self._tokens
         for size in PLACES:
@@ -53,15 +75,32 @@ class Lookup:
             if place is not None:
                 break
         else:
-            return Draft([], 0)
-        tokens: list[int] = []
-        for index in range(place, place + most):  # a text that repeats itself may go on doing so
-            at = index - len(known)
-            tokens.append(known[index] if at < 0 else tokens[at])
-        agreed = 0
+            return Offer(0, 0)
+        self._place, agreed = place, 0
         while agreed < min(LONGEST, place) and known[place - 1 - agreed] == known[-1 - agreed]:
             agreed += 1
-        return Draft(tokens, agreed.bit_length() - 1)
+        return Offer(most, agreed.bit_length() - 1)
+
+    def draft(self, count: int) -> list[int]:
+        """So many tokens of what was last offered."""
+        known, tokens = self._tokens, list[int]()
+        for index in range(self._place, self._place + count):
+            at = index - len(known)  # a text that repeats itself may go on doing so
+            tokens.append(known[index] if at < 0 else tokens[at])
+        return tokens
+
+
+class Lookups:
+    """The `Source` of `Lookup`."""
+
+    def new(self) -> Lookup:
+        return Lookup()
+
+    def catch_up(self, drafters: Sequence[Lookup]) -> bool:
+        return False
+
+    def draft(self, drafters: Sequence[Lookup], counts: Sequence[int]) -> list[list[int]]:
+        return [drafter.draft(count) for drafter, count in zip(drafters, counts, strict=True)]
 
 
 PRIOR_RIGHT = (0.6, 0.3, 0.5, 0.75, 0.9)
@@ -73,6 +112,8 @@ _PRIOR_ROW_SHARE = 0.15
 """Of a step's time for a sequence, what a row more takes before it is measured."""
 LOSS_SHARE, FIRST_LOSS = 0.01, 0.25
 """Of all time, what drafts may have cost more than they saved; and of the time of a step."""
+DEBT_SHARE, FIRST_DEBT = 0.01, 2.0
+"""The same, for what a drafter computes of a text before it drafts."""
 _FIRST_STEPS = 4
 """Steps without drafts that come first."""
 _BASE_AGE, _AGE = 64, 512
@@ -107,7 +148,7 @@ class DraftControl:
         self._num_passes = 0
         self._times: dict[int, _Time] = {}
         self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
-        self._total_s = self._lost_s = 0.0
+        self._total_s = self._lost_s = self._debt_s = 0.0
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -116,12 +157,12 @@ class DraftControl:
         """As `RuntimeStats` has them."""
         return {name: self._counts[name] for name in COUNTS}
 
-    def choose(self, offers: Sequence[Draft]) -> list[int]:
+    def choose(self, offers: Sequence[Offer]) -> list[int]:
         """Drafted tokens to verify of each sequence, which has a row without drafts too."""
         num_base, none = len(offers), [0] * len(offers)
         base = self._times.get(num_base)
         self._forget_old()
-        for grade in {offer.grade for offer in offers if offer.tokens}:
+        for grade in {offer.grade for offer in offers if offer.most}:
             self._right[grade] = [value * _KEPT_SHARE for value in self._right[grade]]
         if base is None or base.count < _FIRST_STEPS or self._num_passes - base.latest > _BASE_AGE:
             return none
@@ -165,18 +206,37 @@ class DraftControl:
         right[1] += num_right + has_failed
         self._lose(0.0, num_right, num_base)
 
-    def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
-        """Seconds were spent, and tokens came that steps of so many sequences take time for."""
+    def may_catch_up(self, num_base: int) -> bool:
+        """Whether drafters may compute what they lack, which takes time before it saves any."""
         base = self._times.get(num_base)
-        if base is not None:
-            lost_s = self._lost_s + seconds - num_tokens / num_base * base.seconds
-            self._lost_s = max(lost_s, -_MOST_GAINED * base.seconds)
+        limit_s = 0.0 if base is None else FIRST_DEBT * base.seconds
+        return base is not None and self._debt_s <= DEBT_SHARE * self._total_s + limit_s
 
-    def _gains(self, offer: Draft) -> list[float]:
+    def caught_up(self, seconds: float) -> None:
+        """Drafters took so long for what they lacked."""
+        self._total_s += seconds
+        self._debt_s += seconds
+
+    def passed(self, seconds: float) -> None:
+        """A pass that no draft may go with took so long, as one for a prompt does."""
+        self._total_s += seconds
+
+    def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
+        """Seconds were spent, and tokens came that steps of so many sequences take time for. What
+        is gained pays debts."""
+        base = self._times.get(num_base)
+        if base is None:
+            return
+        change_s = seconds - num_tokens / num_base * base.seconds
+        most_s = _MOST_GAINED * base.seconds
+        self._lost_s = max(self._lost_s + change_s, -most_s)
+        self._debt_s = max(self._debt_s + change_s, -most_s)
+
+    def _gains(self, offer: Offer) -> list[float]:
         right, judged = self._right[offer.grade]
         prior = PRIOR_RIGHT[offer.grade]
         chance = (right + _PRIOR_WEIGHT * prior) / (judged + _PRIOR_WEIGHT)
-        return [chance**place for place in range(1, len(offer.tokens) + 1)]
+        return [chance**place for place in range(1, offer.most + 1)]
 
     def _seconds_of(self, num_rows: int, num_base: int) -> float:
         """Seconds of a pass, between measured numbers of rows or beyond them by their slope."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
-from moe_runtime.config import MISSES, STAND_IN, require_known
+from moe_runtime.config import DRAFTS, MISSES, STAND_IN, check_draft, require_known
 from moe_runtime.inference.budget import (
     CONTEXT_STEP,
     Context,
@@ -27,13 +27,15 @@ from moe_runtime.inference.budget import (
     tokens_to_plan_for,
 )
 from moe_runtime.inference.kv_cache import require_roundable
-from moe_runtime.inference.loading import AUTO, check_names, resolve_policy, signature_of
+from moe_runtime.inference.load_options import AUTO, check_names
+from moe_runtime.inference.loading import plan_draft, resolve_policy, signature_of
 from moe_runtime.inference.lossy import copied_bytes
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.checkpoint import Progress
+    from moe_runtime.inference.draft_models import DraftPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,9 @@ class CheckpointSummary:
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.
         stand_in_bytes: copies that ``misses="stand-in"`` keeps; 0 without.
-        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, buffers, and stand-ins.
+        draft_bytes: a model that drafts, with its texts' room; 0 without.
+        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, buffers, stand-ins and the
+            model that drafts.
         known_tokens: positions up to which `context_for` may go; None where it may not.
         context_step_bytes: by which the reserve grows with each 1024 tokens more.
         token_bytes: what the reserve is smaller by, at least, for each token less.
@@ -75,6 +79,7 @@ class CheckpointSummary:
     bytes_per_expert: int
     slot_bytes: int
     stand_in_bytes: int
+    draft_bytes: int
     reserve_bytes: int
     max_tokens: int
     token_bytes: int
@@ -157,6 +162,7 @@ def inspect_checkpoint(
     cache_code: str = "none",
     misses: str = "device",
     kv_cache: str = "exact",
+    draft: str | Path = "none",
     verify: bool = False,
     progress: Progress | None = None,
 ) -> CheckpointSummary:
@@ -176,10 +182,17 @@ def inspect_checkpoint(
     """
     check_names(AUTO, AUTO, AUTO, cache_code, kv_cache=kv_cache)
     require_known("misses", misses, MISSES)
-    with nullcontext(path_or_id) if verify else found_headers(path_or_id, progress) as found:
+    check_draft(draft)
+    with ExitStack() as headers:
+        found = path_or_id
+        if not verify:
+            found = headers.enter_context(found_headers(path_or_id, progress))
+        if draft not in DRAFTS:
+            draft = headers.enter_context(found_headers(draft, progress))
         checkpoint = open_checkpoint(found, dtype, progress=progress)
+        drafter = plan_draft(draft, checkpoint, progress)
         summary = _summary_of(
-            checkpoint, max_tokens, cache_code, misses, kv_cache, verify, progress
+            checkpoint, max_tokens, cache_code, misses, kv_cache, drafter, verify, progress
         )
     return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
 
@@ -190,6 +203,7 @@ def _summary_of(
     cache_code: str,
     misses: str,
     kv_cache: str,
+    drafter: DraftPlan | None,
     verify: bool,
     progress: Progress | None,
 ) -> CheckpointSummary:
@@ -208,6 +222,8 @@ def _summary_of(
 
         verify_weights(checkpoint, experts, progress)
     stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
+    draft_bytes = 0 if drafter is None else drafter.bytes_for(max_tokens)
+    draft_step_bytes = 0 if drafter is None else drafter.context_step_bytes
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     signature = signature_of(checkpoint, experts)
@@ -236,10 +252,11 @@ def _summary_of(
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=cached.slot_bytes,
         stand_in_bytes=stand_in_bytes,
-        reserve_bytes=landing_bytes + stand_in_bytes + reserve_bytes,
+        draft_bytes=draft_bytes,
+        reserve_bytes=landing_bytes + stand_in_bytes + draft_bytes + reserve_bytes,
         max_tokens=max_tokens,
         known_tokens=known,
-        context_step_bytes=context_step_bytes(*per_token),
+        context_step_bytes=context_step_bytes(*per_token) + draft_step_bytes,
         token_bytes=reserve_per_token(*per_token),
         signature=signature,
     )

@@ -23,19 +23,13 @@ from moe_runtime.checkpoints.opening import (
 )
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
-    ACTIVATIONS,
-    CACHE_CODES,
     DRAFTS,
-    KV_CACHES,
-    MISSES,
-    SHARES,
     STAND_IN,
     Budget,
     MemorySize,
     PrefetchMode,
     parse_budget,
     parse_mode,
-    require_known,
     require_types,
 )
 from moe_runtime.inference.adapters import LoadedAdapter
@@ -68,6 +62,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
+from moe_runtime.inference.load_options import AUTO, TYPES, check_names, check_place
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -75,15 +70,15 @@ from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
-from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.eviction.base import PolicyChoice
-from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
 
@@ -107,7 +102,7 @@ def load(
     misses: str = "device",
     routing: str = "exact",
     skip_below: float = 0.0,
-    draft: str = "none",
+    draft: str | Path = "none",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
@@ -158,9 +153,11 @@ def load(
             the token's chosen scores; its best expert stays. Lossy; only on a CPU.
         skip_below: missing experts of less than this share of a token's weights are left out, in
             steps of up to 16 tokens. Lossy; only on a CPU.
-        draft: what guesses the next tokens, several of which a pass verifies: ``"none"``, or
-            ``"lookup"``: what followed the latest tokens where they stood before. Texts stay the
-            same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
+        draft: what guesses the next tokens, several of which a pass verifies: ``"none"``,
+            ``"lookup"``: what followed the latest tokens where they stood before, or a small model
+            with the same tokenizer, as ``path_or_id`` names it. It lies in ``host_memory`` with all
+            of its weights. Texts stay the same, those of a seed too; drafts stop where they do not
+            pay. Only on a CPU.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
@@ -192,7 +189,7 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    require_types(_TYPES, locals())
+    require_types(TYPES, locals())
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -238,6 +235,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
+    drafter = plan_draft(draft, checkpoint, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
@@ -258,7 +256,7 @@ def load(
     # processes that divide the experts must not choose each for itself
     asked = max_tokens if partition is None else planned_tokens
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, kv_cache
+        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, kv_cache, drafter
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -320,6 +318,7 @@ def load(
         choice=choice,
         context=context,
         kv_cache=kv_cache,
+        draft_bytes=0 if drafter is None else drafter.bytes_for(max_tokens),
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -351,9 +350,9 @@ def load(
     drafts = None
     if draft != "none":
         from moe_runtime.inference.drafted_steps import DraftedSteps
-        from moe_runtime.inference.drafts import Lookup
+        from moe_runtime.inference.drafts import Lookups
 
-        drafts = DraftedSteps(model, Lookup, max_tokens)
+        drafts = DraftedSteps(model, Lookups(), max_tokens)
     cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
@@ -369,10 +368,33 @@ def load(
         _copy_experts(model, modules, progress)
     if warm_up:
         warm(model, modules, max_tokens, progress)
+    if drafter is not None and drafts is not None:
+        drafts.source = _load_draft(model, drafter, max_tokens, progress)
     if drafts is not None:
         cast(Any, model)._drafts = drafts
         cast(Any, model).moe.reset_stats()
     return model
+
+
+def plan_draft(
+    draft: str | Path, checkpoint: Checkpoint, progress: Progress | None
+) -> DraftPlan | None:
+    """What a model that drafts needs; None where none does."""
+    if draft in DRAFTS:
+        return None
+    from moe_runtime.inference.draft_models import DraftPlan
+
+    return DraftPlan(draft, checkpoint, progress)
+
+
+def _load_draft(
+    model: Any, drafter: DraftPlan, max_tokens: int, progress: Progress | None
+) -> ModelDrafts:
+    with ExitStack() as failure:
+        failure.callback(model.moe.close)
+        source = model.moe.draft_model = drafter.load(max_tokens, progress)
+        failure.pop_all()
+    return source
 
 
 def _lay_out(
@@ -444,6 +466,7 @@ def _plan(
     max_tokens: int | None,
     extra_bytes: int,
     kv_cache: str,
+    drafter: DraftPlan | None,
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
@@ -451,7 +474,12 @@ def _plan(
 
     def reserve(num_tokens: int) -> int:
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
-        return extra_bytes + reserve_for(checkpoint, experts, signature, **sizes, kv_cache=kv_cache)
+        drafter_bytes = 0 if drafter is None else drafter.bytes_for(num_tokens)
+        return (
+            extra_bytes
+            + drafter_bytes
+            + reserve_for(checkpoint, experts, signature, **sizes, kv_cache=kv_cache)
+        )
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -467,7 +495,8 @@ def _plan(
             slot_bytes=slot_maps[dense_place].slot_bytes,
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
-            step_bytes=context_step_bytes(config, dtype, signature.top_k, kv_cache),
+            step_bytes=context_step_bytes(config, dtype, signature.top_k, kv_cache)
+            + (0 if drafter is None else drafter.context_step_bytes),
         )
     plans = {
         place: plan_memory(
@@ -519,93 +548,10 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
     return ModelSignature(
         model_type=checkpoint.config.model_type,
         num_layers=len(experts.modules),
-        num_experts=max(module.num_experts for module in experts.modules),
+        num_experts=max((module.num_experts for module in experts.modules), default=0),
         top_k=experts.top_k,
         vocab_size=checkpoint.config.get_text_config().vocab_size,
     )
-
-
-AUTO = "auto"
-_NONE = type(None)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "path_or_id": (str, Path),
-    "device": (str, int, torch.device),
-    "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "kv_cache"), (str,)),
-    **dict.fromkeys(("activations", "misses", "draft", "routing"), (str,)),
-    "skip_below": (float, int),
-    "predictor": (str, Path),
-    **dict.fromkeys(("trace", "timeline", "placement", "adapter"), (str, Path, _NONE)),
-    "max_tokens": (int, _NONE),
-    "io_threads": (int,),
-    **dict.fromkeys(("warm_up", "teach"), (bool,)),
-    "progress": (cast("type", Callable), _NONE),
-}
-
-
-def check_names(
-    policy: str,
-    shares: str,
-    predictor: str | Path,
-    cache_code: str,
-    activations: str = "exact",
-    kv_cache: str = "exact",
-) -> None:
-    """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
-    file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
-    shares, of activations or of KV cache has the name."""
-    require_live(policy)
-    require_known("shares", shares, SHARES)
-    require_known("cache_code", cache_code, CACHE_CODES)
-    require_known("activations", activations, ACTIVATIONS)
-    require_known("kv_cache", kv_cache, KV_CACHES)
-    if predictor != AUTO:
-        if is_file_name(predictor):
-            from moe_runtime.lab.traces.learned import read_predictor_signature
-
-            read_predictor_signature(predictor)
-        else:
-            check_name(str(predictor))
-
-
-def check_place(
-    place: torch.device,
-    rules: LossyRules,
-    draft: str,
-    misses: str,
-    trace: str | Path | None,
-    kv_cache: str,
-    *,
-    is_alone: bool,
-) -> None:
-    """Refuses options that models on this device, or experts divided among processes, do not have,
-    and pairs that contradict each other. Raises ValueError: one of these, or a name is unknown."""
-    require_known("draft", draft, DRAFTS)
-    require_known("misses", misses, MISSES)
-    given = dict.fromkeys(rules.named, "cpu")
-    if draft != "none":
-        given[f"draft {draft}"] = "cpu"
-    if kv_cache != "exact":
-        given[f"kv_cache {kv_cache}"] = "cpu"
-    if misses not in ("device", STAND_IN):
-        given[f"misses {misses}"] = "cuda"
-    kinds = {"cpu": "the CPU", "cuda": "a GPU"}
-    for name, kind in given.items():
-        if place.type != kind:
-            raise ValueError(
-                f"{name} is for models on {kinds[kind]}, got the device {place}: leave it out"
-            )
-        if not is_alone:
-            raise ValueError(f"{name} is for one process: leave it out, or group and placement")
-    if draft != "none" and rules.named:
-        raise ValueError(
-            f"draft {draft} changes no text, and what {' and '.join(rules.named)} changes depends "
-            "on the drafts: leave one of them out"
-        )
-    if draft != "none" and trace is not None:
-        raise ValueError(
-            f"draft {draft} computes tokens that a trace must not have: leave one of the two out"
-        )
 
 
 def resolve_policy(

@@ -338,12 +338,22 @@ def _appended(layer: Any, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tens
     )
 
 
+def make_room(cache: DynamicCache, num_tokens: int) -> None:
+    """Lets so many tokens follow in the room that those before them are in, and be given back."""
+    for layer in cache.layers:
+        _make_room(layer, num_tokens)
+
+
+def _make_room(layer: Any, num_tokens: int) -> None:
+    _appended(layer, num_tokens)
+    layer.give_back(num_tokens)
+
+
 def _places(layer: Any, num_rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each new token of a sequence, with those before it; none is written."""
     if num_rows == 1:
         return [layer.take_place() or _appended(layer)]
-    _appended(layer, num_rows)  # all in one room
-    layer.give_back(num_rows)
+    _make_room(layer, num_rows)
     return [layer.take_place() for _ in range(num_rows)]
 
 

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
-from moe_runtime.inference.drafts import Draft
+from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
@@ -472,11 +472,8 @@ class Engine:
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         offers = [self._offer(sequence) for sequence in group]
-        chosen = drafts.control.choose(offers)
-        each = zip(offers, chosen, strict=True)
-        drafted = [Draft(offer.tokens[:most], offer.grade) for offer, most in each]
-        began = drafts.clock()
-        if not any(chosen):
+        began, drafted = drafts.propose([sequence.drafter for sequence in group], offers)
+        if not any(drafted):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             drafts.control.measured(len(group), len(group), drafts.clock() - began)
             return
@@ -484,28 +481,28 @@ class Engine:
         with Failure() as failure:
             for sequence in group:
                 self._fit(sequence)
-            logits_RV = self._passes.verify(group, [draft.tokens for draft in drafted])
+            logits_RV = self._passes.verify(group, drafted)
         self._counts["steps"] += 1
         if logits_RV is None:
             self._fail(group, failure)
             return
         num_base, num_rows = len(group), len(logits_RV)
         drafts.control.measured(num_base, num_rows, drafts.clock() - began)
-        parts = logits_RV.split([1 + most for most in chosen])
-        for sequence, draft, own_RV in zip(group, drafted, parts, strict=True):
-            num_right = self._advance_over(sequence, draft.tokens, own_RV)
-            has_failed = not sequence.is_finished and num_right < len(draft.tokens)
-            drafts.control.judged(draft.grade, num_right, has_failed=has_failed, num_base=num_base)
+        parts = logits_RV.split([1 + len(draft) for draft in drafted])
+        for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
+            num_right = self._advance_over(sequence, draft, own_RV)
+            has_failed = not sequence.is_finished and num_right < len(draft)
+            drafts.control.judged(offer.grade, num_right, has_failed=has_failed, num_base=num_base)
 
-    def _offer(self, sequence: Sequence) -> Draft:
+    def _offer(self, sequence: Sequence) -> Offer:
         """What may be verified with a sequence's next token, where there is room for it."""
         most = min(
             self._drafts.control.most_rows, sequence.request.max_new_tokens - len(sequence.answer)
         )
         assert sequence.drafter is not None
-        offer = sequence.drafter.draft(most - 1) if most > 1 else Draft([], 0)
-        needed = sequence.num_computed + 1 + len(offer.tokens)
-        return offer if self._account.reserve(sequence, needed) else Draft([], offer.grade)
+        offer = sequence.drafter.offer(max(most - 1, 0))
+        needed = sequence.num_computed + 1 + offer.most
+        return offer if self._account.reserve(sequence, needed) else Offer(0, offer.grade)
 
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
         """Goes on by one token, and by drafted ones while the sampler chooses them too."""
@@ -539,7 +536,7 @@ class Engine:
             sequence.positions = self._passes.positions_of(sequence.request)
         is_plain = sequence.request.adapter is None and not sequence.request.pictures
         if self._drafts is not None and is_plain and sequence.drafter is None:
-            drafter = sequence.drafter = self._drafts.new_drafter()
+            drafter = sequence.drafter = self._drafts.source.new()
             drafter.extend(sequence.tokens)
         self._adapters.read(sequence.request.adapter)
         room = self._account.room_of(sequence)

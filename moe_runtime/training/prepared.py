@@ -46,17 +46,8 @@ LOCK_FILE = "run.lock"
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
-    *(
-        "host_memory",
-        "device_memory",
-        "evaluate_tokens",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
-        "export_dtype",
-        "trace",
-        "trace_steps",
-    ),
+    *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
+    *("tensorboard", "export_dtype", "trace", "trace_steps"),
 )
 _FREE = frozenset(
     {

@@ -140,10 +140,6 @@ def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageMod
     return model, streamed
 
 
-def move_around_experts(model: LanguageModel, device: torch.device) -> None:
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-
-
 def offloaded_optimizer(
     config: TrainConfig,
     model: LanguageModel,

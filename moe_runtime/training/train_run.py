@@ -50,7 +50,6 @@ from moe_runtime.training.train_plan import (
     StreamedInit,
     build_model,
     export_of_all,
-    move_around_experts,
     offloaded_optimizer,
 )
 
@@ -113,7 +112,7 @@ def prepare(
     is_offloaded = config.run.host_memory is not None
     model, first_experts = build_model(config, is_offloaded=is_offloaded)
     if is_offloaded:
-        move_around_experts(model, device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model = model.to(device)
     for layer in model.routed_layers():

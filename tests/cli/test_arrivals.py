@@ -63,6 +63,7 @@ CASES = {
             "cache_code": ("--cache-code planes", "planes"),
             "misses": ("--misses stand-in", "stand-in"),
             "kv_cache": ("--kv-cache int8", "int8"),
+            "draft": ("--draft lookup", "lookup"),
             "verify": ("--verify", True),
         },
         dict.fromkeys(("host_memory", "speed"), "tests/cli/test_commands.py"),

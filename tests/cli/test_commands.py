@@ -130,6 +130,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         bytes_per_expert=100,
         slot_bytes=100,
         stand_in_bytes=0,
+        draft_bytes=0,
         reserve_bytes=500,
         max_tokens=4096,
         token_bytes=1,

@@ -9,7 +9,7 @@ from attention_weights import DTYPES, LAYERS, make_layer, needs_native
 
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
-    HeadNorm,
+    RowNorm,
     attention_heads,
     heads_reference,
     rotated,
@@ -37,7 +37,7 @@ def make(
     return query, key, layer, cos, sin
 
 
-def one_by_one(layer: AttentionWeights, values: torch.Tensor, norm: HeadNorm | None, angles: Any):
+def one_by_one(layer: AttentionWeights, values: torch.Tensor, norm: RowNorm | None, angles: Any):
     """Heads of queries or of keys, by the native norm and torch's operations."""
     batch, tokens, width = values.shape
     if norm is not None:

@@ -8,7 +8,7 @@ from attention_weights import DTYPES, LAYERS, make_layer, needs_native
 
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
-    HeadNorm,
+    RowNorm,
     attention_step,
     attention_step_reference,
     attention_steps,
@@ -228,7 +228,7 @@ def test_angles_of_another_number_of_sequences_and_an_unknown_impl():
         ({"qkv": torch.zeros(5, 33)}, "qkv must be"),
         ({"output": torch.zeros(33, 5)}, "output must be"),
         ({"qkv_bias": torch.zeros(5)}, "qkv_bias must be"),
-        ({"q_norm": HeadNorm(torch.zeros(5), 1e-5)}, "the weight of q_norm must be"),
+        ({"q_norm": RowNorm(torch.zeros(5), 1e-5)}, "the weight of q_norm must be"),
         ({"sinks": torch.zeros(5)}, "sinks must be"),
         ({"num_key_heads": 3}, "key heads that divide them"),
         ({"output": torch.zeros(33, 56, dtype=torch.float64)}, "one dtype"),

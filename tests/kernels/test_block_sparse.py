@@ -17,7 +17,6 @@ from moe_runtime.kernels.block_sparse import (
     dds,
     dsd,
     expert_topology,
-    mask_topology,
     sdd,
 )
 from moe_runtime.kernels.block_sparse.op import BlockSparseImpl
@@ -28,25 +27,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A topology: of experts by token count and width, or of a mask."""
+    """A topology of experts by token count and width."""
 
     counts: tuple[int, ...] = (5, 0, 33, 1)
     widths: tuple[int, ...] = (40, 16, 70, 128)
     num_rows: int = 45
     block_rows: int = 16
     block_columns: int = 32
-    mask: str | None = None
 
     def topology(self, device: str = "cpu") -> BlockTopology:
-        if self.mask is not None:
-            rows = [[mark == "x" for mark in row] for row in self.mask.split()]
-            return mask_topology(
-                torch.tensor(rows, device=device),
-                self.num_rows,
-                sum(self.widths),
-                block_rows=self.block_rows,
-                block_columns=self.block_columns,
-            )
         offsets = torch.tensor([0, *self.counts], device=device).cumsum(0)
         columns = ExpertColumns.of(self.widths, block_columns=self.block_columns, device=device)
         return expert_topology(offsets, columns, num_rows=self.num_rows, block_rows=self.block_rows)
@@ -54,13 +43,6 @@ class Pattern:
     def dense_mask(self) -> Tensor:
         """`[R, N]` bool, element by element, without the topology."""
         full = torch.zeros(self.num_rows, sum(self.widths), dtype=torch.bool)
-        if self.mask is not None:
-            for i, marks in enumerate(self.mask.split()):
-                for j, mark in enumerate(marks):
-                    rows = slice(i * self.block_rows, (i + 1) * self.block_rows)
-                    columns = slice(j * self.block_columns, (j + 1) * self.block_columns)
-                    full[rows, columns] = mark == "x"
-            return full
         row = column = 0
         for count, width in zip(self.counts, self.widths, strict=True):
             full[row : row + count, column : column + width] = True
@@ -74,8 +56,6 @@ PATTERNS = [
     Pattern(counts=(0, 0, 0, 0), num_rows=3),
     Pattern(counts=(0, 150, 0), widths=(64, 32, 32), num_rows=150, block_rows=64),
     Pattern(counts=(40, 40), widths=(64, 128), num_rows=80, block_rows=32, block_columns=64),
-    Pattern(mask="x.x .xx ... xx.", widths=(83,), num_rows=60),
-    Pattern(mask="..... xx.xx", widths=(160,), num_rows=32),
 ]
 
 
@@ -334,7 +314,6 @@ def test_bad_arguments():
         (lambda: ExpertColumns.of((4, 0), block_columns=16), r"got \(4, 0\)"),
         (lambda: ExpertColumns.of((4,), block_columns=24), "16, 32, 64, 128, got 24"),
         (lambda: Pattern(counts=(1, 2)).topology(), r"offsets must be \[5\] of int64"),
-        (lambda: Pattern(mask="xx", widths=(83,)).topology(), r"mask must be \[3, 3\] of bool"),
     ]
     for call, message in wrong:
         with pytest.raises(ValueError, match=message):

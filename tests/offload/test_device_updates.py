@@ -83,7 +83,7 @@ def test_steps_of_a_record_that_is_on_a_device(state, name):
     generator = torch.Generator().manual_seed(5)
     here = torch.zeros(layout.record_bytes, dtype=torch.uint8)
     for section in (Sections.PARAMETERS, Sections.GRADIENT):
-        for view in layout.views(here, section):
+        for view in layout.views(here, section).values():
             view.normal_(generator=generator)
     there = here.to(place)
     for record in (here, there):

@@ -5,7 +5,7 @@ from typing import Any
 import moe_families
 import pytest
 from engine_events import Answer, ask_all, drained, request_of
-from scripted_drafts import EveryDraft, Told
+from scripted_drafts import EveryDraft, Scripted, Told
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -27,16 +27,19 @@ class Known:
     def extend(self, tokens: Any) -> None:
         self.tokens += tokens
 
-    def draft(self, most: int) -> Any:
+    def offer(self, most: int) -> Any:
         (whole,) = [text for text in self.texts if text[:4] == self.tokens[:4]] or [self.tokens]
-        told = Told(whole)
-        told.extend(self.tokens)
-        return told.draft(most)
+        self.told = Told(whole)
+        self.told.extend(self.tokens)
+        return self.told.offer(most)
+
+    def draft(self, count: int) -> list[int]:
+        return self.told.draft(count)
 
 
 def drafts_for(model: Any, prompts: Any, answers: list[Answer]) -> EveryDraft:
     texts = [[*prompt, *answer.ids] for prompt, answer in zip(prompts, answers, strict=True)]
-    model._drafts.new_drafter = lambda: Known(texts)
+    model._drafts.source = Scripted(lambda: Known(texts))
     model._drafts.control = EveryDraft(model._drafts.control.most_rows)
     return model._drafts.control
 

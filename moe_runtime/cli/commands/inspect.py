@@ -27,6 +27,7 @@ def inspect(
     cache_code: options.CacheCode = "none",
     misses: options.Misses = "device",
     kv_cache: options.KVCache = "exact",
+    draft: options.Draft = "none",
     verify: bool = False,
     speed: bool = False,
     as_json: options.Json = False,
@@ -62,6 +63,7 @@ def inspect(
             cache_code=cache_code,
             misses=misses,
             kv_cache=kv_cache,
+            draft=draft,
             verify=verify,
             progress=progress,
         )
@@ -126,6 +128,7 @@ def inspect(
         ("everything else", format_bytes(summary.dense_bytes)),
         ("together", format_bytes(summary.dense_bytes + summary.expert_bytes)),
         *([("int4 stand-ins", copies)] if summary.stand_in_bytes else []),
+        *([("draft model", format_bytes(summary.draft_bytes))] if summary.draft_bytes else []),
         (
             "smallest budget",
             f"{format_bytes(smallest, up=True)}, of which {format_bytes(summary.reserve_bytes)} "

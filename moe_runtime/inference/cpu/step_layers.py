@@ -30,7 +30,7 @@ from moe_runtime.inference.known_classes import (
 from moe_runtime.inference.kv_cache import take_place
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
-    HeadNorm,
+    RowNorm,
     attention_heads,
     attention_step,
 )
@@ -511,7 +511,7 @@ def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
     sinks = module._parameters.get("sinks")
     if sinks is not None and sinks.shape != (heads,):
         return None
-    norms: dict[str, Any] = {name: _head_norm(module._modules.get(name)) for name in NORMS}
+    norms: dict[str, Any] = {name: head_norm(module, name) for name in NORMS}
     sizes = {None, module.head_dim}
     for norm, size in zip(norms.values(), (q.out_features, k.out_features), strict=True):
         if (None if norm is None else len(norm.weight)) not in {*sizes, size}:
@@ -532,10 +532,11 @@ def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
     )
 
 
-def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
-    if not isinstance(part, SmallBatchRMSNorm):
+def head_norm(module: Any, name: str) -> RowNorm | None:
+    norm = module._modules.get(name)
+    if not isinstance(norm, SmallBatchRMSNorm):
         return None
-    return HeadNorm(part.weight.detach(), part.eps)
+    return RowNorm(norm.weight.detach(), norm.eps, norm.form)
 
 
 def is_usual_rotary(layer: Any, config: Any) -> bool:

@@ -19,6 +19,7 @@ from moe_runtime.inference.cpu.step_layers import (
     FusedAttention,
     SmallBatchRMSNorm,
     has_usual_parts,
+    head_norm,
     is_router,
 )
 from moe_runtime.inference.device.static_caches import RowCache
@@ -36,7 +37,7 @@ from moe_runtime.kernels.decode_step.expert_choice import (
     ChoiceImpl,
     choose_experts,
 )
-from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
+from moe_runtime.kernels.decode_step.rotary_step import rotary_step
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
@@ -151,7 +152,7 @@ class DeviceAttention(FusedAttention):
             (cos.flatten(1), sin.flatten(1)),
             (layer.keys, layer.values),
             layer.cumulative_length,
-            (_norm_of(self._module, "q_norm"), _norm_of(self._module, "k_norm")),
+            (head_norm(self._module, "q_norm"), head_norm(self._module, "k_norm")),
             pairs_share=self._pairs_share,
             arrivals=arrivals,
             impl="triton",
@@ -208,11 +209,6 @@ def _arrivals_of(layer: Any) -> torch.Tensor | None:
             found = torch.zeros(1, dtype=torch.int32, device=length.device)
         setattr(layer, _ARRIVALS, found)
     return cast(torch.Tensor, found)
-
-
-def _norm_of(module: Any, name: str) -> RowNorm | None:
-    norm = module._modules.get(name)
-    return None if norm is None else RowNorm(norm.weight.detach(), norm.eps, norm.form)
 
 
 class _Handed:

@@ -36,6 +36,7 @@ from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
+    from moe_runtime.inference.draft_models import ModelDrafts
     from moe_runtime.inference.drafts import DraftControl
     from moe_runtime.inference.learning import KeptLearning, RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
@@ -332,6 +333,7 @@ class LoadedFacts:
         choice: the eviction policy, and why ``auto`` took it.
         context: tokens that memory is set aside for, and why so many.
         kv_cache: how keys and values are kept, as ``load`` was told.
+        draft_bytes: of a model that drafts, with room for its texts.
     """
 
     signature: ModelSignature
@@ -344,6 +346,7 @@ class LoadedFacts:
     choice: PolicyChoice
     context: Context
     kv_cache: str = "exact"
+    draft_bytes: int = 0
 
 
 class RuntimeHandle:
@@ -375,6 +378,7 @@ class RuntimeHandle:
         self._timeline = timeline
         self._learning = learning
         self.drafts = drafts
+        self.draft_model: ModelDrafts | None = None
         self._closed = False
         # no other process may write them
         with contextlib.ExitStack() as stack:
@@ -408,6 +412,7 @@ class RuntimeHandle:
             policy_reason=facts.choice.reason,
             prefetch="off" if self.prefetcher is None else self.prefetcher.describe(),
             kv_cache=facts.kv_cache,
+            draft_bytes=facts.draft_bytes,
             predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
         )
 
@@ -446,6 +451,8 @@ class RuntimeHandle:
                 stack.callback(self._timeline.close)
             if self._learning is not None:
                 stack.callback(self._learning.close)
+            if self.draft_model is not None:
+                stack.callback(self.draft_model.close)
             self._store.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -56,6 +56,7 @@ from moe_runtime.training.offload.offloaded_training import (
 )
 from moe_runtime.training.offload.passes import (
     AbsentExperts,
+    ExpertsExecutor,
     LayerInput,
     MicroBatchWindow,
     streamed,
@@ -129,7 +130,7 @@ _SIDES = (1, -2, 1)
 """Distances, in `eps`: to one side, from there to the other, and back."""
 
 
-class SpsaExecutor:
+class SpsaExecutor(ExpertsExecutor):
     """Forward passes of layers whose experts come once for both sides.
 
     Attributes:
@@ -143,11 +144,10 @@ class SpsaExecutor:
     ) -> None:
         self.slopes: list[float | None] = []
         self.rates: list[float] = []
+        super().__init__(sites)
         self.num_left = 0
-        self._sites = list(sites)
         self._records = records
         self._settings = settings
-        self._last_visited: dict[int, list[ExpertKey]] = {}
 
     @property
     def step(self) -> int:
@@ -251,19 +251,14 @@ class SpsaExecutor:
         here = [call for call in calls if call.num_rows(key.expert)]
         if not here:
             return
-        views = list(self._named(key, record).values())
-        x_TD = here[0].x_TD
-        if x_TD.dtype != views[0].dtype or x_TD.is_cuda:
-            views = [view.to(x_TD.device, x_TD.dtype) for view in views]
-        names = [tensor.name for tensor in self._records.experts[key].layout.tensors]
-        weights = self._sites[key.layer].stacked(names, views)
+        named, x_TD = self._named(key, record), here[0].x_TD
+        views = [view.to(x_TD.device, x_TD.dtype) for view in named.values()]
+        weights = self._sites[key.layer].stacked([*named], views)
         for call in here:
             call.forward(key.expert, weights)
 
     def _named(self, key: ExpertKey, record: Tensor) -> dict[str, Tensor]:
-        layout = self._records.experts[key].layout
-        views = layout.views(record, Sections.PARAMETERS)
-        return {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
+        return self._records.experts[key].layout.views(record, Sections.PARAMETERS)
 
     def _trained(self, key: ExpertKey, record: Tensor) -> dict[str, Tensor]:
         """The parameters that move."""
@@ -355,6 +350,8 @@ class ZerothOrderTraining(ExpertTraining):
 
     A step is `backward`, which makes forward passes alone, and `step`, as of other optimizers.
     """
+
+    _executor: SpsaExecutor
 
     def __init__(
         self,
@@ -456,15 +453,6 @@ class ZerothOrderTraining(ExpertTraining):
             loss=(measured.left + measured.right) / 2,
             slope=slope,
         )
-
-    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters after the steps so far, by name."""
-        return self._executor.expert(key)
-
-    def stacked(self, layer: int) -> dict[str, Tensor]:
-        """Copies of a layer's parameters as its module had them, experts first."""
-        experts = [self.expert(ExpertKey(layer, e)) for e in range(self._sites[layer].num_experts)]
-        return {name: torch.stack([e[name] for e in experts]) for name in experts[0]}
 
     def state_dict(self) -> dict[str, Any]:
         """Slopes and rates so far, and which version of every expert belongs to them.

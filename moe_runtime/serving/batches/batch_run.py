@@ -668,7 +668,8 @@ def room_for(
     wanted, longest = sum(longest_first[:most_running]), longest_first[0]
     if wanted == longest:
         return wanted
-    same = {name: loading[name] for name in ("dtype", "cache_code", "kv_cache", "misses")}
+    names = ("dtype", "cache_code", "kv_cache", "misses", "draft")
+    same = {name: loading[name] for name in names}
     summary = inspect_checkpoint(model, max_tokens=wanted, **same)
     device = loading["device"]
     if device != "cpu" and (device != "auto" or torch.cuda.is_available()):

@@ -111,7 +111,7 @@ def needs_of(
             "several models, and adapters, are served from the CPU, got --device "
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
-    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses")
+    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses", "draft")
     options = {option: loading[option] for option in names_of_options}
     needs = {}
     for name, folder, own in zip(names, folders, adapters, strict=True):

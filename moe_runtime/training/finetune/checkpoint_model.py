@@ -178,10 +178,6 @@ def activation_bytes(
     return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
 
 
-def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    return 16 * sum(parameter.numel() for parameter in parameters)
-
-
 def require_positions(config: PreTrainedConfig, context: int) -> None:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and context > most:

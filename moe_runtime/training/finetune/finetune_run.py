@@ -60,7 +60,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     load_around_experts,
     require_exportable,
     require_positions,
-    trained_bytes,
     write_adapters,
 )
 from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -190,7 +189,7 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
     if "experts" in config.lora.places:
         with torch.device("meta"):
             for adapters in adapters_for(sites, config.lora.rank, config.lora.scale):
-                total += trained_bytes(list(adapters.parameters()))
+                total += 16 * sum(parameter.numel() for parameter in adapters.parameters())
     if "attention" in config.lora.places:
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         widths = sum(layer.in_features + layer.out_features for layer in linear)

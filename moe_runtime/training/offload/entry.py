@@ -82,7 +82,8 @@ def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
         # adapters are saved without what they adapt
         saves_adapters = has_adapters(model) or hasattr(model, "get_base_model")
         needed = [name for name, is_trained in trained.items() if is_trained or not saves_adapters]
-        lacking = [name for name in needed if not _is_here(state_dict.get(name))]
+        absent = (TrainedElsewhere, type(None))
+        lacking = [name for name in needed if isinstance(state_dict.get(name), absent)]
         if lacking:
             raise UnsupportedUseError(
                 f"{lacking[0]} is with the optimizer of offload_training, not in the model, and "
@@ -93,10 +94,6 @@ def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
         save(model, *args, **options)
 
     return save_whole
-
-
-def _is_here(tensor: Tensor | None) -> bool:
-    return tensor is not None and not isinstance(tensor, TrainedElsewhere)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

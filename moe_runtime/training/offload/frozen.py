@@ -38,9 +38,9 @@ from moe_runtime.training.offload.compute_copies import LinkTraffic
 from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.offloaded_training import OffloadStats
 from moe_runtime.training.offload.passes import (
+    LayerExecutor,
     LayerInput,
     OffloadedTrainingExperts,
-    Visits,
     run_window,
     streamed,
     visited,
@@ -171,7 +171,7 @@ class SlottedExecutor:
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `TrainedExpertsExecutor.forward`.
+        """As `LayerExecutor.forward`.
 
         Args:
             then: experts that come next; None for those of this pass again.
@@ -254,7 +254,7 @@ class SlottedExecutor:
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class FrozenExpertsExecutor:
+class FrozenExpertsExecutor(LayerExecutor):
     """Computes layers whose experts come out of a store, in ascending order in either direction.
 
     Args:
@@ -270,7 +270,7 @@ class FrozenExpertsExecutor:
         store: ExpertStore[Tensor],
         adapters: Sequence[ExpertAdapters],
     ) -> None:
-        self._sites = list(sites)
+        super().__init__(sites)
         self._experts = experts
         self._store = store
         self._adapters = list(adapters)
@@ -278,26 +278,18 @@ class FrozenExpertsExecutor:
         if isinstance(store, DeviceStore):
             self._slotted = SlottedExecutor(sites, store, adapters)
         self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
-        self._last_visited: dict[int, list[ExpertKey]] = {}
-        self.visits = Visits()
-
-    def begin(self) -> None:
-        self.visits = Visits()
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `TrainedExpertsExecutor.forward`."""
-        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        turns_back = self._turns_back(layer, keeps=keeps, is_visit=is_visit)
         then = None if turns_back else self._last_visited.get(layer + 1, [])
         compute = self._forward
         if self._slotted is not None and self._slotted.takes(layer, inputs):
             compute = self._slotted.forward
         calls, outputs = compute(layer, inputs, then, keeps=keeps)
         if is_visit:
-            keys = visited(layer, calls)
-            self.visits.layers.append((layer, keys))
-            self._last_visited[layer] = keys
+            self._note_visit(layer, visited(layer, calls))
         if not keeps:
             self.finish()
         return calls, outputs
@@ -325,9 +317,8 @@ class FrozenExpertsExecutor:
     def backward(
         self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gradients of a layer's inputs and gate weights; the adapters take their own."""
-        while self.visits.layers and self.visits.layers[-1][0] >= layer:
-            self.visits.layers.pop()
+        """As of all executors; the adapters take their own gradients."""
+        self._go_back(layer)
         # the next window begins with the layer that this one ends with
         before = self.visits.layers[-1][1] if self.visits.layers else None
         if self._slotted is not None and not isinstance(calls[0], StreamedExperts):
@@ -372,11 +363,6 @@ class FrozenExpertsExecutor:
             found = {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         self.finish()
         return found
-
-    def stacked(self, layer: int, name: str) -> Tensor:
-        """A copy of one parameter as the layer's module had it, experts first."""
-        experts = range(self._sites[layer].num_experts)
-        return torch.stack([self.expert(ExpertKey(layer, e))[name] for e in experts])
 
     def _each(
         self,

@@ -80,6 +80,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     """Training of experts that have records of their own, of which a checkpoint names versions."""
 
     keeps_newest_alone = True
+    _executor: Any  # an `ExpertsExecutor`, made with the modules
 
     def __init__(
         self,
@@ -100,9 +101,13 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     @abc.abstractmethod
     def num_steps(self) -> int: ...
 
-    @abc.abstractmethod
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
+        return self._executor.expert(key)
+
+    def stacked(self, layer: int) -> dict[str, Tensor]:
+        """Copies of a layer's parameters, experts of this process first, in ascending order."""
+        return self._executor.stacked(layer)
 
     def stats(self) -> OffloadStats:
         experts, disk = self.records.experts.values(), self.records.disk
@@ -195,7 +200,7 @@ def fill(
         record = records.acquire(key, Sections.NONE, writes=True)
         layout.clear(record, Sections.ALL)
         views = layout.views(record, Sections.PARAMETERS)
-        for view, tensor in zip(views, tensors, strict=True):
+        for view, tensor in zip(views.values(), tensors, strict=True):
             view.copy_(tensor)
         records.write_state(key)
         records.release(key)
@@ -216,6 +221,8 @@ class OffloadedTraining(ExpertTraining):
     `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
     tiers, and experts are fetched once for every micro-batch.
     """
+
+    _executor: TrainedExpertsExecutor
 
     def __init__(
         self,
@@ -239,7 +246,6 @@ class OffloadedTraining(ExpertTraining):
         )
         self.activations = activations
         self._processes, self._settings = processes, settings
-        self._names = [site.parameter_names for site in sites]
         self._final_rate: float | None = None
         self._is_closed = False
         self._modules: list[OffloadedTrainingExperts] = []
@@ -360,14 +366,6 @@ class OffloadedTraining(ExpertTraining):
             for key, vote in zip(keys, votes, strict=True)
             if vote
         )
-
-    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        with self._executor.parameters(key) as named:
-            return {name: tensor.clone() for name, tensor in named.items()}
-
-    def stacked(self, layer: int) -> dict[str, Tensor]:
-        """Copies of a layer's parameters, experts of this process first, in ascending order."""
-        return {name: self._executor.stacked(layer, name) for name in self._names[layer]}
 
     def stats(self) -> OffloadStats:
         link = dataclasses.replace(self._executor.copies.traffic)

@@ -11,6 +11,7 @@ gradients of shared parameters are summed in the order of the micro-batches.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
 import dataclasses
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +72,80 @@ class Visits:
     went_back: bool = False
 
 
-class TrainedExpertsExecutor:
-    """Computes layers whose experts are trained, expert by expert.
+class ExpertsExecutor(abc.ABC):
+    """Computes layers whose experts are not in the model."""
 
-    A `call` is one micro-batch in one layer: a `StreamedExperts`, which its backward pass needs.
+    def __init__(self, sites: Sequence[ExpertsSite]) -> None:
+        self._sites = list(sites)
+        self._last_visited: dict[int, list[ExpertKey]] = {}
+
+    @abc.abstractmethod
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters as they are after the steps so far, by name."""
+
+    def stacked(self, layer: int) -> dict[str, Tensor]:
+        """Copies of a layer's parameters as its module had them, this process's experts first."""
+        experts = [self.expert(ExpertKey(layer, e)) for e in self._sites[layer].experts_here]
+        return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
+
+
+class LayerExecutor(ExpertsExecutor):
+    """Forward and backward passes of layers with experts that are trained, or frozen in a store.
+
+    A `call` is one micro-batch in one layer, which its backward pass needs: it has the
+    `give_up_tensors` and `take_tensors` of `StreamedExperts`.
+    """
+
+    def __init__(self, sites: Sequence[ExpertsSite]) -> None:
+        super().__init__(sites)
+        self.visits = Visits()
+
+    @abc.abstractmethod
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
+    ) -> tuple[list[Any], list[Tensor]]:
+        """One layer for all micro-batches that are there.
+
+        Args:
+            is_visit: a backward pass will follow; False where activations are only computed again.
+
+        Returns:
+            The calls, and the outputs `[T, D]`.
+        """
+
+    @abc.abstractmethod
+    def backward(
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch."""
+
+    def begin(self, rate: float | None = None) -> None:
+        """Forgets the visits; what follows is a new window.
+
+        Args:
+            rate: learning rate if gradients are final after this window; None if more windows add
+                to them.
+        """
+        self.visits = Visits(rate=rate)
+
+    def _note_visit(self, layer: int, keys: list[ExpertKey]) -> None:
+        self.visits.layers.append((layer, keys))
+        self.visits.num_forwards[layer] += 1
+        self._last_visited[layer] = keys
+
+    def _turns_back(self, layer: int, *, keeps: bool, is_visit: bool) -> bool:
+        """Whether the backward pass of this layer comes next."""
+        return keeps and (not is_visit or layer + 1 == len(self._sites))
+
+    def _go_back(self, layer: int) -> None:
+        """Drops the visits from a layer on, whose backward pass begins."""
+        self.visits.went_back = True
+        while self.visits.layers and self.visits.layers[-1][0] >= layer:
+            self.visits.layers.pop()
+
+
+class TrainedExpertsExecutor(LayerExecutor):
+    """Computes layers whose experts are trained, expert by expert.
 
     Args:
         copy_bytes: for experts' weights that stay where products are computed.
@@ -89,23 +160,12 @@ class TrainedExpertsExecutor:
         copy_bytes: int,
         link: DeviceLink | None,
     ) -> None:
+        super().__init__(sites)
         self.activations = activations
-        self._sites = list(sites)
         self._optimizer = optimizer
         self._records = optimizer.records
         self.copies = ComputeCopies(optimizer.records.experts, copy_bytes, link)
         self._widths = [site.dim_preactivation for site in sites]
-        self._last_visited: dict[int, list[ExpertKey]] = {}
-        self.visits = Visits()
-
-    def begin(self, rate: float | None = None) -> None:
-        """Forgets the visits; what follows is a new window.
-
-        Args:
-            rate: learning rate if gradients are final after this window; None if more windows add
-                to them.
-        """
-        self.visits = Visits(rate=rate)
 
     def expect_first_layer(self) -> None:
         """Begins to read what the next forward pass will probably want first."""
@@ -114,23 +174,12 @@ class TrainedExpertsExecutor:
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[StreamedExperts], list[Tensor]]:
-        """One layer for all micro-batches that are there.
-
-        Args:
-            is_visit: a backward pass will follow; False where activations are only computed again.
-
-        Returns:
-            What the backward pass needs, and the outputs `[T, D]`.
-        """
-        site = self._sites[layer]
-        calls = streamed(site, inputs)
+        calls = streamed(self._sites[layer], inputs)
         keys = visited(layer, calls)
-        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        turns_back = self._turns_back(layer, keeps=keeps, is_visit=is_visit)
         self._records.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
-            self.visits.layers.append((layer, keys))
-            self.visits.num_forwards[layer] += 1
-            self._last_visited[layer] = keys
+            self._note_visit(layer, keys)
         width = self._widths[layer]
         for call in calls:
             call.begin_forward(width, keeps=keeps and not self.activations.recomputes(layer))
@@ -148,15 +197,10 @@ class TrainedExpertsExecutor:
     def backward(
         self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
-
-        Those of the experts go to the optimizer.
-        """
-        self.visits.went_back = True
+        """As of all executors; gradients of the experts go to the optimizer."""
         keys = visited(layer, calls)
         is_only_forward = self.visits.num_forwards[layer] == 1
-        while self.visits.layers and self.visits.layers[-1][0] >= layer:
-            self.visits.layers.pop()
+        self._go_back(layer)
         self._records.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
@@ -166,24 +210,14 @@ class TrainedExpertsExecutor:
             self.copies.finish()
         return [call.input_gradients() for call in calls]
 
-    @contextlib.contextmanager
-    def parameters(self, key: ExpertKey) -> Iterator[dict[str, Tensor]]:
-        """An expert's parameters as they are after the steps so far, by name, while in use."""
-        record = self._optimizer.fetch(key)
-        layout = self._records.experts[key].layout
-        views = layout.views(record, Sections.PARAMETERS)
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        named = self._records.experts[key].layout.views(
+            self._optimizer.fetch(key), Sections.PARAMETERS
+        )
         try:
-            yield {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
+            return {name: tensor.clone() for name, tensor in named.items()}
         finally:
             self._records.release(key)
-
-    def stacked(self, layer: int, name: str) -> Tensor:
-        """A copy of one parameter as the layer's module had it, this process's experts first."""
-        parts = []
-        for expert in self._sites[layer].experts_here:
-            with self.parameters(ExpertKey(layer, expert)) as named:
-                parts.append(named[name].clone())
-        return torch.stack(parts)
 
     def _backward_expert(
         self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
@@ -199,7 +233,7 @@ class TrainedExpertsExecutor:
             self.copies.release(partial(self._records.release, key))
             return
         has_gradient = self._records.experts[key].has_gradient
-        gradients = layout.views(record, Sections.GRADIENT)
+        gradients = [*layout.views(record, Sections.GRADIENT).values()]
         if not has_gradient:
             layout.clear_padding(record)
         accept = partial(self._optimizer.accept, key, record, rate)
@@ -289,11 +323,10 @@ class TrainedExpertsExecutor:
                 yield key, self._optimizer.sections_needed(key) | self._backward_sections(key)
 
     def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
-        layout = self._records.experts[key].layout
-        views = layout.views(record, Sections.PARAMETERS)
-        names = [tensor.name for tensor in layout.tensors]
-        views = self.copies.weights(key, self._records.content_step(key), views, x_TD)
-        return self._sites[key.layer].stacked(names, views)
+        named = self._records.experts[key].layout.views(record, Sections.PARAMETERS)
+        step, views = self._records.content_step(key), [*named.values()]
+        views = self.copies.weights(key, step, views, x_TD)
+        return self._sites[key.layer].stacked([*named], views)
 
     def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients in the order of kernels; None where a tensor is frozen or missing."""
@@ -489,24 +522,6 @@ class AbsentExperts(AbsentParameters):
         TrainedElsewhere.refuse()
 
 
-class LayerExecutor(Protocol):
-    """Computes layers whose experts are not in the model: trained, or frozen ones of a store.
-
-    What its forward pass returns for the backward pass has `give_up_tensors` and `take_tensors` as
-    `StreamedExperts` has them.
-    """
-
-    def forward(
-        self, layer: int, inputs: Sequence[LayerInput], /, *, keeps: bool, is_visit: bool
-    ) -> tuple[list[Any], list[Tensor]]: ...
-
-    def backward(
-        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor], /
-    ) -> list[tuple[Tensor, Tensor]]: ...
-
-    def stacked(self, layer: int, name: str, /) -> Tensor: ...
-
-
 class OffloadedTrainingExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
 
@@ -591,7 +606,7 @@ class OffloadedTrainingExperts(AbsentExperts):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A copy of a parameter as the module had it, for exporters; no part of the module."""
-        return nn.Parameter(self._executor.stacked(self.layer, target), requires_grad=False)
+        return nn.Parameter(self._executor.stacked(self.layer)[target], requires_grad=False)
 
 
 @contextlib.contextmanager

@@ -330,10 +330,11 @@ class RecordLayout:
         assert section in Sections.PARAMETERS | Sections.GRADIENT, "moments have a codec"
         return self.section(record, section).view(self.dtype)[: self.used]
 
-    def views(self, record: Tensor, section: Sections) -> list[Tensor]:
-        """The expert's parameters, or gradients of the trained ones, in their shapes."""
+    def views(self, record: Tensor, section: Sections) -> dict[str, Tensor]:
+        """The expert's parameters, or gradients of the trained ones, in their shapes, by name."""
         tensors = self.tensors if section == Sections.PARAMETERS else self.trained
-        return self._cut(self.section(record, section).view(self.dtype), tensors)
+        cut = self._cut(self.section(record, section).view(self.dtype), tensors)
+        return {tensor.name: view for tensor, view in zip(tensors, cut, strict=True)}
 
     def split(self, flat: Tensor) -> list[Tensor]:
         return self._cut(flat, self.trained)

@@ -5,13 +5,13 @@ from typing import Any
 import moe_families
 import pytest
 import torch
-from scripted_drafts import EveryDraft, Told
+from scripted_drafts import EveryDraft, Scripted, Told
 from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import AutoTokenizer
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.drafts import Lookup
+from moe_runtime.inference.drafts import Lookups
 from moe_runtime.inference.generation import generate_text
 from moe_runtime.models.pocket import pocket_path
 
@@ -58,7 +58,7 @@ def _cases() -> list[Any]:
 
 def told(model: Any, whole: list[int], **settings: Any) -> None:
     """Gives a model drafts that are right but for every third token."""
-    model._drafts.new_drafter = lambda: Told(whole, **settings)
+    model._drafts.source = Scripted(lambda: Told(whole, **settings))
     model._drafts.control = EveryDraft(model._drafts.control.most_rows)
 
 
@@ -223,7 +223,7 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(plain, drafted
 def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
     """As `run` generates it, with what is passed on to the model by the way."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
-    drafted._drafts.new_drafter, drafted._drafts.control = Lookup, EveryDraft(16)
+    drafted._drafts.source, drafted._drafts.control = Lookups(), EveryDraft(16)
     prompt = "def first(x):\n    return x\n\ndef second(x):\n"
     texts = [
         generate_text(model, tokenizer, prompt, max_new_tokens=60, **settings)

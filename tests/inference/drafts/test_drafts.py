@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_runtime.inference.drafts import PLACES, Draft, DraftControl, Lookup
+from moe_runtime.inference.drafts import PLACES, DraftControl, Lookup, Offer
 
 MOST = 16
 
@@ -35,18 +35,19 @@ def test_a_lookup_drafts_what_followed_the_last_place_of_the_latest_tokens(vocab
         text += new
         lookup.extend(new)
         most = draw.randrange(1, 9)
-        assert lookup.draft(most).tokens == brute_force(text, most)
-        num_found += bool(lookup.draft(most).tokens)
+        count = lookup.offer(most).most
+        assert lookup.draft(count) == brute_force(text, most)
+        num_found += bool(count)
     assert num_found > 40
 
 
 def test_a_longer_agreement_is_another_grade():
     lookup = Lookup()
     lookup.extend([1, 2, 9, 3, 1, 2])
-    assert lookup.draft(3) == Draft([9, 3, 1], 1)
+    assert (lookup.offer(3), lookup.draft(3)) == (Offer(3, 1), [9, 3, 1])
     lookup.extend([9, 3])
-    assert lookup.draft(2) == Draft([1, 2], 2)
-    assert Lookup().draft(3).tokens == []
+    assert (lookup.offer(2), lookup.draft(2)) == (Offer(2, 2), [1, 2])
+    assert Lookup().offer(3).most == 0
 
 
 def run(
@@ -61,7 +62,7 @@ def run(
     control, spent = DraftControl(MOST), 0.0
     places = [0] * num_sequences
     while min(places) < num_tokens:
-        chosen = control.choose([Draft([0] * 15, grade)] * num_sequences)
+        chosen = control.choose([Offer(15, grade)] * num_sequences)
         rows = num_sequences + sum(chosen)
         assert rows <= max(MOST, num_sequences)
         spent += seconds_of(rows)
@@ -116,12 +117,12 @@ def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
 def test_several_sequences_share_the_rows():
     spent, control = run(lambda rows: 1 + 0.05 * rows, lambda _: True, 200, num_sequences=3)
     assert spent < 200 * 1.15 * 0.45
-    assert control.choose([Draft([0] * 15, 2)] * 20) == [0] * 20
+    assert control.choose([Offer(15, 2)] * 20) == [0] * 20
 
 
 def test_times_that_are_not_known_come_from_those_that_are():
     control = DraftControl(MOST)
-    offer = [Draft([0] * 15, 4)]
+    offer = [Offer(15, 4)]
     assert control.choose(offer) == [0]  # how long a step takes is not known
     for _ in range(4):
         control.measured(1, 1, 1.0)

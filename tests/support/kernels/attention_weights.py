@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, HeadNorm
+from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, RowNorm
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(
@@ -47,7 +47,7 @@ def make_layer(
     norms: dict[str, Any] = {}
     if norm is not None:
         q_size, k_size = (heads * key_dim, key_heads * key_dim) if norm == "row" else [key_dim] * 2
-        norms = {"q_norm": HeadNorm(random(q_size), 1e-5), "k_norm": HeadNorm(random(k_size), 1e-6)}
+        norms = {"q_norm": RowNorm(random(q_size), 1e-5), "k_norm": RowNorm(random(k_size), 1e-6)}
     return AttentionWeights(
         qkv=random(rows, dim),
         output=random(dim, heads * value_dim),

@@ -1,0 +1,261 @@
+"""A small model that drafts tokens for another one.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
+
+Shape suffixes: B texts, N tokens of all texts in a pass, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_vocabulary
+from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.budget import context_step_bytes, known_positions, reserve_for
+from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
+from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.loading import finish_dense, load, signature_of
+from moe_runtime.inference.rows_alone import can_join
+from moe_runtime.inference.sequence_cache import (
+    BatchCache,
+    can_share_a_pass,
+    keeps_states,
+    make_room,
+    new_cache,
+)
+
+CPU = torch.device("cpu")
+
+
+class DraftPlan:
+    """A checkpoint that may draft for another one: its headers, and what it needs."""
+
+    def __init__(
+        self, path_or_id: str | Path, target: Checkpoint, progress: Progress | None = None
+    ) -> None:
+        """Raises CheckpointError: it cannot be read. Raises UnsupportedModelError: it has other
+        tokens than the target, or no token can be taken out of what it keeps of a text."""
+        self._checkpoint = open_checkpoint(path_or_id, "auto", progress=progress)
+        self._name = str(path_or_id)
+        self._require_tokens_of(target)
+        self._model = build_on_meta(self._checkpoint)
+        config = self._checkpoint.config
+        if not self._model.can_generate() or keeps_states(config) or not can_share_a_pass(config):
+            raise UnsupportedModelError(
+                f"draft {self._name}: expected a language model that keeps a key and a value of "
+                f"each token and nothing else, got {type(self._model).__name__}"
+            )
+        self._experts = map_experts(self._model, self._checkpoint, may_be_dense=True)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of all its weights, and to set aside for so many tokens of its texts."""
+        experts, signature = self._experts, signature_of(self._checkpoint, self._experts)
+        dense_bytes = experts.dense_bytes(self._checkpoint.dtype)
+        sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
+        slots_bytes = len(experts.layouts) * experts.slot_bytes if experts.layouts else 0
+        reserve_bytes = reserve_for(self._checkpoint, experts, signature, **sizes)
+        return dense_bytes + slots_bytes + reserve_bytes
+
+    @property
+    def context_step_bytes(self) -> int:
+        """By which that grows with each `CONTEXT_STEP` more."""
+        config, dtype = self._checkpoint.config, self._checkpoint.dtype
+        return context_step_bytes(config, dtype, self._experts.top_k)
+
+    def load(self, max_tokens: int, progress: Progress | None = None) -> ModelDrafts:
+        """Reads all weights; texts have room for so many tokens together."""
+        model: Any = self._model
+        if self._experts.modules:
+            budget = self.bytes_for(max_tokens)
+            model = load(
+                self._checkpoint.folder,
+                device=CPU,
+                host_memory=budget,
+                max_tokens=max_tokens,
+                warm_up=True,
+                progress=progress,
+            )
+        else:
+            finish_dense(model, self._checkpoint, self._experts, CPU, progress)
+            self._checkpoint.require_unchanged()
+        return ModelDrafts(model, max_tokens)
+
+    def _require_tokens_of(self, target: Checkpoint) -> None:
+        own, theirs = read_vocabulary(self._checkpoint.folder), read_vocabulary(target.folder)
+        found = ""
+        if (own is None) != (theirs is None):
+            found = f"{self._name if own is None else target.folder} has no tokenizer"
+        elif own is not None and theirs is not None and own != theirs:
+            word = min(dict(own.items() ^ theirs.items()))
+            found = f"{word!r} is token {own.get(word)} there and {theirs.get(word)} here"
+        elif own is None:
+            sizes = [
+                each.config.get_text_config().vocab_size for each in (self._checkpoint, target)
+            ]
+            if sizes[0] != sizes[1]:
+                found = "it has {} tokens and the model {}".format(*sizes)
+        if found:
+            raise UnsupportedModelError(
+                f"draft {self._name}: expected the tokenizer of {target.folder}, but {found}; give "
+                "a model with the same tokenizer, or leave draft out"
+            )
+
+
+MOST_DRAFTED = 8
+"""Tokens of a draft."""
+READY = 16
+"""Tokens that a draft may begin with; of more, pieces are computed before."""
+PIECE, CONTEXT = 64, 1024
+"""Tokens of such a piece; and latest tokens of a text that a model begins with."""
+
+
+class ModelText:
+    """One text, of which a model keeps the latest tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.cache: Any = None
+        self.first = self.num_cached = 0  # the cache has so many tokens, from that one on
+        self.tail: list[int] = []  # drafted tokens in the cache after them
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+    def offer(self, most: int) -> Offer:
+        return Offer(min(most, MOST_DRAFTED), 0)
+
+    @property
+    def num_behind(self) -> int:
+        return len(self.tokens) - self.first - self.num_cached
+
+    def settle(self) -> None:
+        """Keeps the drafted tokens that the text went on with, and takes the others out."""
+        follow = self.tokens[self.first + self.num_cached :]
+        pairs = zip(self.tail, follow, strict=False)
+        num_right = next((i for i, (own, given) in enumerate(pairs) if own != given), None)
+        if num_right is None:
+            num_right = min(len(self.tail), len(follow))
+        wrong, self.tail = len(self.tail) - num_right, []
+        self.num_cached += num_right
+        for layer in self.cache.layers if wrong else ():
+            layer.give_back(wrong)
+
+
+class ModelDrafts:
+    """The `Source` of texts that a model drafts for; always the most likely token."""
+
+    def __init__(self, model: Any, max_tokens: int) -> None:
+        self._model, self._max_tokens = model, max_tokens
+        self._cache_name = cache_name(model.forward)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._adds_mask = attention_names(model) == {EAGER_ATTENTION}
+        self._can_join = can_join(model)
+        known = known_positions(model.config)
+        self._most = max_tokens if known is None else min(max_tokens, known)
+        self._context = min(CONTEXT, self._most // 2)
+        self._vocab_size = model.config.get_text_config().vocab_size
+        self._texts: weakref.WeakSet[ModelText] = weakref.WeakSet()
+
+    def close(self) -> None:
+        if hasattr(self._model, "moe"):
+            self._model.moe.close()
+
+    def new(self) -> ModelText:
+        return ModelText()
+
+    @torch.inference_mode()
+    def catch_up(self, drafters: Sequence[ModelText]) -> bool:
+        was_behind = False
+        for text in drafters:
+            if self._is_ready(text):
+                continue
+            was_behind = True
+            if text.cache is None:
+                text.cache = new_cache(self._model, grows=True)
+                text.first = max(len(text.tokens) - self._context, 0)
+                text.num_cached = 0
+            size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
+            self._make_place(text, size)
+            self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
+            text.num_cached += size
+            self._texts.add(text)
+        return was_behind
+
+    @torch.inference_mode()
+    def draft(self, drafters: Sequence[ModelText], counts: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in drafters]
+        left = {
+            index: count
+            for index, (text, count) in enumerate(zip(drafters, counts, strict=True))
+            if count and self._is_ready(text) and text.num_behind
+        }
+        new = {index: drafters[index].tokens[-drafters[index].num_behind :] for index in left}
+        for index, count in left.items():
+            make_room(drafters[index].cache, len(new[index]) + count - 1)
+        while left:
+            texts = [drafters[index] for index in left]
+            found = self._pass(texts, [new[index] for index in left])
+            for index, token in zip(left, found, strict=True):
+                text = drafters[index]
+                if drafts[index]:
+                    text.tail.append(drafts[index][-1])
+                else:
+                    text.num_cached += len(new[index])
+                drafts[index].append(token)
+                new[index] = [token]
+            left = {index: count for index, count in left.items() if count > len(drafts[index])}
+        return drafts
+
+    def _is_ready(self, text: ModelText) -> bool:
+        """Whether a draft can begin; a text that grew too long for its cache begins anew."""
+        if text.cache is not None:
+            text.settle()
+            num_tokens = len(text.tokens) - text.first + MOST_DRAFTED
+            if num_tokens > self._most or text.num_behind > self._context:
+                text.cache = None
+        return text.cache is not None and text.num_behind <= READY
+
+    def _make_place(self, text: ModelText, num_tokens: int) -> None:
+        """Drops what is kept of other texts, if memory is not set aside for all."""
+        others = [other for other in self._texts if other is not text and other.cache is not None]
+        held = text.num_cached + num_tokens + sum(other.num_cached for other in others)
+        for other in others:
+            if held <= self._max_tokens:
+                break
+            held -= other.num_cached
+            other.cache, other.tail, other.num_cached, other.first = None, [], 0, 0
+
+    def _pass(self, texts: Sequence[ModelText], new: Sequence[Sequence[int]]) -> list[int]:
+        """Computes tokens of each text; gives what most likely follows."""
+        if len(texts) > 1 and not self._can_join:
+            pairs = zip(texts, new, strict=True)
+            return [token for text, own in pairs for token in self._pass([text], [own])]
+        caches, sizes = [text.cache for text in texts], [len(own) for own in new]
+        ids_N = torch.tensor([token for own in new for token in own])
+        firsts = [text.num_cached + len(text.tail) for text in texts]
+        pairs = zip(firsts, sizes, strict=True)
+        places_N = torch.cat([torch.arange(first, first + size) for first, size in pairs])
+        ends_B = torch.tensor(sizes).cumsum(0) - 1
+        rows, inputs = (1, -1), dict[str, Any]()
+        if len(texts) == 1:
+            cache = caches[0]
+        elif max(sizes) == 1:
+            cache, rows = BatchCache(caches, adds_mask=self._adds_mask), (-1, 1)
+        else:
+            cache = BatchCache(caches, sizes, adds_mask=self._adds_mask)
+        inputs[self._cache_name] = cache
+        inputs |= {"input_ids": ids_N.view(rows), "position_ids": places_N.view(rows)}
+        if self._keeps_rows:
+            inputs["logits_to_keep"] = ends_B if rows == (1, -1) else 1
+        logits_NV = self._model(**inputs, use_cache=True, return_dict=True).logits.flatten(0, 1)
+        found_BV = logits_NV if self._keeps_rows else logits_NV[ends_B]
+        return found_BV[:, : self._vocab_size].argmax(-1).tolist()

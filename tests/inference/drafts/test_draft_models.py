@@ -1,0 +1,221 @@
+"""A model drafts for another one: what it drafts, what the text becomes, what is refused."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import moe_families
+import pytest
+import torch
+from scripted_drafts import EveryDraft
+from tiny_checkpoints import PROMPT, randomise, save, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import moe_runtime
+from moe_runtime.checkpoints.opening import open_checkpoint
+from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.inference.draft_models import MOST_DRAFTED, DraftPlan, ModelDrafts
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.models.pocket import pocket_path
+
+NEW = 40
+SIZES = {
+    **{"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96},
+}
+SETTINGS = {"device": "cpu", "host_memory": "80MiB", "max_tokens": 256}
+
+
+def dense(kind: Any, config: Any, folder: Path) -> Any:
+    """A random dense model with the pocket model's tokenizer."""
+    torch.manual_seed(1)
+    model = kind(config).float().eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pocket_path() / name, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("dense")
+    dense(LlamaForCausalLM, LlamaConfig(**SIZES), path)
+    return path
+
+
+def plan_of(path: Path) -> DraftPlan:
+    return DraftPlan(path, open_checkpoint(pocket_path(), "auto"))
+
+
+def caught_up(source: ModelDrafts, texts: list[Any]) -> None:
+    for _ in range(10):
+        if not source.catch_up(texts):
+            return
+    raise AssertionError("each piece brings a text further")
+
+
+@torch.no_grad()
+def expected(model: Any, tokens: list[int], count: int) -> list[int]:
+    whole = list(tokens)
+    for _ in range(count):
+        whole.append(int(model(torch.tensor([whole])).logits[0, -1].argmax()))
+    return whole[len(tokens) :]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_drafts_are_what_the_model_itself_would_write(window, tmp_path):
+    """Texts of several lengths, drafted for together, go on as drafted, in part, or otherwise."""
+    kind, config = LlamaForCausalLM, LlamaConfig(**SIZES)
+    if window:
+        kind, config = MistralForCausalLM, MistralConfig(**SIZES, sliding_window=window)
+    model = dense(kind, config, tmp_path)
+    source = plan_of(tmp_path).load(256)
+    draw = torch.Generator().manual_seed(2)
+    texts = [source.new() for _ in range(3)]
+    for size, text in zip((1, 7, 30), texts, strict=True):
+        text.extend(torch.randint(4096, (size,), generator=draw).tolist())
+    caught_up(source, texts)
+    texts[0].extend([3])
+    for counts in ((3, 0, 5), (1, 8, 2), (0, 4, 4), (2, 2, 2)):
+        found = source.draft(texts, counts)
+        for text, draft, count in zip(texts, found, counts, strict=True):
+            assert draft == expected(model, text.tokens, count)
+            num_right = int(torch.randint(count + 1, (1,), generator=draw))
+            text.extend([*draft[:num_right], 17])
+
+
+def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
+    source = plan_of(folder).load(256)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    text = source.new()
+    text.extend([(7 * index) % 4096 for index in range(90)])
+    caught_up(source, [text])
+    context = SIZES["max_position_embeddings"] // 2
+    assert source.draft([text], [4]) == [expected(model, text.tokens[-context:], 4)]
+    for size, first in ((30, 90 - context), (20, 140 - context)):
+        text.extend(range(size))
+        assert source.draft([text], [4]) == [[]]  # not before it caught up
+        caught_up(source, [text])
+        assert source.draft([text], [2]) == [expected(model, text.tokens[first:], 2)]
+
+
+def test_texts_share_the_memory_that_is_set_aside(folder):
+    source = plan_of(folder).load(64)
+    texts = [source.new() for _ in range(3)]
+    for text in texts:
+        text.extend(range(40))
+        caught_up(source, [text])
+        held = [one.num_cached for one in texts if one.cache is not None]
+        assert sum(held) <= 64
+        assert len(source.draft([text], [3])[0]) == 3
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    with (model := moe_runtime.load(pocket_path(), **SETTINGS)).moe:
+        options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+        torch.manual_seed(5)
+        yield [
+            model.generate(PROMPT, do_sample=False, **options)[0].tolist(),
+            model.generate(PROMPT, do_sample=True, **options)[0].tolist(),
+        ]
+
+
+@pytest.mark.parametrize("drafter", ["dense", "itself"])
+def test_texts_are_those_without_drafts(drafter, folder, plain):
+    draft = folder if drafter == "dense" else pocket_path()
+    with (model := moe_runtime.load(pocket_path(), draft=draft, **SETTINGS)).moe:
+        model._drafts.control = EveryDraft(model._drafts.control.most_rows)
+        options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+        torch.manual_seed(5)
+        assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
+        greedy = model._drafts.control.counts()
+        if drafter == "itself":  # it drafts what it verifies
+            wrong = greedy["drafted_tokens"] - greedy["accepted_drafts"]
+            assert wrong < MOST_DRAFTED  # of the last draft, beyond the end
+            assert greedy["draft_steps"] <= 3 + NEW // MOST_DRAFTED
+        assert greedy["drafted_tokens"] >= NEW
+        assert model.generate(PROMPT, do_sample=True, **options)[0].tolist() == plain[1]
+        stats = model.moe.stats()
+        assert stats.draft_bytes == plan_of(draft).bytes_for(256)
+        smaller = {**SETTINGS, "host_memory": stats.draft_bytes + 2**20}
+    with pytest.raises(CapacityError, match="smallest that works"):
+        moe_runtime.load(pocket_path(), draft=draft, **smaller)
+
+
+@torch.no_grad()
+def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
+    """Chi-square of tokens that are sampled with drafts: a draft without a chance of its own is
+    taken with the model's, by the rule of Leviathan et al., or another token is."""
+    size, num_texts, prompt = 5, 150, [1, 4, 2]
+    small = {"vocab_size": size, "num_hidden_layers": 1}
+    (family,) = [each for each in moe_families.FAMILIES if str(each) == "OlmoeForCausalLM"]
+    family = dataclasses.replace(family, config={**family.config, **small})
+    whole = tiny_model(family)
+    save(whole, tmp_path / "model", sharded=False)
+    torch.manual_seed(3)
+    randomise(drafter := LlamaForCausalLM(LlamaConfig(**{**SIZES, **small})))
+    drafter.save_pretrained(tmp_path / "draft")
+    exact, chances = [], torch.ones(1, dtype=torch.float64)
+    texts = torch.tensor([prompt])
+    for _ in range(3):  # of every text that may come
+        of_next = whole(texts).logits[:, -1].double().softmax(-1)
+        chances = (chances[:, None] * of_next).flatten()
+        exact.append(chances.view(-1, size).sum(0))
+        texts = torch.cat(
+            [texts.repeat_interleave(size, 0), torch.arange(size).repeat(len(texts))[:, None]], 1
+        )
+    settings = {**SETTINGS, "draft": tmp_path / "draft"}
+    counts = torch.zeros(3, size, dtype=torch.float64)
+    torch.manual_seed(8)
+    with (model := moe_runtime.load(tmp_path / "model", **settings)).moe:
+        control = model._drafts.control = EveryDraft(4)
+        for _ in range(num_texts):
+            ids, cache = torch.tensor([prompt]), None
+            for place in range(3):
+                out = model(ids, past_key_values=cache, use_cache=True)
+                ids, cache = out.logits[:, -1].softmax(-1).multinomial(1), out.past_key_values
+                counts[place, int(ids)] += 1
+        found = control.counts()
+    assert num_texts // 5 < found["accepted_drafts"] < found["drafted_tokens"] - num_texts
+    expected_counts = num_texts * torch.stack(exact)
+    statistic = ((counts - expected_counts) ** 2 / expected_counts).sum(1)
+    assert float(expected_counts.min()) > 4
+    assert float(statistic.max()) < 18.5  # one in a thousand, with four degrees of freedom
+
+
+def test_inspection_says_what_a_draft_model_takes(folder):
+    without = inspect_checkpoint(pocket_path(), max_tokens=256)
+    found = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
+    assert found.draft_bytes == plan_of(folder).bytes_for(256)
+    assert found.smallest_budget_bytes - without.smallest_budget_bytes == found.draft_bytes
+
+
+def _other_tokenizer(path: Path) -> None:
+    file = path / "tokenizer.json"
+    parsed = json.loads(file.read_text())
+    vocabulary = parsed["model"]["vocab"]
+    first, second = [word for word, number in vocabulary.items() if number in (300, 301)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(parsed))
+
+
+def _no_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(_other_tokenizer, "is token 30"), (_no_tokenizer, "has no tokenizer")],
+)
+def test_a_model_of_other_tokens_is_refused(change, message, folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    change(other)
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        moe_runtime.load(pocket_path(), draft=other, **SETTINGS)
+    assert "\n" not in str(caught.value)
