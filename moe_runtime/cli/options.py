@@ -206,6 +206,15 @@ Predictor = Annotated[
         callback=_predictor,
     ),
 ]
+Draft = Annotated[
+    str,
+    option(
+        "What guesses next tokens, which one step verifies: none, lookup (what followed the "
+        "same words before), or a small MODEL with the same tokenizer. The text stays the same. "
+        "CPU only.",
+        callback=_draft,
+    ),
+]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
 Dtype = Annotated[
     str,
@@ -230,9 +239,6 @@ class Loading:
             is higher by at most this share of the token's weights. Lossy; CPU only.
         skip_below: Leave out missing experts with less than this share of a token's weights.
             Lossy; CPU only.
-        draft: What guesses next tokens, which one step verifies: none, lookup (what followed the
-            same words before), or a small MODEL with the same tokenizer. The text stays the same.
-            CPU only.
         teach: With --policy auto: afterwards train the policy reuse in the background, once enough
             routing is kept.
     """
@@ -251,7 +257,7 @@ class Loading:
     skip_below: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0
     prefetch: Prefetch = "auto"
     predictor: Predictor = "auto"
-    draft: Annotated[str, typer.Option(callback=_draft)] = "none"
+    draft: Draft = "none"
     device: Device = "auto"
     dtype: Dtype = "auto"
     teach: bool = True

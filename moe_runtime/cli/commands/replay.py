@@ -11,7 +11,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
 from moe_runtime.cli.strict import argument, option, refuse_given
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
 from moe_runtime.lazy import is_code_file
 
@@ -240,18 +239,10 @@ def read_routes_to_learn(
     path: Path, num_experts: int | None, trace: "Trace", trace_path: Path
 ) -> "Routes":
     """The sequences of another trace of the same model."""
-    from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import routes_of, same_model, shown_model
+    from moe_runtime.lab.traces.readers import read_trace_of
+    from moe_runtime.lab.traces.routes import routes_of
 
-    other = read_any_trace(path, num_experts=num_experts)
-    other.require_choices(path)
-    ours, theirs = trace.signature, other.signature
-    if not same_model(ours, theirs):
-        raise CheckpointError(
-            f"{path} was recorded from another model than {trace_path}: {shown_model(theirs)}, and "
-            f"{shown_model(ours)}"
-        )
-    return routes_of(other)
+    return routes_of(read_trace_of(path, trace.signature, str(trace_path), num_experts=num_experts))
 
 
 def parse_shares(text: str) -> list[float]:

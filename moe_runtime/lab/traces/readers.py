@@ -22,7 +22,7 @@ from moe_runtime.lab.traces.format import (
     is_journal,
     read_trace,
 )
-from moe_runtime.lab.traces.routes import UNKNOWN_MODEL
+from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, same_model, shown_model
 from moe_runtime.types import ModelSignature
 
 _MAX_BYTES = 16 << 30
@@ -49,6 +49,24 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
         raise ValueError(
             f"{path} says itself that layers have {trace.signature.num_experts} experts; leave out "
             f"the number of experts, {num_experts}"
+        )
+    return trace
+
+
+def read_trace_of(
+    path: str | os.PathLike[str],
+    signature: ModelSignature,
+    whose: str,
+    *,
+    num_experts: int | None = None,
+) -> Trace:
+    """As `read_any_trace`; refuses one that lacks choices, or is of another model than `whose`."""
+    trace = read_any_trace(path, num_experts=num_experts)
+    trace.require_choices(path)
+    if not same_model(trace.signature, signature):
+        raise CheckpointError(
+            f"{path}: is a trace of {shown_model(trace.signature)}, but {whose} is of "
+            f"{shown_model(signature)}"
         )
     return trace
 
