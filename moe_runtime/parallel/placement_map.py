@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_runtime.digests import digest
-from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.errors import CheckpointError, blamed_on, named_failure
 from moe_runtime.files import read_bounded, write_text
 from moe_runtime.policies.placement import EMPTY, Devices, Placement
 from moe_runtime.types import ModelSignature
@@ -345,10 +345,8 @@ def load_placement_map(path: str | os.PathLike[str]) -> PlacementMap:
         raw = read_bounded(target, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be read: {error.strerror}") from error
-    try:
+    with blamed_on(f"{target}: not a placement map: not JSON"):
         value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{target}: not a placement map: not JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != MAP_FORMAT:
         raise CheckpointError(f"{target}: not a placement map of moe-runtime")
     if value.get("version") != MAP_VERSION:

@@ -25,7 +25,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.digests import ZIP_DAMAGE
-from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.errors import CheckpointError, blamed_on, named_failure
 from moe_runtime.files import OutputFile, draft_of, open_regular, write_atomically
 from moe_runtime.types import ModelSignature
 
@@ -104,10 +104,8 @@ class Archive:
     def read_json(self, name: str, *, max_bytes: int, what: str) -> Any:
         """Reads an array of bytes that are JSON."""
         raw = self.read(name, np.dtype("|u1"), max_bytes=max_bytes)
-        try:
+        with blamed_on(f"{self.path}: {what} is not JSON"):
             return json.loads(raw.tobytes())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: {what} is not JSON: {error}") from None
 
     def _read_member(
         self, member: zipfile.ZipInfo, dtypes: tuple[np.dtype[Any], ...]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import open_regular
 from moe_runtime.lab.traces.format import (
     TRACE_VERSION,
@@ -212,10 +212,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
-    try:
+    with blamed_on(f"{place}: not JSON"):
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place}: not JSON: {error}") from None
     if not isinstance(record, dict):
         raise CheckpointError(f"{place}: expected an object, got {type(record).__name__}")
     return record
