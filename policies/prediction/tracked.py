@@ -17,6 +17,7 @@ from moe_runtime.policies.prediction.estimator import (
     Estimator,
     SequenceState,
     State,
+    of_any,
     stack_states,
 )
 
@@ -69,8 +70,8 @@ class TrackedPredictor:
         if contexts is None:
             return np.zeros(self.shape.num_experts, np.float32)
         if layer > now:
-            return _of_any(self.estimator.estimate(contexts, now, layer))
-        return _of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
+            return of_any(self.estimator.estimate(contexts, now, layer))
+        return of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
 
     def finish(self, sequence: int) -> None:
         """Forgets a request, and lets the estimator learn from its counts."""
@@ -148,13 +149,7 @@ class TrackedPredictor:
         )
 
     def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:
-        chance_E = _of_any(self.estimator.estimate(contexts, now, layer))
-        width = min(GUESSES_PER_CHOICE * self.shape.top_k * len(contexts), len(chance_E))
-        best = np.argsort(-chance_E, kind="stable")[:width]
-        keys = self._keys[layer]
-        return [(keys[e], p) for e, p in zip(best.tolist(), chance_E[best].tolist(), strict=True)]
-
-
-def _of_any(chance_BE: np.ndarray) -> np.ndarray:
-    """The probability that at least one of the tokens visits an expert: ``[E]``."""
-    return chance_BE[0] if len(chance_BE) == 1 else 1.0 - np.prod(1.0 - chance_BE, axis=0)
+        shape = self.shape
+        width = min(GUESSES_PER_CHOICE * shape.top_k * len(contexts), shape.num_experts)
+        best, chances = self.estimator.guess(contexts, now, layer, width)
+        return list(zip(map(self._keys[layer].__getitem__, best), chances, strict=True))
