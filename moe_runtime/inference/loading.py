@@ -412,11 +412,11 @@ def _lay_out(
 
         slot_maps["host"], set_aside_bytes = coded_experts(experts, place)
     if place.type != "cpu":
-        from moe_runtime.inference.device.device_experts import DeviceExperts, plan_device
+        from moe_runtime.inference.device import device_experts
 
-        kind = DeviceExperts
+        kind, set_aside_bytes = device_experts.DeviceExperts, device_experts.WORKSPACE_BYTES
         experts.packed_dense.clear()  # dense layers have no products from codes there
-        slot_maps["device"], set_aside_bytes = plan_device(experts)
+        slot_maps["device"] = device_experts.experts_on_device(experts)
 
     def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
         return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])

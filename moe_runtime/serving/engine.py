@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 import time
@@ -29,7 +28,6 @@ from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineOptions,
     EngineStatistics,
-    ExpertStatistics,
     Finished,
     FinishReason,
     GenerationRequest,
@@ -185,14 +183,6 @@ class Turns:
     def is_wanted(self) -> bool:
         """Whether an engine waits while another has its turn."""
         return self._num_asked - self._num_ended > 1
-
-
-def expert_statistics(model: Any) -> ExpertStatistics:
-    stats = model.moe.stats()
-    host = {} if model.moe.facts.device_plan is None else {"host": stats.copied_bytes}
-    names = {field.name for field in dataclasses.fields(ExpertStatistics)} - {"bytes_read"}
-    same = {name: getattr(stats, name) for name in names}
-    return ExpertStatistics(bytes_read={"disk": stats.bytes_read, **host}, **same)
 
 
 class Engine:
@@ -351,7 +341,7 @@ class Engine:
             generated_tokens=counts["generated_tokens"],
             finished=dict(self._finished),
             **({} if self._drafts is None else self._drafts.control.counts()),
-            experts=expert_statistics(self._model),
+            experts=self._model.moe.stats(),
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -689,9 +679,7 @@ def check_request(
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:
         raise RequestTooLongError(
             f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
-            f"but a request may have {most_tokens} in all",
-            num_tokens=num_prompt + num_new,
-            most_tokens=most_tokens,
+            f"but a request may have {most_tokens} in all"
         )
     for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
         if not 0 <= token < vocab_size:
