@@ -11,6 +11,7 @@ import torch
 from warm_python import warm_python
 
 from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.kernels import native as library_module
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import (
@@ -20,7 +21,6 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.native import library as library_module
 
 ROOT = Path(__file__).parents[2]
 
