@@ -17,7 +17,7 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.server import Server
 
 _LOADING = {"device": "cpu", "dtype": "auto", "host_memory": "1GiB", "cache_code": "none"}
-_LOADING |= {"kv_cache": "exact", "misses": "device", "draft": None}
+_LOADING |= {"kv_cache": "exact", "misses": "device", "draft": "none"}
 _CONTEXT = 8192
 """Positions that the bundled model says it has: their prompts are longer than its training's."""
 
