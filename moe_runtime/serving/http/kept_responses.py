@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.files import make_folders, partial_name, read_bounded
+from moe_runtime.files import make_folders, read_bounded, write_atomically
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.schema import Message
 
@@ -116,23 +116,19 @@ class KeptResponses:
         return None
 
     def _write(self, file: Path, kept: bytes) -> None:
-        """A file is renamed when it is written; its sum tells what a power cut left of it."""
         num_bytes = _DIGEST_BYTES + len(kept)
         if num_bytes > self._most_bytes:
             return
         assert self._folder is not None
-        partial = partial_name(file)
         try:
             if self._num_disk_bytes + num_bytes > self._most_bytes:
                 limit = min(self._most_bytes * 7 // 8, self._most_bytes - num_bytes)
                 self._num_disk_bytes = self._remove_down_to(limit)
             make_folders(self._folder)  # the cache may have been emptied
-            partial.touch(0o600)
-            partial.write_bytes(_sum(file, kept) + kept)
-            os.replace(partial, file)
+            with write_atomically(file) as output:
+                output.write(_sum(file, kept) + kept)
             self._num_disk_bytes += num_bytes
         except OSError as error:
-            partial.unlink(missing_ok=True)
             if not self._has_warned:
                 self._has_warned = True
                 message = f"responses are not kept on the disk: {file.parent}: {error.strerror}"
