@@ -2,7 +2,7 @@
 
 The rest is in pyproject.toml.
 
-The CPU kernels (`moe_runtime.kernels.native.library` loads them) and the replay of simple eviction
+The CPU kernels (`moe_runtime.kernels.native` loads them) and the replay of simple eviction
 policies (`moe_runtime.policies.eviction.compiled`). Both are plain C behind ctypes and use nothing
 of Python's headers: a wheel is for every Python, and for every Linux whose C library has the
 functions that they call. Without a working C compiler the installation succeeds: the runtime

@@ -41,6 +41,7 @@ class TrackedPredictor:
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
+        self._following: Contexts | None = None  # the next tokens, once they were asked for
         self._keys = keys_of(self.shape)
 
     def observe(self, event: Event) -> None:
@@ -59,7 +60,9 @@ class TrackedPredictor:
             guesses += self._guesses(contexts, now, layer)
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
-            following = self._next_tokens(contexts)
+            # the layers asked for were routed before it was first made, unless the horizon is wider
+            following = self._following if horizon < num_layers else None
+            following = self._following = following or self._next_tokens(contexts)
             for layer in range(beyond):
                 guesses += self._guesses(following, -1, layer)
         return guesses
@@ -120,15 +123,18 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        self._path[:, event.layer, :top_k] = event.expert_ids[self._order]
-        self._weights[:, event.layer, :top_k] = event.gate_weights[self._order]
+        # one token needs no order; each of these takes as long as a guess
+        order = self._order if num_tokens > 1 else slice(None)
+        self._path[:, event.layer, :top_k] = event.expert_ids[order]
+        self._weights[:, event.layer, :top_k] = event.gate_weights[order]
         if self._contexts is not None:
-            self._contexts.hidden = None if event.hidden is None else event.hidden[self._order]
+            self._contexts.hidden = None if event.hidden is None else event.hidden[order]
 
     def _commit(self) -> None:
         """Adds the tokens of the step that ends to their sequences."""
         running, tokens_of = self._running, self._tokens_of
-        self._running, self._tokens_of, self._contexts = [], [], None
+        self._running, self._tokens_of = [], []
+        self._contexts = self._following = None
         for state, tokens in zip(running, tokens_of, strict=True):
             for token in tokens.tolist():
                 state.append(int(self._token_ids[token]), self._path[token])

@@ -271,6 +271,11 @@ class Samples:
 DISTANCES = (1, 2, 4)
 """Look-ahead distances with weights of their own; others use those of the next larger one."""
 SOURCES = 3  # how many layers are looked at, from the last known one back
+_VARIANT_AT = tuple(
+    next(variant for variant, most in enumerate(DISTANCES) if distance <= most)
+    for distance in range(DISTANCES[-1] + 1)
+)
+"""The weights that serve a distance."""
 PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
 """Variants for tokens of which no layer is known, and of which not even the id is known."""
 NUM_VARIANTS = len(DISTANCES) + 2
@@ -376,13 +381,16 @@ class Combination(TokenEvidence):
             )
         path, gates = map(np.ascontiguousarray, (contexts.path, contexts.path_weights))
         assert path is contexts.path, "layers are noted in it as they are routed"
-        arrays = logits, path, gates, self.links_VLSE2E
-        experts = (ctypes.c_float * (2 * shape.num_experts),) * 2
         return _Memo(
-            *(array.ctypes.data for array in arrays),
-            logits[0].size,
-            *(experts[0](), (ctypes.c_int32 * shape.num_experts)(), experts[1]()),
-            arrays,
+            logits.ctypes.data,
+            path.ctypes.data,
+            gates.ctypes.data,
+            self.links_VLSE2E.ctypes.data,
+            stride=logits[0].size,
+            scratch=(ctypes.c_float * (2 * shape.num_experts))(),
+            best=(ctypes.c_int32 * shape.num_experts)(),
+            chances=(ctypes.c_float * shape.num_experts)(),
+            arrays=(logits, path, gates, self.links_VLSE2E),
         )
 
     def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
@@ -477,7 +485,7 @@ def _library() -> ctypes.CDLL | None:
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:
     """Which set of weights serves a prediction; the tokens of a step are all known or all not."""
     if now >= 0 and layer - now <= DISTANCES[-1]:
-        return next(v for v, distance in enumerate(DISTANCES) if layer - now <= distance)
+        return _VARIANT_AT[layer - now]
     return PATH_FREE if contexts.token_ids[0] >= 0 else BLIND
 
 

@@ -182,10 +182,6 @@ def test_a_state_comes_back_or_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="were not written"):
             training.load_state_dict(copied)
         training.close()
-    training = offloaded(stack(), SETTINGS, None, experts_in_memory=1)
-    with pytest.raises(CheckpointError, match="need a storage_dir"):
-        training.write(training.state_dict(), lambda state: state, lambda state: None)
-    training.close()
 
 
 def test_what_would_not_reach_the_experts_is_refused():

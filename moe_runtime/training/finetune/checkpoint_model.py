@@ -243,12 +243,6 @@ def activation_bytes(
     return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
 
 
-def require_positions(config: PreTrainedConfig, context: int) -> None:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and context > most:
-        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
-
-
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
     """Refuses to train, or to merge into, weights that have to stay as they are."""
     is_merged = config.lora is None or config.merge

@@ -60,7 +60,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     add_attention_adapters,
     load_around_experts,
     require_exportable,
-    require_positions,
     shares_rows,
     write_adapters,
 )
@@ -339,7 +338,9 @@ def prepare(
     files = data_files(config.data, Path())
     check_inputs_stay(output, trace, files, checkpoint.folder)
     check_outputs(output, trace)
-    require_positions(checkpoint.config, config.data.context)
+    most = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and (context := config.data.context) > most:
+        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
     # copied in the end; faults are found now
     generation = read_generation_config(checkpoint.folder)
     tokenizer = load_tokenizer(checkpoint.folder)
