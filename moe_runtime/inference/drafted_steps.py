@@ -141,6 +141,7 @@ class DraftedSteps:
             if tokens:
                 return self._verify(run, given, text, Draft(tokens, offer.grade), token, began)
             out = run(*args, **kwargs)
+            self.source.passed([text.drafter], [text.num_tokens - 1], [1])
             self.control.measured(1, 1, self.clock() - began)
             return out
 
@@ -200,6 +201,7 @@ class DraftedSteps:
             is_ours = can_give_back(cache) and not hasattr(cache, DRAFTED_ELSEWHERE)
             if is_ours and cache.get_seq_length() == text.num_tokens:
                 self._texts[cache] = text
+                self.source.passed([text.drafter], [num_before], [ids.shape[1]])
         return out
 
     def propose(
@@ -238,6 +240,7 @@ class DraftedSteps:
         }
         with RowsAlone(num_rows):
             out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
+        self.source.passed([text.drafter], [text.num_tokens - 1], [num_rows])
         self.control.measured(1, num_rows, self.clock() - began)
         for layer in cache.layers:
             layer.give_back(len(draft.tokens))

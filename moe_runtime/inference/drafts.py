@@ -43,6 +43,9 @@ class Source(Protocol):
         """At most so many tokens of each text; fewer where it has not caught up."""
         ...
 
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """The model computed so many tokens of each text, from that one on, in this order."""
+
 
 PLACES = (4, 2)
 """Latest tokens that are looked up, the longer ones first."""
@@ -98,6 +101,9 @@ class Lookups:
 
     def catch_up(self, drafters: Sequence[Lookup]) -> bool:
         return False
+
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Looks at nothing but tokens."""
 
     def draft(self, drafters: Sequence[Lookup], counts: Sequence[int]) -> list[list[int]]:
         return [drafter.draft(count) for drafter, count in zip(drafters, counts, strict=True)]

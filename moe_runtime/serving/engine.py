@@ -492,6 +492,9 @@ class Engine:
             for sequence in group:
                 self._fit(sequence)
             logits_RV = self._passes.verify(group, drafted)
+            self._show_drafts(
+                [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)]
+            )
         self._counts["steps"] += 1
         if logits_RV is None:
             self._fail(group, failure)
@@ -503,6 +506,12 @@ class Engine:
             num_right = self._advance_over(sequence, draft, own_RV)
             has_failed = not sequence.is_finished and num_right < len(draft)
             drafts.control.judged(offer.grade, num_right, has_failed=has_failed, num_base=num_base)
+
+    def _show_drafts(self, chosen: list[tuple[Sequence, int]]) -> None:
+        if self._drafts is not None:
+            drafters = [sequence.drafter for sequence, _ in chosen]
+            firsts = [sequence.num_computed for sequence, _ in chosen]
+            self._drafts.source.passed(drafters, firsts, [size for _, size in chosen])
 
     def _offer(self, sequence: Sequence) -> Offer:
         """What may be verified with a sequence's next token, where there is room for it."""
@@ -581,6 +590,7 @@ class Engine:
             for sequence, _ in chosen:
                 self._fit(sequence)
             logits_BV = compute()
+            self._show_drafts(chosen)
         self._counts["steps"] += 1
         if logits_BV is None:
             self._fail([sequence for sequence, _ in chosen], failure)
