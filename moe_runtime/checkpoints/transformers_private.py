@@ -136,7 +136,8 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
             f"of {type(model).__name__}; give lookup or a small model"
         ) from error
     conversions = head.get_weight_conversions(model)
-    head.embed_tokens = head.shared_head = head.rotary_emb = None
+    for shared in ("embed_tokens", "shared_head", "rotary_emb"):
+        setattr(head, shared, None)
     return head, conversions
 
 

@@ -71,7 +71,7 @@ class DraftPlan:
         config, dtype = self._checkpoint.config, self._checkpoint.dtype
         return context_step_bytes(config, dtype, self._experts.top_k)
 
-    def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> ModelDrafts:
+    def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> CachedDrafts:
         """Reads all weights; texts of the ``target`` have room for so many tokens together."""
         model: Any = self._model
         if self._experts.modules:
@@ -173,6 +173,9 @@ class CachedDrafts:
         self._most = max_tokens if known is None else min(max_tokens, known)
         self.context = min(CONTEXT, self._most // 2)
         self._texts: weakref.WeakSet[ModelText] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Gives up what the model keeps in memory."""
 
     def new(self) -> ModelText:
         return ModelText()

@@ -77,7 +77,7 @@ from moe_runtime.types import ExpertKey, ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
+    from moe_runtime.inference.draft_models import CachedDrafts, DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
 
@@ -392,7 +392,7 @@ def plan_draft(
 
 def _load_draft(
     model: Any, drafter: DraftPlan, max_tokens: int, progress: Progress | None
-) -> ModelDrafts:
+) -> CachedDrafts:
     with ExitStack() as failure:
         failure.callback(model.moe.close)
         source = model.moe.draft_model = drafter.load(model, max_tokens, progress)
