@@ -7,9 +7,10 @@ Shape suffixes: B texts, N tokens of all texts in a pass, V tokens of the vocabu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,19 @@ class ModelText:
             layer.give_back(wrong)
 
 
+@contextlib.contextmanager
+def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
+    """Drops what is kept of texts that a failure may have left half computed."""
+    is_done = False
+    try:
+        with torch.inference_mode():
+            yield
+        is_done = True
+    finally:
+        for text in () if is_done else texts:
+            text.cache, text.tail = None, []
+
+
 class CachedDrafts:
     """A `Source` that keeps something of each token, and drafts the most likely one.
 
@@ -183,26 +197,29 @@ class CachedDrafts:
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
         """Looks at nothing but tokens."""
 
-    @torch.inference_mode()
     def catch_up(self, drafters: Sequence[Any]) -> bool:
-        was_behind = False
-        for text in drafters:
-            if self._is_ready(text) or text.lacks_states:
-                continue
-            was_behind = True
-            if text.cache is None:
-                text.cache = new_cache(self._model, grows=True)
-                text.first = max(len(text.tokens) - self.context, text.earliest)
-                text.num_cached = 0
-            size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
-            self._make_place(text, size)
-            self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
-            text.num_cached += size
-            self._texts.add(text)
-        return was_behind
+        with _kept_whole(drafters):
+            return sum(map(self._piece_of, drafters)) > 0
 
-    @torch.inference_mode()
     def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        with _kept_whole(drafters):
+            return self._drafted(drafters, counts)
+
+    def _piece_of(self, text: Any) -> bool:
+        if self._is_ready(text) or text.lacks_states:
+            return False
+        if text.cache is None:
+            text.cache = new_cache(self._model, grows=True)
+            text.first = max(len(text.tokens) - self.context, text.earliest)
+            text.num_cached = 0
+        size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
+        self._make_place(text, size)
+        self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
+        text.num_cached += size
+        self._texts.add(text)
+        return True
+
+    def _drafted(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in drafters]
         left = {
             index: count

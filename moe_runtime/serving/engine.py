@@ -482,7 +482,10 @@ class Engine:
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         offers = [self._offer(sequence) for sequence in group]
-        began, drafted = drafts.propose([sequence.drafter for sequence in group], offers)
+        drafted, drafting_s = [[] for _ in group], 0.0
+        with Failure():  # texts go on without
+            drafted, drafting_s = drafts.propose([sequence.drafter for sequence in group], offers)
+        began = drafts.clock()
         if not any(drafted):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             drafts.control.measured(len(group), len(group), drafts.clock() - began)
@@ -500,7 +503,7 @@ class Engine:
             self._fail(group, failure)
             return
         num_base, num_rows = len(group), len(logits_RV)
-        drafts.control.measured(num_base, num_rows, drafts.clock() - began)
+        drafts.control.measured(num_base, num_rows, drafts.clock() - began, drafting_s)
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
             num_right = self._advance_over(sequence, draft, own_RV)
