@@ -2,7 +2,7 @@
 
 The rest is in pyproject.toml.
 
-The CPU kernels (`moe_runtime.kernels.native.library` loads them) and the replay of simple eviction
+The CPU kernels (`moe_runtime.kernels.native` loads them) and the replay of simple eviction
 policies (`moe_runtime.policies.eviction.compiled`). Both are plain C behind ctypes and use nothing
 of Python's headers: a wheel is for every Python, and for every Linux whose C library has the
 functions that they call. Without a working C compiler the installation succeeds: the runtime
@@ -115,7 +115,8 @@ class BuildNativeLibrary(build_ext):
     def _build_replay(self, ext: Extension) -> None:
         # Ranks must be those of the Python objects, rounded after every operation as they are.
         ranks = self._compile(EVICTION / "replay_loop.c", ["-ffp-contract=off"], [])
-        self._link(ext, ranks + self._compile(EVICTION / "reuse.c", [], []))
+        learned = (EVICTION / "reuse.c", EVICTION.parent / "prediction" / "combined.c")
+        self._link(ext, sum((self._compile(source, [], []) for source in learned), ranks))
 
     def _build_kernels(self, ext: Extension) -> None:
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -249,7 +250,7 @@ if __name__ == "__main__":
                 optional=True,
             ),
             Extension(
-                REPLAY, sources=sorted(str(path) for path in EVICTION.glob("*.c")), optional=True
+                REPLAY, sources=sorted(map(str, EVICTION.parent.glob("*/*.c"))), optional=True
             ),
         ],
         cmdclass={

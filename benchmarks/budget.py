@@ -58,9 +58,9 @@ _RUN = """
 import sys
 from moe_runtime.cli.main import main
 if sys.argv.pop(1) == "none":
-    from moe_runtime.kernels.native import library
+    from moe_runtime.kernels import native
     from moe_runtime.policies.eviction import compiled
-    for module in (library, compiled):
+    for module in (native, compiled):
         module.LIBRARY_PATH = module.LIBRARY_PATH.with_name("not_built.so")
 sys.exit(main(sys.argv[1:]))
 """

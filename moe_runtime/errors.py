@@ -7,7 +7,6 @@ memory, unsupported models, other processes) raises one of these.
 import contextlib
 import os
 from collections.abc import Iterator
-from types import TracebackType
 
 _LONGEST_REASON = 500
 
@@ -53,7 +52,8 @@ class MoERuntimeWarning(UserWarning):
     """What a caller should know although nothing failed."""
 
 
-class blamed_on:
+@contextlib.contextmanager
+def blamed_on(what: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
     """Turns what a library raises over the contents of a file into an error that names the file.
 
     Libraries raise anything over a damaged file, a plain `Exception` included. The block must hold
@@ -63,27 +63,16 @@ class blamed_on:
         what: the beginning of the message: the file, and what cannot be done with it.
         kind: class of the error that is raised instead.
     """
-
-    def __init__(self, what: str, kind: type[Exception] = CheckpointError) -> None:
-        self._what = what
-        self._kind = kind
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        passes = (MoERuntimeError, MemoryError, self._kind)
-        if isinstance(error, Exception) and not isinstance(error, passes):
-            text = " ".join(str(error).split())[:_LONGEST_REASON]
-            says_enough = text and isinstance(error, ValueError | OSError)
-            name = type(error).__name__
-            reason = text if says_enough else f"{name}: {text}" if text else name
-            raise self._kind(f"{self._what}: {reason}") from error
+    try:
+        yield
+    except (MoERuntimeError, MemoryError, kind):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:_LONGEST_REASON]
+        says_enough = text and isinstance(error, ValueError | OSError)
+        name = type(error).__name__
+        reason = text if says_enough else f"{name}: {text}" if text else name
+        raise kind(f"{what}: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Values that every layer of the runtime shares. Standard library only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
@@ -24,6 +24,17 @@ class ModelSignature:
     num_experts: int
     top_k: int
     vocab_size: int
+
+    @staticmethod
+    def parse(value: object) -> "ModelSignature":
+        """One out of the JSON of a file; a ValueError says what is impossible in it."""
+        kinds = {field.name: field.type for field in fields(ModelSignature)}
+        if not isinstance(value, dict) or set(value) != set(kinds):
+            raise ValueError(f"the signature must have exactly {sorted(kinds)}")
+        for name, item in value.items():
+            if type(item) is not kinds[name] or (kinds[name] is int and not 0 < item < 2**31):
+                raise ValueError(f"the signature has {name} = {item!r}")
+        return ModelSignature(**value)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -261,6 +261,7 @@ def blanket_handlers(tree: ast.Module) -> list[int]:
         for node in nodes_of(tree)
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+        and not isinstance(node.body[-1], ast.Raise)
     ]
 
 

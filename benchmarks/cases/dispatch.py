@@ -36,7 +36,6 @@ from moe_runtime.parallel import FlatTransport, combine, dispatch
 from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.routing import Routing
 
-LOADS = ("balanced", "uniform", "zipf")
 SIDES = ("moe_runtime", "padded")
 
 
@@ -74,20 +73,12 @@ class CountingTransport:
     def __init__(self, inner: FlatTransport) -> None:
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
+        self.exchange_numbers, self.routes = inner.exchange_numbers, inner.routes
         self.row_bytes = 0
 
-    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
-        return self._inner.exchange_numbers(numbers_PN)
-
-    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
-        return self._inner.routes(sent_CP, received_CP)
-
-    def exchange(
-        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
-    ) -> Pending:
-        """As the inner one; rows are counted as they go in."""
-        self.row_bytes += rows_RD.numel() * rows_RD.element_size()
-        return self._inner.exchange(rows_RD, route, reverse=reverse, out=out)
+    def exchange(self, rows_RD: Tensor, route: object, **options: Any) -> Pending:
+        self.row_bytes += rows_RD.nbytes
+        return self._inner.exchange(rows_RD, route, **options)
 
 
 class RankExchange:
@@ -97,9 +88,9 @@ class RankExchange:
         """Draws tokens and choices; a collective of the default group."""
         group = dist.group.WORLD
         assert group is not None
-        self.shape, self._rank = shape, dist.get_rank()
-        random = torch.Generator().manual_seed(self._rank)
-        ids_TK = shape.ids_TK(self._rank)
+        self.shape, rank = shape, dist.get_rank()
+        random = torch.Generator().manual_seed(rank)
+        ids_TK = shape.ids_TK(rank)
         weights_TK = torch.rand(ids_TK.shape, generator=random)
         x_TD = torch.randn(shape.num_tokens, shape.dim, generator=random)
         self._x_TD = x_TD.to(getattr(torch, shape.dtype))
@@ -120,27 +111,18 @@ class RankExchange:
 
     def num_equal(self) -> int:
         """Tokens of this rank for which both sides give the same bits."""
-        self._transport.row_bytes = 0
-        ours_TD = self.ours()
-        assert self._transport.row_bytes == self.sent_bytes()["moe_runtime"]
-        ours, theirs = (x_TD.contiguous().view(torch.uint8) for x_TD in (ours_TD, self.padded()))
+        ours, theirs = (side().contiguous().view(torch.uint8) for side in self.sides.values())
         return int((ours == theirs).all(-1).sum())
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that leave this rank, there and back, by side; a collective."""
-        size, shape = dist.get_world_size(), self.shape
-        owner_TK = self._routing.ids_TK // (shape.num_experts // size)
-        leaving_P = owner_TK.flatten().bincount(minlength=size)
-        leaving_P[self._rank] = 0
-        back_P = torch.empty_like(leaving_P)
-        dist.all_to_all_single(back_P, leaving_P)
+        self._transport.row_bytes, shape = 0, self.shape
+        self.ours()
         num_slots = self._routing.ids_TK.flatten().bincount(minlength=shape.num_experts).max()
         dist.all_reduce(num_slots, dist.ReduceOp.MAX)
-        others = shape.num_experts - shape.num_experts // size
-        return {
-            "moe_runtime": int(leaving_P.sum() + back_P.sum()) * shape.row_bytes,
-            "padded": 2 * others * int(num_slots) * shape.row_bytes,
-        }
+        others = shape.num_experts - shape.num_experts // dist.get_world_size()
+        padded = 2 * others * int(num_slots) * shape.row_bytes
+        return {"moe_runtime": self._transport.row_bytes, "padded": padded}
 
 
 def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -293,10 +275,8 @@ def ranks_here(
         return RankFailureError(said, ranks=(number + 1,))
 
     def require_alive(timeout_s: float = 0.0) -> None:
-        try:
-            others.join(
-                timeout_s, grace_period=_SEEN_S
-            )  # the others hold the signal that ends them
+        try:  # the others hold the signal that ends them
+            others.join(timeout_s, grace_period=_SEEN_S)
         except ProcessRaisedException as error:
             raise ended(error.error_index, str(error).strip().splitlines()[-1]) from None
         except ProcessExitedException as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import read_bounded
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
@@ -171,10 +171,9 @@ def _replay(workload: Workload, row: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(read_bounded(path, max_bytes=_MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    with blamed_on(f"{path}: not JSON"):
+        content = json.loads(raw)
     rows = content.get("rows") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not rows:
         raise CheckpointError(f"{path}: expected a list of rows of hit counts")

@@ -223,7 +223,7 @@ def bench_ablation(
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
     from moe_runtime.benchmarks.suite.runner import Rules
-    from moe_runtime.training.data import text_files
+    from moe_runtime.training.data import data_files
 
     def steps_of(configured: int) -> int:
         return steps or max(1, configured // 10)
@@ -232,7 +232,7 @@ def bench_ablation(
     variants = read_variants(config_file, vary or (), steps_of=steps_of if is_given else None)
     folder = config_file.resolve().parent
     if run.output is not None:
-        read = [file for one in variants for file in text_files(one.config.data, folder)]
+        read = [file for one in variants for file in data_files(one.config.data, folder)]
         require_not_read(run.output, "results", read)
     with run.stopping() as stop:
         rules = Rules(

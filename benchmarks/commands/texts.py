@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from moe_runtime.benchmarks.commands.layers import require_one
 from moe_runtime.benchmarks.commands.shared import Threads, TimedRun, cap_bytes
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
@@ -135,7 +136,9 @@ def _measure(
     batch: int,
     num_built_in: int,
 ) -> None:
-    require_one_model(asked)
+    require_one(asked.model, asked.shape, "what is measured?")
+    if asked.shape is None and (asked.layers is not None or asked.keep_shape):
+        raise ValueError(f"{'--keep-shape' if asked.keep_shape else '--layers'} belongs to --shape")
     parse_budget(asked.host_memory, name="--host-memory")
     from moe_runtime.benchmarks.suite.peers import find_peers, our_program, writes_own_text
 
@@ -424,14 +427,6 @@ def _why_unable(program: "PeerProgram") -> str | None:
     return reason
 
 
-def require_one_model(asked: TextOptions) -> None:
-    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one."""
-    if (asked.model is None) == (asked.shape is None):
-        raise ValueError("expected MODEL or --shape, one of them: what is measured?")
-    if asked.shape is None and (asked.layers is not None or asked.keep_shape):
-        raise ValueError(f"{'--keep-shape' if asked.keep_shape else '--layers'} belongs to --shape")
-
-
 def prompt_ids(
     model: str,
     texts: Sequence[str] | None,
@@ -481,9 +476,10 @@ class ChosenDevice(NamedTuple):
 def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
     """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``."""
     budget = parse_budget(device_memory, name="--device-memory")
+    import torch
+
     kind, _, number = device.partition(":")
-    count = 0 if kind == "cpu" else _num_gpus()
-    if not count:
+    if kind == "cpu" or not torch.cuda.device_count():  # NVML's, which needs no context on them
         why = f"is about a GPU, and this run is on the CPU (--device {device})"
         refuse_given(ctx, {"device_memory", "misses"}, why)
         return ChosenDevice("cpu", "")
@@ -491,9 +487,3 @@ def choose_device(ctx: typer.Context, device: str, device_memory: str) -> Chosen
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = str(index) if seen is None else seen.split(",")[index]
     return ChosenDevice(f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto")
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()  # NVML's, which needs no context on any of them

@@ -1,20 +1,11 @@
 """``bench policies``, ``predictors`` and ``placements``: what recorded routing says of them."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.commands.shared import TimedRun
-from moe_runtime.cli.commands.place import (
-    Align,
-    Fit,
-    Gpus,
-    Groups,
-    Nodes,
-    Replicas,
-    Slack,
-    TimeLimit,
-    devices_of,
-)
+from moe_runtime.cli.commands.place import Placing
 from moe_runtime.cli.commands.predictor import (
     Distances,
     MaxTokens,
@@ -28,21 +19,14 @@ from moe_runtime.cli.commands.predictor import (
     require_layers,
 )
 from moe_runtime.cli.commands.replay import (
-    ASSUMED_EXPERT,
     LEARNERS,
-    Bandwidth,
     Capacity,
-    ExpertSize,
-    ExpertTime,
-    KnownAhead,
-    Latency,
-    LayerTime,
+    ModelledTime,
     NumExperts,
     Reset,
     Scope,
     SideBySide,
     TraceFile,
-    machine_of,
     parse_shares,
     read_routes_to_learn,
     read_trace_to_replay,
@@ -58,7 +42,6 @@ if TYPE_CHECKING:
 
 _QUICK_POLICIES = ("lru", "lfu", "belady-bypass")
 _QUICK_PREDICTORS = ("popularity", "token-identity", "layer-affinity")
-_TIMED = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time", "capacity")
 
 
 def bench_policies(
@@ -158,6 +141,7 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
 
 def bench_predictors(
     run: TimedRun,
+    *,
     traces: Traces = None,
     predictor: Names = None,
     train: Path | None = None,
@@ -166,13 +150,8 @@ def bench_predictors(
     distances: Distances = "1,2,4",
     max_tokens: MaxTokens = None,
     side_by_side: SideBySide = None,
-    bandwidth: Bandwidth = None,
     capacity: Capacity = None,
-    latency: Latency = 1e-4,
-    expert_size: ExpertSize = ASSUMED_EXPERT,
-    layer_time: LayerTime = 5e-4,
-    known_ahead: KnownAhead = 0.0,
-    expert_time: ExpertTime = 1e-4,
+    modelled: ModelledTime,
 ) -> None:
     """Measure predictors on held-out sequences of TRACE: recall, and seconds of a step.
 
@@ -185,8 +164,10 @@ def bench_predictors(
     """
     if not traces:
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
-    if bandwidth is None:
-        refuse_given(run.ctx, _TIMED, "is about prefetching in modelled time; give --bandwidth too")
+    machine = modelled.machine()
+    if machine is None:
+        timed = ("expert_size", "capacity")
+        refuse_given(run.ctx, timed, "is about prefetching in modelled time; give --bandwidth too")
     if train is not None:
         refuse_given(
             run.ctx, ("test_share",), "has no effect where --train gives what is learned from"
@@ -211,7 +192,6 @@ def bench_predictors(
         check_trainable(name)
     ahead = parse_distances(distances)
     shares = None if capacity is None else parse_shares(capacity)
-    machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     routes, signature = read_sequences(traces)
     require_layers(run.ctx, ahead, signature.num_layers)
     if train is None:
@@ -267,15 +247,9 @@ def _in_words(machine: "Machine") -> str:
 
 def bench_placements(
     run: TimedRun,
+    *,
     trace: TraceFile,
-    gpus: Gpus,
-    nodes: Nodes = 1,
-    replicas: Replicas = 0,
-    groups: Groups = 1,
-    fit: Fit = 0.5,
-    load_slack: Slack = 0.1,
-    time_limit: TimeLimit = 30.0,
-    align: Align = True,
+    placing: Placing,
     num_experts: NumExperts = None,
 ) -> None:
     """Measure all algorithms of `place` on TRACE: balance, hops, seconds of the search.
@@ -283,28 +257,33 @@ def bench_placements(
     Each places the experts by the first part of the trace and is scored on the rest, beside random
     placements. Those that make copies are measured with --replicas, too.
     """
-    devices = devices_of(gpus, nodes)
+    devices = placing.devices()
     from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
-    from moe_runtime.policies.placement import PlacementOptions, RoutingProfile
+    from moe_runtime.policies.placement import RoutingProfile
     from moe_runtime.policies.placement.base import slots_needed
     from moe_runtime.policies.placement.scoring import split_window
 
     recorded = read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature
     # Else no algorithm would have what was asked for.
-    slots_needed(signature.num_experts, replicas, gpus)
-    past, future = split_window(recorded.expert_ids, fit)
-    options = {"load_slack": load_slack, "time_limit_s": time_limit, "aligned": align}
+    slots_needed(signature.num_experts, placing.replicas, placing.gpus)
+    past, future = split_window(recorded.expert_ids, placing.fit)
+    options = dataclasses.asdict(placing.options())
+    del options["num_groups"]  # which is asked for as groups
     plan = PlacementsPlan(
         profile=RoutingProfile.from_ids(past, signature.num_experts),
         future=future,
         devices=devices,
-        num_replicas=replicas,
-        options=PlacementOptions(num_groups=groups, **options),
+        num_replicas=placing.replicas,
+        options=placing.options(),
         searches=not run.quick,
     )
     settings = trace_settings(trace.name, recorded.num_tokens, signature)
-    settings |= {"devices": gpus, **run.asked("fit", "nodes", "replicas", "groups"), **options}
+    settings |= {
+        "devices": placing.gpus,
+        **run.asked("fit", "nodes", "replicas", "groups"),
+        **options,
+    }
     names = [one.name for one in plan.systems()]
     run.measure(measure_placements, plan, settings, ["place_s"], unasked=names)
 

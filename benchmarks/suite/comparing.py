@@ -57,7 +57,8 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
     settings = results["settings"]
     found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
     if "device" in found:  # which GPU is the machine's
-        found["device"] = "a GPU" if _is_on_gpu(settings) else _CPU
+        is_on_cpu = str(found["device"] or "cpu").partition(":")[0] == "cpu"
+        found["device"] = _CPU if is_on_cpu else "a GPU"
     for name, value in found.items():
         if isinstance(value, list):
             by_text = {repr(one): one for one in value}
@@ -103,10 +104,6 @@ def _difference(name: str, one: Any, other: Any) -> str:
         key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
         name, one, other = f"{name}.{key}", one.get(key), other.get(key)
     return f"{name} {one!r} before, {other!r} after"
-
-
-def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
-    return str(settings.get("device") or "cpu").partition(":")[0] != "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,11 +128,8 @@ class NativeProducts(Products):
 
     def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
         # torch would widen both sides: 1.4 to 2.5 times as long
-        if (
-            self._has_outer
-            and out_AB.numel() <= SMALL_WEIGHT
-            and _lie_by_rows(left_nA, right_nB, out_AB)
-        ):
+        by_rows = all(matrix.stride(1) == 1 for matrix in (left_nA, right_nB, out_AB))
+        if self._has_outer and out_AB.numel() <= SMALL_WEIGHT and by_rows:
             outer_into(left_nA, right_nB, out_AB, adds=not is_first)
         elif not self._widens:
             super().outer(left_nA, right_nB, out_AB, is_first=is_first)
@@ -194,10 +191,6 @@ class RoundedProducts(Products):
     def _rounded(self, matrix: Tensor) -> Tensor:
         self._scratch, narrow = _memory_like(matrix, self._scratch)
         return narrow.copy_(matrix)
-
-
-def _lie_by_rows(*matrices: Tensor) -> bool:
-    return all(matrix.stride(1) == 1 for matrix in matrices)
 
 
 def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:

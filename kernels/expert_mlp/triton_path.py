@@ -73,7 +73,9 @@ class TritonPath:
         y_RD, kept = _products(batch, groups, keeps=keeps)
         if batch.weights_TK is None:
             return y_RD, kept
-        return _combine(y_RD, batch.weights_TK, _inverse(batch.rows.order_R), groups), kept
+        inverse_R, num_rows = _inverse(batch.rows.order_R), groups.offsets_E1[-1:]
+        out = launch_combine_fwd(y_RD, batch.weights_TK, inverse_R, num_rows, groups.num_choices)
+        return out, kept
 
     def backward(
         self,
@@ -213,11 +215,6 @@ def _memory(batch: RoutedBatch, groups: Groups) -> Tensor:
     waits = experts.waits
     size = int(groups.values_E1[-1]) if waits else experts.columns.most_values(groups.num_rows)
     return x_TD.new_empty(experts.num_inputs, size)
-
-
-def _combine(y_RD: Tensor, weights_TK: Tensor, inverse_R: Tensor, groups: Groups) -> Tensor:
-    num_rows = groups.offsets_E1[-1:]
-    return launch_combine_fwd(y_RD, weights_TK, inverse_R, num_rows, groups.num_choices)
 
 
 def _input_grad(dpre: Tensor, weight_SZD: Tensor, batch: RoutedBatch, groups: Groups) -> Tensor:

@@ -41,14 +41,15 @@ class SequencePart:
     def own(self, whole: Tensor) -> Tensor:
         """`[B, c, ...]` of `[B, C, ...]`."""
         context = whole.shape[1]
-        for number, name in ((self.size, "tp * parallel.cp"), (self._num_chunks, "cp * 2")):
+        order = fold_order(self._folds)
+        for number, name in ((self.size, "tp * parallel.cp"), (len(order), "cp * 2")):
             if context % number:
                 raise ValueError(
                     f"sequences of {context} tokens do not divide into {number} equal parts "
                     f"(parallel.{name})"
                 )
         width = context // self.size
-        folded = _chunks_in(whole, fold_order(self._folds))
+        folded = _chunks_in(whole, order)
         return folded.narrow(1, self.index * width, width)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -64,10 +65,6 @@ class SequencePart:
         width = num_tokens // 2
         own = fold_order(self._folds)[2 * self.index : 2 * self.index + 2]
         return [range(chunk * width, (chunk + 1) * width) for chunk in own]
-
-    @property
-    def _num_chunks(self) -> int:
-        return len(fold_order(self._folds))
 
     def own_choices(self, routing: Routing, num_sequences: int) -> Routing:
         """What a gate decided for the tokens here, of what it decided for all."""

@@ -182,7 +182,11 @@ def export_hugging_face(
     tensors = dict(hugging_face_tensors(model, dtype))
     shards = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_BYTES)
     config.architectures = [_ARCHITECTURES[family]]
-    with replace_folder(folder, keeps=lambda path: not _is_of_a_model(path)) as new:
+
+    def keeps(path: Path) -> bool:
+        return path.name != INDEX_FILE_NAME and not path.match("model*.safetensors")
+
+    with replace_folder(folder, keeps=keeps) as new:
         for file, names in shards.filename_to_tensors.items():
             save_file({name: tensors[name] for name in names}, new / file, {"format": "pt"})
             # safetensors makes its files readable by their owner only.
@@ -195,10 +199,6 @@ def export_hugging_face(
         GenerationConfig.from_model_config(config).save_pretrained(new)
         if also is not None:
             also(new)
-
-
-def _is_of_a_model(path: Path) -> bool:
-    return path.name == INDEX_FILE_NAME or path.match("model*.safetensors")
 
 
 def hugging_face_tensors(model: LanguageModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

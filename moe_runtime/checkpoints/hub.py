@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 
 from moe_runtime.checkpoints.safetensors_index import (
     INDEX_FILE_NAME,
@@ -217,6 +217,7 @@ class RemoteBeginning:
 _SITE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:/([^:@]+))?((?:[:@][^:@\s]+)*)")
+_DATA_SET = re.compile(rf"({_WORD}/{_WORD})(?:/([^@*?]+))?(?:@([^@\s]+))?")
 _PAGE = re.compile(r"(?:tree|blob|resolve)/([^/]+)(?:/(.+))?")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _QUANTISATION = re.compile(
@@ -224,6 +225,8 @@ _QUANTISATION = re.compile(
 )
 _USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_0", "Q8_0")
 """Of several quantisations, the first of these is taken where none is named."""
+_ABOUT_DATA = re.compile(r"(?:^|/)(?:dataset_infos?|state)\.json$")
+_NOT_TRAINING = re.compile(r"test|valid|eval|dev", re.IGNORECASE)
 _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
 """GGUF files that hold no language model."""
 
@@ -236,6 +239,11 @@ class HubName:
     revision: str = "main"  # a branch, tag or commit
     quantisation: str = ""  # of a GGUF repository, such as ``Q4_K_M``; empty where none is named
     file: str = ""  # a GGUF file of the repository; empty where none is named
+    kind: Literal["model", "dataset"] = "model"
+
+    @property
+    def owner(self) -> str:
+        return self.repository.partition("/")[0]
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -260,6 +268,17 @@ def parse_hub_name(text: str) -> HubName | None:
             f"{text}: expected a file or a quantisation, got both; leave :{given[':']} out"
         )
     return HubName(repository, given.get("@", "main"), given.get(":", ""), path)
+
+
+def data_set(text: str) -> HubName | None:
+    """Reads ``owner/name[/PATH][@REVISION]`` of a data set, or its page's address; None for what a
+    local file or a pattern may be called."""
+    site = _SITE.match(text)
+    text = text[site.end() :].removeprefix("datasets/") if site else text
+    found = _DATA_SET.fullmatch(text)
+    if found is None or (not site and re.search(r"\.[A-Za-z]+$", text)):
+        return None
+    return HubName(found[1], found[3] or "main", file=found[2] or "", kind="dataset")
 
 
 def gguf_models(names: Iterable[str], file: str = "") -> dict[str, list[str]]:
@@ -412,13 +431,42 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
     is_gguf = chosen[0].endswith(".gguf")
     if weights and not is_gguf:
         _fetch(found, found.shards(), progress)
+    _note(found)
+    return found.folder / chosen[0] if is_gguf else found.folder
+
+
+def download_files(
+    name: HubName, kinds: tuple[str, ...], progress: Progress | None = None
+) -> list[Path]:
+    """Downloads a data set's files of some kinds: of its parts, the one for training."""
+    found = _ask(name)
+    below = name.file.rstrip("/")
+    own = [
+        file
+        for file in sorted(found.files)
+        if file.lower().endswith(kinds) and not _ABOUT_DATA.search(file)
+        if not below or file == below or file.startswith(f"{below}/")
+    ]
+    chosen = [file for file in own if file == below or "train" in file]
+    chosen = chosen or [file for file in own if not _NOT_TRAINING.search(file)]
+    if not chosen:
+        raise CheckpointError(
+            f"{name.repository} has no files of {', '.join(kinds)}{' below ' * bool(below)}{below} "
+            f"to train on; found {clipped(sorted(found.files))}"
+        )
+    _fetch(found, chosen, progress)
+    _note(found)
+    return [found.folder / file for file in chosen]
+
+
+def _note(found: _Repository) -> None:
+    """Notes the commit of a revision. Last: without a connection the last whole commit is found."""
+    name = found.name
     reference = found.folder.parent.parent / "refs" / name.revision
     is_noted = reference.is_file() and reference.read_text() == found.commit
     if not found.offline and name.revision != found.commit and not is_noted:
-        # Written last: without a connection the last whole commit is found.
         reference.parent.mkdir(parents=True, exist_ok=True)
         write_text(reference, found.commit)
-    return found.folder / chosen[0] if is_gguf else found.folder
 
 
 def quantisations(name: HubName) -> dict[str, int]:
@@ -498,7 +546,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             # The hub gives larger files by its own protocol alone, which huggingface_hub has.
             if files[file].digest and files[file].num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 transfer.fetch(files[file], blobs)
-            hf_hub_download(name.repository, file, revision=found.commit)
+            hf_hub_download(name.repository, file, revision=found.commit, repo_type=name.kind)
 
         transfer.run("downloading", [*files], fetch)
 
@@ -526,11 +574,12 @@ def _ask(name: HubName) -> _Repository:
     from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(constants.HF_HUB_CACHE)
-    place = cache / repo_folder_name(repo_id=name.repository, repo_type="model")
+    place = cache / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
     try:
         with _explained(name, ""):
-            info = HfApi().model_info(
+            info: Any = HfApi().repo_info(
                 name.repository,
+                repo_type=name.kind,
                 revision=name.revision,
                 timeout=_HUB_LIMIT_S,  # the download itself would ask six times
                 files_metadata=True,
@@ -562,7 +611,7 @@ def _ask(name: HubName) -> _Repository:
         file = sibling.rfilename
         digest = (sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or ""
         if not PurePosixPath(file).is_absolute() and ".." not in PurePosixPath(file).parts:
-            url = hf_hub_url(name.repository, file, revision=commit)
+            url = hf_hub_url(name.repository, file, revision=commit, repo_type=name.kind)
             known = digest if _DIGEST.fullmatch(digest) else ""
             files[file] = HubFile(file, url, sibling.size or 0, known)
     return _Repository(name, commit, place / "snapshots" / commit, files, "")

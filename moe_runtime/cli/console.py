@@ -217,6 +217,21 @@ def fetch_model(model: str, *, weights: bool = True) -> "Path":
         return find_checkpoint(model, weights=weights, progress=progress)
 
 
+def print_parts(title: str, parts: Sequence[tuple[str, bool]]) -> None:
+    """Prints a text on stdout, its chosen parts green on a terminal and in double brackets
+    elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    shown = Text(f"{_printable(title)}: ", style="bold")
+    for text, is_chosen in parts:
+        marks = ("[[", "]]") if is_chosen and not console.is_terminal else ("", "")
+        style = "not bold green" if is_chosen else "not bold"
+        shown.append(f"{marks[0]}{_printable(text)}{marks[1]}", style)
+    console.print(shown, soft_wrap=True)
+
+
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:
     print_table(title, [("", "left"), ("", "left")], rows, to_stderr=to_stderr)
 

@@ -191,24 +191,6 @@ Misses = Annotated[
         callback=named("misses", lambda: MISSES),
     ),
 ]
-Routing = Annotated[
-    str,
-    option(
-        "exact, or cache-aware:LAMBDA: a resident expert replaces a missing one whose weight is "
-        "higher by at most this share of the token's weights. Lossy; CPU only.",
-        metavar="ROUTING",
-        callback=_routing,
-    ),
-]
-SkipBelow = Annotated[
-    float,
-    option(
-        "Leave out missing experts with less than this share of a token's weights. Lossy; CPU "
-        "only.",
-        min=0.0,
-        max=1.0,
-    ),
-]
 Prefetch = Annotated[
     str,
     option(
@@ -244,15 +226,6 @@ Dtype = Annotated[
     ),
 ]
 
-Adapter = Annotated[
-    Path | None,
-    option(
-        "Folder of a LoRA adapter in PEFT's format, on layers or experts, for all that the model "
-        "computes. CPU only.",
-        metavar=FOLDER,
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
@@ -262,6 +235,10 @@ class Loading:
         shares: Memory of each layer: even, adaptive (more where misses cost most), or auto.
         activations: Precision of products with quantised weights: exact, or int8 (faster, less
             precise; CPU only).
+        routing: exact, or cache-aware:LAMBDA: a resident expert replaces a missing one whose weight
+            is higher by at most this share of the token's weights. Lossy; CPU only.
+        skip_below: Leave out missing experts with less than this share of a token's weights.
+            Lossy; CPU only.
         teach: With --policy auto: afterwards train the policy reuse in the background, once enough
             routing is kept.
     """
@@ -276,8 +253,8 @@ class Loading:
         str, typer.Option(callback=named("activations", lambda: ACTIVATIONS))
     ] = "exact"
     misses: Misses = "device"
-    routing: Routing = "exact"
-    skip_below: SkipBelow = 0.0
+    routing: Annotated[str, typer.Option(metavar="ROUTING", callback=_routing)] = "exact"
+    skip_below: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0
     prefetch: Prefetch = "auto"
     predictor: Predictor = "auto"
     draft: Draft = "none"
@@ -298,7 +275,14 @@ class Loading:
 class AdaptedLoading(Loading):
     """How a model is loaded, and its adapter."""
 
-    adapter: Adapter = None
+    adapter: Annotated[
+        Path | None,
+        option(
+            "Folder of a LoRA adapter in PEFT's format, on layers or experts, for all that the "
+            "model computes. CPU only.",
+            metavar=FOLDER,
+        ),
+    ] = None
 
     __doc__ = Loading.__doc__
 

@@ -66,7 +66,9 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
             continue
         kinds, helps_of_group = get_type_hints(fields, include_extras=True), _helps(fields)[1]
         for field in dataclasses.fields(fields):
-            own = param.replace(name=field.name, default=field.default)
+            is_needed = field.default is dataclasses.MISSING
+            default = inspect.Parameter.empty if is_needed else field.default
+            own = param.replace(name=field.name, default=default)
             parameters.append(_with_help(own, kinds[field.name], helps_of_group))
     if "ctx" not in hints:
         parameters.append(inspect.Parameter("ctx", by_name, annotation=typer.Context))

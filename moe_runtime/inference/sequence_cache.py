@@ -301,29 +301,19 @@ class BatchCache(Cache):
         ``cos`` and ``sin`` are of each row's position, ``[B, 1, R]``. Gives None, with nothing
         appended, for a layer without ``weights`` or of another form.
         """
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # kernels keep rows apart: `RowsAlone` costs time alone
-            return self._step_each(self.layers[layer_idx], hidden, weights, cos, sin)
-
-    def _step_each(
-        self,
-        layer: Any,
-        hidden: torch.Tensor,
-        weights: AttentionWeights | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> torch.Tensor | None:
-        if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
-            return None
-        if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
-            return None
-        cached = layer.take_places(weights.dtype)
-        if cached is None:
-            return None
-        parts = (part.reshape(len(hidden), -1) for part in (hidden, cos, sin))
-        x_BD, cos_BR, sin_BR = parts
-        return attention_steps(x_BD, weights, cos_BR, sin_BR, cached).view(hidden.shape[0], 1, -1)
+        layer: Any = self.layers[layer_idx]
+        # kernels keep rows apart: `RowsAlone` costs time alone
+        with torch._C.DisableTorchFunction():
+            if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
+                return None
+            if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
+                return None
+            cached = layer.take_places(weights.dtype)
+            if cached is None:
+                return None
+            x_BD, cos_BR, sin_BR = (part.reshape(len(hidden), -1) for part in (hidden, cos, sin))
+            mixed_BD = attention_steps(x_BD, weights, cos_BR, sin_BR, cached)
+            return mixed_BD.view(hidden.shape[0], 1, -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens cached, of all sequences for one row, else in the mean of the rows."""

@@ -29,10 +29,9 @@ CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", 
 
 def describe_machine() -> dict[str, object]:
     """Processor, cores, memory and system of this machine; nothing that names its owner."""
-    facts = _cpu_facts()
-    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    name, flags = processor()
     return {
-        "cpu": facts.get("model name", platform.processor() or platform.machine()),
+        "cpu": name,
         "cpu_features": [name for name in CPU_FEATURES if name in flags],
         "num_cores": num_usable_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -82,10 +81,12 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cpu_facts() -> dict[str, str]:
+def processor() -> tuple[str, set[str]]:
+    """The processor's name, and its features as the system calls them."""
     facts: dict[str, str] = {}
     file = Path("/proc/cpuinfo")
     for line in file.read_text().splitlines() if file.is_file() else ():
         name, _, value = line.partition(":")
         facts.setdefault(name.strip(), value.strip())
-    return facts
+    model = facts.get("model name", platform.processor() or platform.machine())
+    return model, set(facts.get("flags", facts.get("Features", "")).split())

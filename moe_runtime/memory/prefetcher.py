@@ -29,6 +29,7 @@ class LinkState(NamedTuple):
         demand_s: in which a demand was under way, since the store was opened.
         num_missing: misses and late hits, since the counters were reset.
         came_true: guesses that were asked for, since the counters were reset.
+        num_needed: misses and guesses that came true, less those that did not, since then.
     """
 
     transfer_s: float
@@ -36,6 +37,7 @@ class LinkState(NamedTuple):
     demand_s: float
     num_missing: int
     came_true: int
+    num_needed: int
 
 
 class Guesses(Generic[W]):
@@ -105,12 +107,14 @@ class Guesses(Generic[W]):
     def link(self) -> LinkState:
         """The state of the link to the tier below, as seen without the lock."""
         link, counters = self._store._link, self._store._counters
+        came_true = counters.useful_guesses + counters.late_guesses
         return LinkState(
             link.seconds_for(self._store._slab.slot_bytes),
             counters.stall_s,
             link.demand_s,
             counters.misses + counters.late_hits,
-            counters.useful_guesses + counters.late_guesses,
+            came_true,
+            counters.misses + 2 * came_true - counters.guesses,
         )
 
 
@@ -322,6 +326,7 @@ class Prefetcher:
                     stall_s=link.stall_s - start.link.stall_s,
                     predict_s=self._predict_s - start.predict_s,
                     saved_s=(link.came_true - start.link.came_true) * link.transfer_s,
+                    needed_s=(link.num_needed - start.link.num_needed) * link.transfer_s,
                 )
             )
 

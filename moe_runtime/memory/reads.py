@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_runtime.errors import CLOSED, FORKED, CapacityError, MoERuntimeError
-from moe_runtime.kernels.native.library import NativeLibrary
+from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.types import ExpertKey
 
 PATIENCE_S = 1.0

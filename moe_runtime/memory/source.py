@@ -24,7 +24,7 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CLOSED, CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.kernels.native.library import native_library
+from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.native.pages import madvise, populate
 from moe_runtime.memory.reads import (
     Monitor,

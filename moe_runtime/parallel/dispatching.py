@@ -44,7 +44,7 @@ from moe_runtime.parallel.communication.transport import (
     Transport,
 )
 from moe_runtime.parallel.communication.watch import check_agreement
-from moe_runtime.parallel.communication.wire import ExactWire, Wire, WireName, wires
+from moe_runtime.parallel.communication.wire import EXACT, Wire, WireName, wires
 from moe_runtime.parallel.rows import (
     SPREAD,
     Expansion,
@@ -324,9 +324,7 @@ class AsyncAllToAll:
             self._route,
             reverse=self._is_return != is_gradient,
             # What is written in another way has to be decoded into its place.
-            out=self._out_RD
-            if not is_gradient and isinstance(self._wires[False], ExactWire)
-            else None,
+            out=self._out_RD if not is_gradient and self._wires[False] is EXACT else None,
         )
 
     def land(self, *, is_gradient: bool) -> Tensor:

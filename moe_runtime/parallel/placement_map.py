@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_runtime.digests import digest
-from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.errors import CheckpointError, blamed_on, named_failure
 from moe_runtime.files import read_bounded, write_text
 from moe_runtime.policies.placement import EMPTY, Devices, Placement
 from moe_runtime.types import ModelSignature
@@ -345,10 +345,8 @@ def load_placement_map(path: str | os.PathLike[str]) -> PlacementMap:
         raw = read_bounded(target, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be read: {error.strerror}") from error
-    try:
+    with blamed_on(f"{target}: not a placement map: not JSON"):
         value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{target}: not a placement map: not JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != MAP_FORMAT:
         raise CheckpointError(f"{target}: not a placement map of moe-runtime")
     if value.get("version") != MAP_VERSION:
@@ -375,7 +373,7 @@ def _parse(value: dict[str, Any]) -> PlacementMap:
         )
     if set(value) != _KEYS:
         raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(value)}")
-    signature = _parse_signature(value["signature"])
+    signature = ModelSignature.parse(value["signature"])
     for name in ("num_nodes", "gpus_per_node"):
         if type(value[name]) is not int or not 0 < value[name] <= 1 << 20:
             raise ValueError(f"{name} is {value[name]!r}, expected a positive integer")
@@ -406,17 +404,6 @@ def _parse_layers(layers: object, num_gpus: int) -> np.ndarray:
     if len(widths) != 1:
         raise ValueError(f"ranks must have equally many slots, got {sorted(widths)}")
     return np.array(layers, dtype=np.int64).reshape(len(layers), -1)
-
-
-def _parse_signature(value: object) -> ModelSignature:
-    fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
-    if not isinstance(value, dict) or set(value) != set(fields):
-        raise ValueError(f"the signature must have exactly {sorted(fields)}")
-    for name, kind in fields.items():
-        item = value[name]
-        if type(item) is not kind or (kind is int and not 0 < item < 2**31):
-            raise ValueError(f"the signature has {name} = {item!r}")
-    return ModelSignature(**value)
 
 
 def _describe(signature: ModelSignature) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_runtime.parallel import placement_map
 from moe_runtime.parallel.communication.transport import Transport
-from moe_runtime.parallel.communication.wire import ExactWire
+from moe_runtime.parallel.communication.wire import EXACT
 from moe_runtime.parallel.dispatching import AsyncAllToAll, Group, as_transport
 from moe_runtime.parallel.rows import Expansion, merge_rows
 from moe_runtime.parallel.slots import ExpertSlots
@@ -75,9 +75,8 @@ class SlotExchange:
             self._places.to(device),
             [len(self.sent_slots)],
         )
-        wire = ExactWire()
         transfer = AsyncAllToAll(
-            self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
+            self._transport, self._route, is_return=False, wire=EXACT, gradient_wire=EXACT
         )
         transfer.start(rows.parts[0])
         kept_RN = rows.last()

@@ -17,11 +17,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.checkpoints.transformers_private import (
-    attention_name,
-    attention_names,
-    cache_name,
-)
+from moe_runtime.checkpoints.transformers_private import attention_name, attention_names, cache_name
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import kv_bytes_per_token

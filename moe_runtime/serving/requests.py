@@ -11,6 +11,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import COLDEST
 from moe_runtime.inference.pictures import PlacedPicture
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
+from moe_runtime.types import RuntimeStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,11 +70,6 @@ class EngineClosedError(MoERuntimeError):
 
 class RequestTooLongError(ValueError):
     """A prompt and its answer need more tokens than the model knows or memory is reserved for."""
-
-    def __init__(self, message: str, *, num_tokens: int, most_tokens: int) -> None:
-        super().__init__(message)
-        self.num_tokens = num_tokens
-        self.most_tokens = most_tokens
 
 
 class ConstraintError(MoERuntimeError):
@@ -170,7 +166,6 @@ class GenerationRequest:
         min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens, unless its
             constraint lets nothing else follow.
         stop_ids: tokens that end the answer; they are its last token.
-        ignore_eos: goes on after ``stop_ids``, which may still be chosen.
         num_logprobs: how many of the most likely tokens to report with each new one; None for no
             log-probabilities.
         num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
@@ -189,7 +184,6 @@ class GenerationRequest:
     max_new_tokens: int
     min_new_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
     sampling: SamplingOptions = SamplingOptions()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
@@ -286,32 +280,6 @@ OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertStatistics:
-    """What the experts cost since the model was loaded; see ``model.moe.stats()``.
-
-    ``bytes_read`` is by tier: ``"disk"``, and ``"host"`` for a model on a device.
-    """
-
-    hits: int
-    late_hits: int
-    misses: int
-    bytes_read: Mapping[str, int]
-    replaced_choices: int
-    skipped_choices: int
-    stand_in_choices: int
-    stall_s: float
-    useful_guesses: int
-    late_guesses: int
-    wasted_guesses: int
-    expert_slots: int
-    slot_bytes: int
-    expert_bytes: int
-    budget_bytes: int
-    policy: str
-    kv_cache: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatistics:
     """What the engine does now, and what it did since it was made.
 
@@ -328,6 +296,7 @@ class EngineStatistics:
         prefix_disk_hit_tokens: those of them that were found on the disk.
         prefix_disk_failures: times that prefixes could not be written to the disk.
         finished: requests by the reason with which they ended.
+        experts: what they cost since the model was loaded.
         draft_steps: of sequences, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
@@ -348,7 +317,7 @@ class EngineStatistics:
     prefix_disk_failures: int
     generated_tokens: int
     finished: Mapping[FinishReason, int]
-    experts: ExpertStatistics
+    experts: RuntimeStats
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0

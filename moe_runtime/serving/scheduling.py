@@ -200,7 +200,7 @@ class Sequence:
         self.answer.append(token.token_id)
         self._tell(token)
         request = self.request
-        if token.token_id in request.stop_ids and not request.ignore_eos:
+        if token.token_id in request.stop_ids:
             return "stop"
         if request.constraint is not None and request.constraint.is_exhausted:
             return "stop"

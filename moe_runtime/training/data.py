@@ -36,6 +36,7 @@ from moe_runtime.files import (
     write_atomically,
 )
 from moe_runtime.models.lm.tokenizer import train_tokenizer
+from moe_runtime.training.examples import Examples, ExampleStream, held_out_rows
 from moe_runtime.training.run_config import DataConfig, LoopConfig, SourceConfig, TokenizerConfig
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _MIN_DOCUMENTS_TO_DIVIDE = 20
 # Texts are held in memory whole.
 _MAX_FILE_BYTES = 4 << 30
 # Of files of records: as text, a model would learn their braces, quotes and field names.
-_RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+_RECORDS = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,11 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
     to the other side; of fewer, the end of each.
     """
     separator = data.document_separator
-    documents = list(_documents(_find(name, source.files, folder), folder, separator))
+    documents = list(_documents(_find_texts(name, source.files, folder), folder, separator))
     if not documents:
         raise ValueError(f"source {name!r}: no usable text, all of its files are empty")
     if source.held_out_files:
-        held_out_paths = _find(name, source.held_out_files, folder)
+        held_out_paths = _find_texts(name, source.held_out_files, folder)
         held_out = [text for _, text in _documents(held_out_paths, folder, separator)]
         if not held_out:
             raise ValueError(f"source {name!r}: held_out_files hold no text, all are empty")
@@ -91,15 +92,15 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
     return Corpus(tuple(training), tuple(held_out))
 
 
-def text_files(data: DataConfig, folder: Path) -> list[Path]:
+def data_files(data: DataConfig, folder: Path) -> list[Path]:
     return [
         file
         for name, source in data.sources.items()
-        for file in _find(name, (*source.files, *source.held_out_files), folder)
+        for file in find_files(name, (*source.files, *source.held_out_files), folder)
     ]
 
 
-def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
+def find_files(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
@@ -109,17 +110,23 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
                 f"source {name!r}: no file matches {str(folder / pattern)!r}; make the text first "
                 "(a configuration file may say how at its head), or name another one"
             )
-        for file in files:
-            if file.suffix.lower() in _RECORDS:
-                raise _holds_records(f"source {name!r}: {file}")
         found.update(files)
     return sorted(found)
 
 
+def _find_texts(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
+    found = find_files(name, patterns, folder)
+    for file in found:
+        if file.suffix.lower() in _RECORDS:
+            raise _holds_records(f"source {name!r}: {file}")
+    return found
+
+
 def _holds_records(what: str) -> ValueError:
     return ValueError(
-        f"{what} holds records, and files are trained on as plain text; write the text of each "
-        "record to a text file, and give its data.document_separator"
+        f"{what} holds records, and would be trained on as plain text; `moe-runtime finetune` "
+        "takes files of records alone that are named .jsonl, .json or .parquet; for `train`, "
+        "write the text of each record to a text file, and give its data.document_separator"
     )
 
 
@@ -130,6 +137,28 @@ def _is_records(text: str) -> bool:
         return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
+
+
+_SPEAKER = re.compile(
+    r"^\W{0,5}(?:im_start\W+)?(user|human|instruction|assistant|gpt|bot|response)\W{1,4}",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ASKS = ("user", "human", "instruction")
+
+
+def looks_like_chat(text: str) -> bool:
+    """Whether lines of a text begin with the names of those that talk, on both sides."""
+    found = {match[1].lower() in _ASKS for match in _SPEAKER.finditer(text[:65536])}
+    return len(found) == 2
+
+
+def warn_of_chat(what: str) -> None:
+    warnings.warn(
+        f"{what} looks like a conversation written as text: all of it is trained on, questions "
+        "included; records with messages train `moe-runtime finetune` on the answers alone",
+        MoERuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _documents(
@@ -145,6 +174,8 @@ def _documents(
             ) from None
         if _is_records(text):
             raise _holds_records(str(path))
+        if looks_like_chat(text):
+            warn_of_chat(str(path))
         name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
         parts = [text] if separator is None else text.split(separator)
         for number, part in enumerate(parts):
@@ -162,14 +193,14 @@ def _divide(documents: list[tuple[str, str]], share: float) -> tuple[list[str], 
     training: list[str] = []
     held_out: list[str] = []
     for name, text in documents:
-        (held_out if _place(name) < share else training).append(text)
+        is_apart = place_of(name.encode(errors="surrogateescape")) < share
+        (held_out if is_apart else training).append(text)
     return training, held_out
 
 
-def _place(name: str) -> float:
+def place_of(name: bytes) -> float:
     """A number in [0, 1) that depends on the name alone."""
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64
 
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -184,14 +215,14 @@ _READ_BYTES = _MOST_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenStreams:
-    """One source as token ids, every document followed by the end-of-text token.
+    """One source as token ids: of text, every document followed by the end-of-text token.
 
     Attributes:
         fingerprint: of the text, its division and the tokenizer.
     """
 
-    training: Ids
-    held_out: Ids
+    training: Ids | Examples
+    held_out: Ids | Examples
     fingerprint: str
 
 
@@ -328,7 +359,7 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
     The tokenizer's own tokens around a text, such as BOS, stay.
     """
     encoder: Any = tokenizer
-    added = _added_tokens(tokenizer)
+    added = added_tokens(tokenizer)
     end = [] if added[-1:] == [encoder.eos_token_id] else [encoder.eos_token_id]
     dtype = np.uint16 if len(encoder) <= 1 << 16 else np.uint32
     pieces: list[npt.NDArray[Any]] = []
@@ -343,7 +374,7 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
 
-def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
+def added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
     """What a tokenizer puts around a text: the tokens before it, None, the tokens after it."""
     encoder: Any = tokenizer
     found = encoder.backend_tokenizer.encode("a")
@@ -358,7 +389,7 @@ def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
 def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
     """What ids depend on; where nothing is put around a text, as before anything could be."""
     backend: Any = tokenizer
-    added = _added_tokens(tokenizer)
+    added = added_tokens(tokenizer)
     around = "" if added == [None] else f"{added}"
     return f"{backend.backend_tokenizer.to_str()}{backend.eos_token_id}{around}".encode()
 
@@ -415,7 +446,12 @@ class Batches:
     """
 
     def __init__(
-        self, streams: Mapping[str, Ids], weights: Mapping[str, float], *, context: int, seed: int
+        self,
+        streams: Mapping[str, Ids | Examples],
+        weights: Mapping[str, float],
+        *,
+        context: int,
+        seed: int,
     ) -> None:
         weighted = [name for name in streams if weights.get(name, 0) > 0]
         if weighted and len(weighted) < len(streams):
@@ -424,10 +460,14 @@ class Batches:
                 f"source {missing!r} has no weight while {weighted[0]!r} has one; give every "
                 "source a weight, or none to mix them by size"
             )
-        self._windows: list[WindowStream] = []
+        self._windows: list[WindowStream | ExampleStream] = []
         for number, (name, ids) in enumerate(streams.items()):
+            own = (seed, number)
             try:
-                self._windows.append(WindowStream(ids, context=context, seed=(seed, number)))
+                if isinstance(ids, Examples):
+                    self._windows.append(ExampleStream(ids, context=context, seed=own))
+                else:
+                    self._windows.append(WindowStream(ids, context=context, seed=own))
             except ValueError as error:
                 raise ValueError(f"source {name!r} is too short: {error}") from None
         shares = [weights[name] if weighted else len(ids) for name, ids in streams.items()]
@@ -450,7 +490,7 @@ class Batches:
         return sum(stream.windows_per_epoch for stream in self._windows)
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
-        """The next windows, `[N, C + 1]` ids."""
+        """The next windows, `[N, C + 1]` ids, or `[N, C + 1, 3]` with positions and roles."""
         return np.stack([self._next() for _ in range(num_windows)])
 
     def _next(self) -> npt.NDArray[np.int64]:
@@ -472,8 +512,13 @@ def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int6
     return windows[:, columns].reshape(-1, context + 1)
 
 
-def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray[np.int64]:
-    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`."""
+def held_out_windows(
+    ids: Ids | Examples, *, context: int, most_tokens: int
+) -> npt.NDArray[np.int64]:
+    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`; of
+    examples as of `Batches.draw`."""
+    if isinstance(ids, Examples):
+        return held_out_rows(ids, context=context, most_tokens=most_tokens)
     num_windows = min(max(0, len(ids) - 1) // context, max(1, most_tokens // context))
     starts = np.arange(num_windows) * context
     columns = starts[:, None] + np.arange(context + 1)

@@ -8,6 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from moe_runtime.training.checkpoint import (
     save_checkpoint,
 )
 from moe_runtime.training.data import shorten
+from moe_runtime.training.examples import TRAINED, trimmed
 from moe_runtime.training.metrics import (
     EvaluationRecord,
     JsonLines,
@@ -199,7 +201,7 @@ class Trainer:
         last one.
 
         Returns:
-            Whether the run is complete.
+            Whether the run is complete; one that got no better for `patience` measurements is.
 
         Raises:
             ValueError: the run diverged: scores or the loss at its end are no numbers, or the
@@ -207,7 +209,7 @@ class Trainer:
             OSError: a checkpoint or a record cannot be written.
         """
         run = self._config.run
-        while self.step < run.steps:
+        while self.step < run.steps and not self._has_stalled():
             self._emit(self._take_step(), on_record)
             is_last = self.step == run.steps
             if is_last or _is_due(self.step, run.evaluate_every):
@@ -219,7 +221,20 @@ class Trainer:
                 break
         self.save()
         self.optimizer.wait()
-        return self.step >= run.steps
+        return self.step >= run.steps or self._has_stalled()
+
+    def _has_stalled(self) -> bool:
+        """Whether the last `patience` measurements are no better than one before."""
+        patience = self._config.run.patience
+        if not patience:
+            return False
+        measured = [
+            record["held_out_mean"]
+            for record in read_records(self._run.output)
+            if "held_out_mean" in record
+        ]
+        before, last = measured[:-patience], measured[-patience:]
+        return bool(before) and min(last) >= min(before)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -302,7 +317,11 @@ class Trainer:
             if self._ranks.pipeline is not None:
                 inputs = [windows.to(self._run.device) for windows in micro_batches]
                 return self._ranks.pipeline.backward(inputs)
-            parts = [partial(self._part, windows, losses) for windows in micro_batches]
+            weights = _weights(micro_batches)
+            parts = [
+                partial(self._part, windows, weight, losses)
+                for windows, weight in zip(micro_batches, weights, strict=True)
+            ]
             self.optimizer.backward(parts, rate=rate)
         return losses
 
@@ -329,15 +348,22 @@ class Trainer:
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
-        return self._ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
+        parts = torch.from_numpy(windows).chunk(data.micro_batches)
+        return self._ranks.part([trimmed(part) for part in parts])
 
-    def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
-        """One part's share of the loss; its losses are appended to `found`."""
+    def _part(self, windows: Tensor, weight: float, found: list[Losses]) -> Tensor:
+        """One part's share of the loss; its losses are appended to `found`.
+
+        Args:
+            weight: its targets over the mean of the step's parts.
+        """
         recorded = contextlib.nullcontext()
         if self.trace is not None:
-            recorded = self.trace.micro_batch(windows[:, :-1])
+            ids = windows if windows.ndim == 2 else windows[..., 0]
+            recorded = self.trace.micro_batch(ids[:, :-1])
         with recorded, self._autocast():
             losses = self._losses(windows)
+        losses = replace(losses, cross_entropy=losses.cross_entropy * weight)
         found.append(losses.detach())
         num_parts = self._config.data.micro_batches // self._ranks.num_data_ranks
         return (losses.cross_entropy + losses.auxiliary) * self._ranks.loss_share / num_parts
@@ -359,7 +385,9 @@ class Trainer:
         rows = self._config.data.windows_per_micro_batch
         for name, windows in self._run.held_out.items():
             with self._autocast(), self._ranks.watched(f"held-out text {name!r}"):
-                nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
+                nats[name] = self._held_out_loss(
+                    [trimmed(part) for part in torch.from_numpy(windows).split(rows)]
+                )
         weights = {name: self._run.mixture[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
         if not math.isfinite(mean):
@@ -377,8 +405,8 @@ class Trainer:
         own = [parts[min(number, len(parts) - 1)] for number in numbers]
         total = torch.zeros((), dtype=torch.float64)
         for number, part, loss in zip(numbers, own, self._measured(own), strict=True):
-            total += float(loss) * len(part) if number < len(parts) else 0.0
-        return float(ranks.mean(total)) * ranks.num_data_ranks / sum(map(len, parts))
+            total += float(loss) * _num_targets(part) if number < len(parts) else 0.0
+        return float(ranks.mean(total)) * ranks.num_data_ranks / sum(map(_num_targets, parts))
 
     def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         pipeline = self._ranks.pipeline
@@ -432,6 +460,17 @@ class Trainer:
         for sink in self.sinks:
             sink.write(record)
         on_record(record)
+
+
+def _num_targets(windows: Tensor) -> int:
+    """Targets of windows as of `Batches.draw`; of text, in windows."""
+    return len(windows) if windows.ndim == 2 else int((windows[:, 1:, 2] == TRAINED).sum())
+
+
+def _weights(parts: Sequence[Tensor]) -> list[float]:
+    """The targets of each part over their mean, so that every target of a step counts the same."""
+    counts = [_num_targets(part) for part in parts]
+    return [count * len(parts) / sum(counts) for count in counts]
 
 
 def _is_due(step: int, every: int) -> bool:

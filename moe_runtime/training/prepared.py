@@ -47,7 +47,7 @@ LOCK_FILE = "run.lock"
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
-    *("tensorboard", "export_dtype", "trace", "trace_steps"),
+    *("tensorboard", "export_dtype", "trace", "trace_steps", "patience"),
 )
 _FREE = frozenset(
     {
@@ -77,8 +77,8 @@ class PreparedRun:
 
     Attributes:
         storage: folder of offloaded experts.
-        held_out: windows `[N, C + 1]` of held-out text, by source; sources without any are left
-            out.
+        held_out: windows of held-out text as of `Batches.draw`, by source; sources without any are
+            left out.
         device: where everything but offloaded experts lies, and what computes.
         num_parameters, num_active_parameters: of the model, offloaded experts included.
     """

@@ -228,6 +228,7 @@ class RunConfig:
         log_every: steps between progress lines.
         evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
         evaluate_tokens: most held-out tokens measured of each source.
+        patience: measurements in a row without a better one after which the run ends; 0 never.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep_checkpoints: how many of the newest stay.
         tensorboard: also write TensorBoard's event files.
@@ -253,6 +254,7 @@ class RunConfig:
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 16_384
+    patience: int = 0
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     tensorboard: bool = False
@@ -263,6 +265,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "log_every", "evaluate_tokens", "keep_checkpoints")
         _at_least(0, self, "seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps")
+        _at_least(0, self, "patience")
+        if self.patience and not self.evaluate_every:
+            raise ValueError("patience counts measurements of held-out text; give evaluate_every")
         for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")

@@ -23,11 +23,11 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.data import (
     check_groups,
+    data_files,
     encode_corpora,
     obtain_tokenizer,
     read_corpora,
     save_tokenizer,
-    text_files,
     windows_of,
 )
 from moe_runtime.training.loop import Trainer
@@ -95,7 +95,7 @@ def prepare(
     output = folder / config.run.output
     trace = config.run.trace and folder / config.run.trace
     first = config.run.start_from and folder / config.run.start_from
-    check_inputs_stay(output, trace, text_files(config.data, folder), first)
+    check_inputs_stay(output, trace, data_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
     corpora = read_corpora(config.data, folder)

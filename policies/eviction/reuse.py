@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_runtime.policies.eviction.base import Maker, Setting
 from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
-from moe_runtime.policies.eviction.learned import Scored
+from moe_runtime.policies.eviction.learned import Scored, Scorer
 from moe_runtime.policies.eviction.reuse_network import (
     DISCOUNT,
     FLOOR,
@@ -68,7 +68,7 @@ def make_reuse(setting: Setting) -> Maker:
     return maker_of(estimator)
 
 
-def maker_of(estimator: "ReuseEstimator | CompiledReuse") -> Maker:
+def maker_of(estimator: Scorer) -> Maker:
     """Makes the orderings of layers that share an estimator."""
     return partial(Scored, estimator, may_decline=True)
 

@@ -67,7 +67,9 @@ class AntiCorrelation:
         """Places by the profile's loads over its windows; one window alone makes it greedy."""
         _refuse_replicas("anti-correlation", num_replicas)
         each = slots_needed(profile.num_experts, 0, devices.num_gpus)
-        shares = window_shares(profile.loads_BLE)
+        loads_BLE = profile.loads_BLE
+        totals = loads_BLE.sum(axis=2, keepdims=True)
+        shares = np.divide(loads_BLE, totals, out=np.zeros_like(loads_BLE), where=totals > 0)
         rows = [
             self._place_layer(shares[:, layer], devices.num_gpus, each)
             for layer in range(profile.num_layers)
@@ -379,12 +381,6 @@ def _matching(flow_GG: np.ndarray, devices: Devices) -> np.ndarray:
         _, inner = linear_sum_assignment(-blocks[node, :, pack_node])
         order[node * each : (node + 1) * each] = pack_node * each + inner
     return order
-
-
-def window_shares(loads_BLE: np.ndarray) -> np.ndarray:
-    """``[B, L, E]`` share of its window's tokens that each expert got; 0 in an empty window."""
-    totals = loads_BLE.sum(axis=2, keepdims=True)
-    return np.divide(loads_BLE, totals, out=np.zeros_like(loads_BLE), where=totals > 0)
 
 
 def correlate(series_BE: np.ndarray) -> np.ndarray:

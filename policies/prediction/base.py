@@ -156,11 +156,6 @@ class Routes:
         )
 
 
-def remembered_tokens_bytes(shape: Shape) -> int:
-    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), ids."""
-    return REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
-
-
 def most_learned_bytes(shape: Shape) -> int:
     """Most that one learner keeps for later processes: a full collection, and popularity."""
     return (COLLECTED_MATRICES + 1) * shape.num_layers * shape.num_experts * 4
@@ -168,7 +163,9 @@ def most_learned_bytes(shape: Shape) -> int:
 
 def most_remembered_bytes(shape: Shape) -> int:
     """Most that a policy and a predictor that need no training remember of a model's routing."""
-    return remembered_tokens_bytes(shape) + 3 * most_learned_bytes(shape)
+    # a full ring of tokens: paths (uint8), followers (float32), ids
+    ring = REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
+    return ring + 3 * most_learned_bytes(shape)
 
 
 def keys_of(shape: Shape) -> list[list[ExpertKey]]:

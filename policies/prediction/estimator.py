@@ -168,6 +168,14 @@ class Estimator(ABC):
         A row sums to about K.
         """
 
+    def guess(
+        self, contexts: Contexts, now: int, layer: int, width: int
+    ) -> tuple[list[int], list[float]]:
+        """The experts that any of the tokens visits most probably, likeliest first, and chances."""
+        chance_E = of_any(self.estimate(contexts, now, layer))
+        best = np.argsort(-chance_E, kind="stable")[:width]
+        return best.tolist(), chance_E[best].tolist()
+
     def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
         """Learns from recorded sequences; what was learned before is forgotten."""
 
@@ -254,6 +262,11 @@ def log_odds(probability: np.ndarray) -> np.ndarray:
     """``log(p / (1 - p))``, bounded: no probability learned from counts is certain."""
     bounded = np.clip(probability, 1e-4, 1.0 - 1e-4)
     return np.log(bounded / (1.0 - bounded))
+
+
+def of_any(chance_BE: np.ndarray) -> np.ndarray:
+    """The probability that at least one of the tokens visits an expert: ``[E]``."""
+    return chance_BE[0] if len(chance_BE) == 1 else 1.0 - np.prod(1.0 - chance_BE, axis=0)
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

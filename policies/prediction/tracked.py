@@ -17,6 +17,7 @@ from moe_runtime.policies.prediction.estimator import (
     Estimator,
     SequenceState,
     State,
+    of_any,
     stack_states,
 )
 
@@ -40,6 +41,7 @@ class TrackedPredictor:
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
+        self._following: Contexts | None = None  # the next tokens, once they were asked for
         self._keys = keys_of(self.shape)
 
     def observe(self, event: Event) -> None:
@@ -58,7 +60,9 @@ class TrackedPredictor:
             guesses += self._guesses(contexts, now, layer)
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
-            following = self._next_tokens(contexts)
+            # the layers asked for were routed before it was first made, unless the horizon is wider
+            following = self._following if horizon < num_layers else None
+            following = self._following = following or self._next_tokens(contexts)
             for layer in range(beyond):
                 guesses += self._guesses(following, -1, layer)
         return guesses
@@ -69,8 +73,8 @@ class TrackedPredictor:
         if contexts is None:
             return np.zeros(self.shape.num_experts, np.float32)
         if layer > now:
-            return _of_any(self.estimator.estimate(contexts, now, layer))
-        return _of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
+            return of_any(self.estimator.estimate(contexts, now, layer))
+        return of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
 
     def finish(self, sequence: int) -> None:
         """Forgets a request, and lets the estimator learn from its counts."""
@@ -119,15 +123,18 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        self._path[:, event.layer, :top_k] = event.expert_ids[self._order]
-        self._weights[:, event.layer, :top_k] = event.gate_weights[self._order]
+        # one token needs no order; each of these takes as long as a guess
+        order = self._order if num_tokens > 1 else slice(None)
+        self._path[:, event.layer, :top_k] = event.expert_ids[order]
+        self._weights[:, event.layer, :top_k] = event.gate_weights[order]
         if self._contexts is not None:
-            self._contexts.hidden = None if event.hidden is None else event.hidden[self._order]
+            self._contexts.hidden = None if event.hidden is None else event.hidden[order]
 
     def _commit(self) -> None:
         """Adds the tokens of the step that ends to their sequences."""
         running, tokens_of = self._running, self._tokens_of
-        self._running, self._tokens_of, self._contexts = [], [], None
+        self._running, self._tokens_of = [], []
+        self._contexts = self._following = None
         for state, tokens in zip(running, tokens_of, strict=True):
             for token in tokens.tolist():
                 state.append(int(self._token_ids[token]), self._path[token])
@@ -148,13 +155,7 @@ class TrackedPredictor:
         )
 
     def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:
-        chance_E = _of_any(self.estimator.estimate(contexts, now, layer))
-        width = min(GUESSES_PER_CHOICE * self.shape.top_k * len(contexts), len(chance_E))
-        best = np.argsort(-chance_E, kind="stable")[:width]
-        keys = self._keys[layer]
-        return [(keys[e], p) for e, p in zip(best.tolist(), chance_E[best].tolist(), strict=True)]
-
-
-def _of_any(chance_BE: np.ndarray) -> np.ndarray:
-    """The probability that at least one of the tokens visits an expert: ``[E]``."""
-    return chance_BE[0] if len(chance_BE) == 1 else 1.0 - np.prod(1.0 - chance_BE, axis=0)
+        shape = self.shape
+        width = min(GUESSES_PER_CHOICE * shape.top_k * len(contexts), shape.num_experts)
+        best, chances = self.estimator.guess(contexts, now, layer, width)
+        return list(zip(map(self._keys[layer].__getitem__, best), chances, strict=True))

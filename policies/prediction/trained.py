@@ -4,7 +4,9 @@ Legend in ``base``; B rows, n training rows, F features of an expert, X features
 variants (``combined``) or known tokens (``path-network``), S sources, D embedding, H hidden.
 """
 
-from typing import ClassVar, Self
+import ctypes
+import functools
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -269,6 +271,11 @@ class Samples:
 DISTANCES = (1, 2, 4)
 """Look-ahead distances with weights of their own; others use those of the next larger one."""
 SOURCES = 3  # how many layers are looked at, from the last known one back
+_VARIANT_AT = tuple(
+    next(variant for variant, most in enumerate(DISTANCES) if distance <= most)
+    for distance in range(DISTANCES[-1] + 1)
+)
+"""The weights that serve a distance."""
 PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
 """Variants for tokens of which no layer is known, and of which not even the id is known."""
 NUM_VARIANTS = len(DISTANCES) + 2
@@ -328,6 +335,64 @@ class Combination(TokenEvidence):
             logits_BE = logits_BE + self.path_logits(contexts, now, layer)
         return sigmoid(logits_BE)
 
+    def guess(
+        self, contexts: Contexts, now: int, layer: int, width: int
+    ) -> tuple[list[int], list[float]]:
+        library = _library()
+        if library is None or not self.keeps_memo(contexts):
+            return super().guess(contexts, now, layer, width)
+        memo = contexts.memo.get("compiled")
+        if memo is None:
+            memo = contexts.memo["compiled"] = self._compiled_tokens(library, contexts)
+        shape, num_tokens, last = self.shape, len(contexts), self.shape.top_k * max(now, 0)
+        place = variant_of(contexts, now, layer) * shape.num_layers + layer
+        library.moe_combined_layer(
+            *(num_tokens, shape.num_layers, shape.num_experts, shape.top_k, min(SOURCES, now + 1)),
+            *(memo.logits_at + 4 * shape.num_experts * place, memo.stride),
+            memo.links_at + self.links_VLSE2E.strides[1] * place,
+            *(memo.path_at + 8 * last, memo.gates_at + 4 * last),
+            *(width, memo.scratch, memo.best, memo.chances),
+        )
+        return memo.best[:width], memo.chances[:width]
+
+    def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Memo":
+        shape, tables = self.shape, (self.of_token, self.after_token)
+        rows_2B = (
+            self.of_token.rows_of(contexts.token_ids),
+            self.after_token.rows_of(contexts.previous_token_ids),
+        )
+        logits = np.empty((len(contexts), *self.bias_VLE.shape), np.float32)
+        known = [
+            np.ascontiguousarray(array)
+            for array in (contexts.counts, contexts.recent, contexts.previous, contexts.recalled)
+        ]
+        learned = [a.ctypes.data for a in (self.share_LE, self.weights_VLF, self.bias_VLE)]
+        for row in range(len(contexts)):
+            seen: list[Any] = []
+            for table, rows_B in zip(tables, rows_2B, strict=True):
+                number = rows_B[row]
+                is_known = number >= 0
+                seen += [table.visits_VLE[number].ctypes.data if is_known else None]
+                seen += [float(table.counts_V[number]) if is_known else 0.0]
+            library.moe_combined_token(
+                *(NUM_VARIANTS, shape.num_layers, shape.num_experts, shape.top_k, *learned, *seen),
+                *(int(contexts.num_tokens[row]), *(array[row].ctypes.data for array in known)),
+                logits[row].ctypes.data,
+            )
+        path, gates = map(np.ascontiguousarray, (contexts.path, contexts.path_weights))
+        assert path is contexts.path, "layers are noted in it as they are routed"
+        return _Memo(
+            logits.ctypes.data,
+            path.ctypes.data,
+            gates.ctypes.data,
+            self.links_VLSE2E.ctypes.data,
+            stride=logits[0].size,
+            scratch=(ctypes.c_float * (2 * shape.num_experts))(),
+            best=(ctypes.c_int32 * shape.num_experts)(),
+            chances=(ctypes.c_float * shape.num_experts)(),
+            arrays=(logits, path, gates, self.links_VLSE2E),
+        )
+
     def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """The part of the logits that does not depend on the token's own path: ``[B, E]``."""
         variant = variant_of(contexts, now, layer)
@@ -381,10 +446,46 @@ class Combination(TokenEvidence):
             self.links_VLSE2E[variant, layer, :num_sources, :-1] = fit.dense_XE.reshape(sizes)
 
 
+class _Memo(NamedTuple):
+    """What ``combined.c`` is told of a step's tokens, and where it lies."""
+
+    logits_at: int
+    path_at: int
+    gates_at: int
+    links_at: int
+    stride: int  # logits of a token
+    scratch: Any
+    best: Any
+    chances: Any
+    arrays: tuple[np.ndarray, ...]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled estimates; None where they were not built."""
+    from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
+
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        is_built = library.moe_combined_version() == 1
+    except (OSError, AttributeError):
+        return None
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+    library.moe_combined_token.restype = library.moe_combined_layer.restype = None
+    library.moe_combined_token.argtypes = [
+        *([number] * 4 + [pointer] * 3 + [pointer, real] * 2),
+        *([ctypes.c_int64] + [pointer] * 5),
+    ]
+    library.moe_combined_layer.argtypes = [
+        *([number] * 5 + [pointer, ctypes.c_int64] + [pointer] * 3 + [number] + [pointer] * 3)
+    ]
+    return library if is_built else None
+
+
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:
     """Which set of weights serves a prediction; the tokens of a step are all known or all not."""
     if now >= 0 and layer - now <= DISTANCES[-1]:
-        return next(v for v, distance in enumerate(DISTANCES) if layer - now <= distance)
+        return _VARIANT_AT[layer - now]
     return PATH_FREE if contexts.token_ids[0] >= 0 else BLIND
 
 

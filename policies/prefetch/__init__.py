@@ -19,7 +19,7 @@ class PrefetchRules:
     min_probability: float = 0.2  # a guess must be at least this likely, whatever the waste
     waste: float = 0.15  # share of the experts loaded that may be loaded and never used
     allowance: float = 16.0  # most unused waste that is saved up, in experts
-    min_gain: float = 0.1  # a guess must be this much likelier than the expert that it evicts
+    min_gain: float = 0.4  # a guess must be this much likelier than the expert that it evicts
     window: int = 8  # most guesses that wait for their layer at once
     credit: float = 4.0  # most unused link time that is saved up, in experts
 
@@ -150,13 +150,18 @@ class StepCost:
     stall_s: float  # seconds of these that computation waited for experts
     predict_s: float  # seconds of these that were spent on predicting
     saved_s: float  # the most that guesses which came true can have saved: their transfers
+    # what all experts that it read or guessed rightly take on an idle link, less what it guessed
+    # wrongly: wrong guesses evict what is read again
+    needed_s: float = 0.0
 
 
 class Controller:
     """Turns prefetching on while decode steps are faster with it.
 
     While little is waited, nothing is tried. Otherwise blocks of steps run off, on, on, off, and
-    the medians of their times decide. It goes off again as soon as the guesses of the last steps
+    the medians of their times decide. Tokens that need many new experts take several times as long
+    as others, whatever is guessed: so each time counts as that of a step with usual needs. It goes
+    off again as soon as the guesses of the last steps
     cannot have saved what predicting took, and is compared anew now and then.
     """
 
@@ -257,7 +262,8 @@ class Controller:
         )
 
     def _typical(self, on: bool) -> float:
-        return median(cost.seconds for cost in self._costs[on])
+        usual_s = median(cost.needed_s for costs in self._costs.values() for cost in costs)
+        return median(cost.seconds - cost.needed_s for cost in self._costs[on]) + usual_s
 
     def _set(self, on: bool) -> None:
         if on is not self.is_active:

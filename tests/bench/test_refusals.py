@@ -78,7 +78,7 @@ REFUSED = {
     "predictors t.npz --train t.npz --test-share 0.5": "--test-share has no effect",
     "predictors t.npz --train t.npz": "every sequence repeats one of --train",
     "predictors t.npz --train t.npz --seed 1": "--seed has no effect",
-    "predictors t.npz --train wide.npz": "was recorded from another model",
+    "predictors t.npz --train wide.npz": "wide.npz: is a trace of",
     "predictors t.npz -o t.npz": "t.npz",
     "predictors": "expected at least one TRACE",
     "placements t.npz --gpus 4 --nodes 3": "--gpus 4 is not a multiple of --nodes 3",

@@ -23,7 +23,13 @@ from safetensors.numpy import save_file
 from text_checkpoint import tiny_text_model, tiny_tokenizer
 from warm_python import warm_python
 
-from moe_runtime.checkpoints.hub import HubName, gguf_files, parse_hub_name
+from moe_runtime.checkpoints.hub import (
+    HubName,
+    data_set,
+    download_files,
+    gguf_files,
+    parse_hub_name,
+)
 from moe_runtime.checkpoints.opening import find_checkpoint
 from moe_runtime.cli.console import fetch_model
 from moe_runtime.cli.main import main
@@ -31,8 +37,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
 
-_API = re.compile(r"/api/models/([^/]+/[^/]+)/revision/(.+)")
-_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_API = re.compile(r"/api/(?:models|datasets)/([^/]+/[^/]+)/revision/(.+)")
+_FILE = re.compile(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _PIECE = 1 << 14
 _LIMIT_S = 600.0
 
@@ -555,6 +561,30 @@ def test_a_token_is_sent_to_the_hub(hub, folder, monkeypatch):
     inspect_checkpoint(NAME, max_tokens=64)
     find_checkpoint(NAME)
     assert hub.tokens == {"Bearer hf_x"}
+
+
+def test_a_data_set_gives_its_files_for_training(hub, tmp_path, monkeypatch):
+    files = {"data/train-0.jsonl": "1", "data/test-0.jsonl": "2", "other/a.json": "3"}
+    for name, text in {**files, "dataset_infos.json": "{}", "README.md": ""}.items():
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_text(text)
+    hub.add("maker/set", tmp_path / "set")
+
+    def found(text: str) -> list[str]:
+        name = data_set(text)
+        assert name is not None
+        return [path.read_text() for path in download_files(name, (".jsonl", ".json"))]
+
+    assert found("maker/set") == ["1"]
+    assert found("maker/set/other") == ["3"]
+    assert found("https://huggingface.co/datasets/maker/set") == ["1"]
+    assert found("maker/set/data/test-0.jsonl@main") == ["2"]
+    with pytest.raises(CheckpointError, match=r"has no files of .* below none to train on"):
+        found("maker/set/none")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert found("maker/set") == ["1"]
+    for local in ("chats.jsonl", "texts/chats.jsonl", "texts/*", "/data/set"):
+        assert data_set(local) is None
 
 
 def test_without_a_connection_the_cache_serves(hub, folder, monkeypatch):

@@ -234,6 +234,8 @@ CASES = {
             "lora": ("--lora 3", ("rank", 3)),
             "lora_on": ("--lora-on experts", ("places", ("experts",))),
             "steps": ("--steps 237", 237),
+            "held_out_share": ("--held-out-share 0.125", 0.125),
+            "evaluate_every": ("--evaluate-every 239", 239),
             "rate": ("--rate 0.017", 0.017),
             "warmup": ("--warmup 23", ("warmup_steps", 23)),
             "context": ("--context 19", 19),
@@ -256,6 +258,7 @@ CASES = {
                 ("storage_dir", "resume", "reschedule", "dry_run"),
                 "tests/training/test_finetuning.py",
             ),
+            **dict.fromkeys(("epochs", "held_out", "patience"), "tests/training/test_records.py"),
         },
     ),
     "train": Case(

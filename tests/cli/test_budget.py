@@ -15,8 +15,8 @@ _RUN = """
 import sys
 from moe_runtime.cli.main import main
 if sys.argv.pop(1) == "hidden":
-    from moe_runtime.kernels.native import library
-    library._load = lambda: (None, "it is hidden by a test")
+    from moe_runtime.kernels import native
+    native._load = lambda: (None, "it is hidden by a test")
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,10 +15,10 @@ from fixture_types import Patch
 from quantized_matrices import random_matrix
 
 from moe_runtime.cli.commands import doctor as machine
-from moe_runtime.kernels.native import library
+from moe_runtime.kernels import native
 from moe_runtime.kernels.quantized import BLOCKS, WeightFormat
 
-NATIVE = library.LIBRARY_PATH.parent
+NATIVE = native.LIBRARY_PATH.parent
 GROUPS = (0, 4, 8, 12, 16, 32, 48, 128, 384)
 
 
@@ -50,7 +50,7 @@ def test_doctor_says_what_the_kernels_choose(tmp_path: Path, monkeypatch: Patch,
         is_power = not group or (group >= least and group & (group - 1) == 0)
         is_said = bool(least) and (is_power or kind.block_codes > 0)
         assert in_registers == is_said, kind
-    monkeypatch.setattr(library, "describe", lambda: SimpleNamespace(isa=isa))
+    monkeypatch.setattr(native, "describe", lambda: SimpleNamespace(isa=isa))
     value = machine._quantised_kernels().value
     assert value.startswith("mxfp4, ")
     assert "gguf, planes: from their codes" in value

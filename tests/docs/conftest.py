@@ -1,6 +1,7 @@
 """A folder in which the paths that the pages name are there, on a tiny scale."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,9 @@ def workplace(tiny_model, recorded, tmp_path, monkeypatch) -> Path:
         (tmp_path / name).symlink_to(config)
     (tmp_path / "IN.jsonl").write_text('"A list"\n{"prompt": "The for", "max_tokens": 3}\n')
     (tmp_path / "text.txt").write_text(PROMPTS[0])
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"prompt": "Why?", "completion": text[:40]}) + "\n" for text in PROMPTS)
+    )
     for name in ("book.txt", "DATA/book.txt"):
         (tmp_path / name).symlink_to(tmp_path / "texts" / "rules.txt")
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from warm_python import warm_python
 
+from moe_runtime.kernels import native as library_module
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import (
@@ -19,7 +20,6 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.native import library as library_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, Setting, make_global_policy, make_policy
 from moe_runtime.policies.prediction import Routes, Shape
-from moe_runtime.policies.prefetch import PrefetchRules
+from moe_runtime.policies.prefetch import Controller, PrefetchRules
 from moe_runtime.types import ExpertKey
 
 # One expert takes 1 + 3 = 4 seconds on the link.
@@ -116,7 +116,9 @@ def test_without_prefetch_the_hits_are_those_of_the_plain_replay(policy):
     assert timed.seconds == pytest.approx(timed.total.stall_s + workload.num_events * (5 + 2 * 2))
 
 
-def prefetched(predictor, num_slots: int = 12, machine: Machine = MACHINE, **rules):
+def prefetched(
+    predictor, num_slots: int = 12, machine: Machine = MACHINE, controller=None, **rules
+):
     shape = Shape(num_layers=3, num_experts=8, top_k=2)
     data = make_routes(shape, num_sequences=3, length=30)
     setting = Setting(shape=shape)
@@ -128,6 +130,7 @@ def prefetched(predictor, num_slots: int = 12, machine: Machine = MACHINE, **rul
         machine,
         predictor=predictor(data.expert_ids) if predictor else None,
         rules=PrefetchRules(**rules),
+        controller=controller,
     )
     policy.check()
     assert len(policy) <= num_slots
@@ -170,3 +173,14 @@ def test_no_more_is_loaded_in_vain_than_the_rules_allow(waste):
 
 def test_unlikely_guesses_are_not_read():
     assert prefetched(lambda ids: Told(ids, probability=0.1)).total.prefetches == 0
+
+
+def test_a_controller_keeps_guesses_that_pay_and_drops_others():
+    slow = replace(MACHINE, predict_s=0.2)
+    for predictor, pays in ((Told, True), (lambda ids: Told(ids, shift=3), False)):
+        off, on = prefetched(None, machine=slow), prefetched(predictor, machine=slow)
+        controller = Controller()
+        auto = prefetched(predictor, machine=slow, controller=controller)
+        assert controller.verdict.startswith("on: " if pays else "off: ")
+        assert (on.seconds < off.seconds) == pays
+        assert min(on.seconds, off.seconds) < auto.seconds < max(on.seconds, off.seconds)

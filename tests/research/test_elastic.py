@@ -24,7 +24,14 @@ from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.policies.placement import Devices, Placement
-from moe_runtime.research.elastic import ElasticRequest, ElasticService, start_local_workers
+from moe_runtime.research.elastic import (
+    ElasticRequest,
+    ElasticService,
+    _check_agreement,
+    _rebalance,
+    describe,
+    start_local_workers,
+)
 from moe_runtime.research.elastic import member as changes
 from moe_runtime.research.elastic.member import RunningRequest
 from moe_runtime.research.elastic.paged_experts import (
@@ -33,7 +40,6 @@ from moe_runtime.research.elastic.paged_experts import (
     keys_of,
     load_spread_model,
 )
-from moe_runtime.research.elastic.service import _check_agreement, _rebalance, describe
 from moe_runtime.types import ExpertKey
 
 VOCAB = 300

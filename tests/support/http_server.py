@@ -40,11 +40,11 @@ from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,
     Event,
-    ExpertStatistics,
     GenerationRequest,
     OnEvent,
     Started,
 )
+from moe_runtime.types import RuntimeStats
 
 HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
 TEMPLATE = """\
@@ -304,11 +304,11 @@ class ScriptedEngine:
         self.cancelled.set()
 
     def statistics(self) -> EngineStatistics:
-        experts = ExpertStatistics(
+        experts = RuntimeStats(
             hits=7,
             late_hits=1,
             misses=2,
-            bytes_read={"disk": 4096},
+            bytes_read=4096,
             replaced_choices=6,
             skipped_choices=5,
             stand_in_choices=4,
@@ -322,6 +322,10 @@ class ScriptedEngine:
             budget_bytes=1 << 26,
             policy="lru",
             kv_cache="int8",
+            dense_bytes=0,
+            baseline_rss_bytes=0,
+            peak_rss_bytes=0,
+            load_s=0.0,
         )
         return EngineStatistics(
             running=1,

@@ -1,6 +1,5 @@
 """``moe-runtime doctor``: what this machine offers, and what to do where it falls short."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -109,17 +108,11 @@ def _finding(name: str, value: str, advice: str = "", *, is_problem: bool = Fals
 
 
 def _processor() -> Finding:
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            facts.setdefault(name.strip(), value.strip())
-    unknown = platform.machine() if facts else platform.processor() or "unknown processor"
-    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    from moe_runtime.lab.this_machine import num_usable_cores, processor
+
+    model, flags = processor()
     vectors = " ".join(flag for flag in _VECTOR_FLAGS if flag in flags)
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    cores = f"{num_usable or os.cpu_count()} of {os.cpu_count()} threads usable"
-    model = facts.get("model name", unknown)
+    cores = f"{num_usable_cores()} of {os.cpu_count()} threads usable"
     is_slow = flags and not flags & {"avx2", "asimd"}
     advice = "without AVX2 the portable kernel runs; decoding will be slow" if is_slow else ""
     value = f"{model}; {cores}; {vectors or 'no vector extensions known'}"
@@ -127,7 +120,7 @@ def _processor() -> Finding:
 
 
 def _native_kernel() -> Finding:
-    from moe_runtime.kernels.native.library import describe
+    from moe_runtime.kernels.native import describe
 
     found = describe()
     if found.problem is not None:
@@ -142,7 +135,7 @@ def _native_kernel() -> Finding:
 def _quantised_kernels() -> Finding:
     """How the native kernel multiplies by quantised experts of each format."""
     from moe_runtime.checkpoints.formats import FORMATS
-    from moe_runtime.kernels.native.library import describe
+    from moe_runtime.kernels.native import describe
 
     isa = describe().isa
     if isa is None:

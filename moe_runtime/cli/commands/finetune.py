@@ -1,6 +1,8 @@
-"""``moe-runtime finetune``: train a transformers checkpoint further on text files."""
+"""``moe-runtime finetune``: train a transformers checkpoint further on conversations or text."""
 
 import dataclasses
+import glob
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -15,7 +17,9 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
+    from moe_runtime.checkpoints.checkpoint import Progress
     from moe_runtime.training.finetune.finetune_run import FinetunePreparation
+    from moe_runtime.training.finetune.settings import FinetuneConfig
 
 
 def finetune(
@@ -26,6 +30,7 @@ def finetune(
     lora: Annotated[int | None, typer.Option(min=1, metavar="RANK")] = None,
     lora_on: str = "attention,experts",
     steps: options.Count | None = None,
+    epochs: float | None = None,
     zeroth_order: bool = False,
     eps: float | None = None,
     rate: float | None = None,
@@ -39,6 +44,10 @@ def finetune(
     storage_dir: Path | None = None,
     precision: str = "float32",
     recompute: bool = False,
+    held_out: Annotated[list[str] | None, typer.Option("--held-out", metavar="FILE")] = None,
+    held_out_share: float = 0.05,
+    evaluate_every: options.Natural = 0,
+    patience: options.Natural = 0,
     checkpoint_every: options.Natural = 100,
     export_dtype: str = "auto",
     seed: options.Natural = 0,
@@ -60,11 +69,14 @@ def finetune(
     adapters in PEFT's format, which `run`, `chat`, `generate` and `serve` take.
 
     Args:
-        data: Text files, folders of .txt files, or patterns such as 'a/*.md'.
+        data: Files of records (.jsonl, .json, .parquet), text files, folders, patterns such as
+            'a/*.md', or data sets of the hub (OWNER/NAME). A record has `messages`, `prompt` and
+            `completion`, `text`, or `input_ids`. Of conversations the answers are trained on.
         output: Folder of the run.
         lora: Train adapters of this rank only.
         lora_on: Modules with adapters: attention, experts, or both with a comma.
-        steps: Optimizer steps; once over the text when omitted.
+        steps: Optimizer steps; once over the data when omitted.
+        epochs: How often all data is trained on, instead of --steps.
         zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
         eps: With --zeroth-order: the distance of its two measurements.
         rate: Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with
@@ -77,6 +89,10 @@ def finetune(
         storage_dir: Folder on a fast disk for the experts' states; the run's own if omitted.
         precision: Of products: float32 or bfloat16; trained weights stay float32.
         recompute: Use gradient checkpointing: less memory, slower.
+        held_out: Files that are measured and never trained on. Repeatable.
+        held_out_share: Share of the data that is held out where --held-out names no file.
+        evaluate_every: Steps between measurements of what is held out; 0 measures at the end.
+        patience: End after N measurements in a row without a better one; 0 never.
         checkpoint_every: Steps between checkpoints.
         export_dtype: Of the result: auto (as it was), float32, bfloat16 or float16.
         seed: Seed of the text's order, initial adapters and random directions.
@@ -99,10 +115,13 @@ def finetune(
             "device_memory": device_memory,
             "device": device,
             "log_every": 1,
+            "evaluate_every": evaluate_every,
+            "patience": patience,
             "checkpoint_every": checkpoint_every,
         },
         "data": {
-            "sources": {"text": {"files": [_pattern(name) for name in data]}},
+            "sources": {"text": {"files": [*data], "held_out_files": [*(held_out or ())]}},
+            "held_out_share": held_out_share,
             "context": context,
             "tokens_per_step": context * sequences,
             "micro_batches": micro_batches,
@@ -130,6 +149,12 @@ def finetune(
         refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
+    if steps is not None:
+        refuse_given(ctx, ("epochs",), "says how long a run is, as --steps does; give one of them")
+    if epochs is not None and not (epochs > 0 and math.isfinite(epochs)):
+        raise ValueError(f"--epochs must be positive, got {epochs}")
+    if held_out:
+        refuse_given(ctx, ("held_out_share",), "is for runs without --held-out")
     if not resume:
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     try:
@@ -143,9 +168,11 @@ def finetune(
         with console.loading_bar() as progress:
             from moe_runtime.training.finetune.finetune_run import prepare
 
+            settings = _with_files(settings, progress)
+
             preparation = prepare(
                 settings,
-                epochs=1 if steps is None else None,
+                epochs=(epochs or 1) if steps is None else None,
                 on_stage=lambda stage: progress(stage, 0, 0),
                 progress=progress,
                 keeps_text=not dry_run,
@@ -191,9 +218,32 @@ def _with_options(complaint: str, names: Iterable[str]) -> str:
     return re.sub(r"(?:\brun\.)?\b(\w+)", option, re.sub(r"^\[\w+\]: ", "", complaint))
 
 
-def _pattern(name: str) -> str:
-    """A folder stands for the text files in it."""
-    return os.path.join(name, "**", "*.txt") if os.path.isdir(at_home(name)) else name
+def _with_files(settings: "FinetuneConfig", progress: "Progress") -> "FinetuneConfig":
+    """The same run with the files of folders and of the hub's data sets in place of their names."""
+    source = settings.data.sources["text"]
+    files, held_out = (
+        tuple(pattern for name in names for pattern in _patterns(name, progress))
+        for names in (source.files, source.held_out_files)
+    )
+    source = dataclasses.replace(source, files=files, held_out_files=held_out)
+    data = dataclasses.replace(settings.data, sources={"text": source})
+    return dataclasses.replace(settings, data=data)
+
+
+def _patterns(name: str, progress: "Progress") -> list[str]:
+    """A folder stands for its files of records, or else for its text files."""
+    from moe_runtime.checkpoints.hub import data_set, download_files
+    from moe_runtime.training.finetune.records import RECORD_FILES
+
+    place = at_home(name)
+    if (found := data_set(name)) and not os.path.lexists(place) and not os.path.isdir(found.owner):
+        return [glob.escape(str(path)) for path in download_files(found, RECORD_FILES, progress)]
+    if not os.path.isdir(place):
+        return [name]
+    patterns = [os.path.join(glob.escape(name), "**", f"*{kind}") for kind in RECORD_FILES]
+    return [pattern for pattern in patterns if glob.glob(at_home(pattern), recursive=True)] or [
+        os.path.join(glob.escape(name), "**", "*.txt")
+    ]
 
 
 def _timed(
@@ -213,6 +263,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     from moe_runtime.training.finetune.finetune_run import plan
 
     config, found = preparation.config, _timed(plan(preparation), preparation)
+    about = _examples(preparation)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)
     if as_json:
         console.print_json(
@@ -223,6 +274,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "zeroth_order": not config.method.has_backward,
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
+                "examples": about,
                 "output": str(preparation.output),
                 "offload": found,
             }
@@ -239,7 +291,46 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
+        *([("examples", _shown(about))] if about else []),
         *offload_rows(found, config.data.tokens_per_step),
+        ("time", f"about {found['step_s'] * config.run.steps:,.3g} s for all steps"),
         ("folder", str(preparation.output)),
     ]
     console.print_rows("what would be trained", rows, to_stderr=False)
+    for number, parts in enumerate(about.get("first", ()), 1):
+        console.print_parts(f"example {number}", parts)
+
+
+def _examples(preparation: "FinetunePreparation") -> dict[str, Any]:
+    """Lengths, targets and rows of a run's records, and the first three; empty for text files."""
+    from moe_runtime.training.examples import Examples
+    from moe_runtime.training.finetune.rendering import parts_of
+
+    examples = preparation.streams["text"].training
+    if not isinstance(examples, Examples):
+        return {}
+    lengths, held_out = sorted(examples.lengths.tolist()), preparation.streams["text"].held_out
+    room = preparation.batches.windows_per_epoch * (preparation.config.data.context + 1)
+    numbers = range(min(3, len(lengths)))
+    return {
+        "number": len(lengths),
+        "held_out": len(held_out.ends) if isinstance(held_out, Examples) else 0,
+        "shortest": lengths[0],
+        "median": lengths[len(lengths) // 2],
+        "longest": lengths[-1],
+        "tokens": len(examples),
+        "targets": int(examples.trained.sum()),
+        "rows": preparation.batches.windows_per_epoch,
+        "filled": len(examples) / room,
+        "packed": examples.shares_rows,
+        "first": [parts_of(preparation.tokenizer, examples, number) for number in numbers],
+    }
+
+
+def _shown(about: dict[str, Any]) -> str:
+    return (
+        f"{about['number']:,}, {about['held_out']:,} more held out; {about['shortest']:,} to "
+        f"{about['longest']:,} tokens, median {about['median']:,}; {about['targets']:,} of "
+        f"{about['tokens']:,} tokens are trained on; {about['rows']:,} "
+        f"{'packed' if about['packed'] else 'padded'} rows, {about['filled']:.0%} full"
+    )

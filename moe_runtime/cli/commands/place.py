@@ -1,6 +1,7 @@
 """``moe-runtime place``: where a model's experts should lie, from a recorded trace."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,35 +9,10 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table
-from moe_runtime.cli.strict import option, refuse_given
+from moe_runtime.cli.strict import refuse_given
 
 if TYPE_CHECKING:
-    from moe_runtime.policies.placement import Devices
-
-Gpus = Annotated[int, option("Devices (ranks) on all nodes together.", min=1)]
-Nodes = Annotated[int, option("Machines with these devices.", min=1)]
-Replicas = Annotated[int, option("Slots of a layer for second copies of hot experts.", min=0)]
-Groups = Annotated[int, option("Groups of experts that stay on one node (eplb).", min=1)]
-Fit = Annotated[
-    float, option("Share of the trace that the placement is made from; the rest is for scores.")
-]
-Slack = Annotated[
-    float, option("Load beyond the best balance that may buy fewer hops (moetuner).", min=0.0)
-]
-TimeLimit = Annotated[
-    float,
-    option(
-        "Seconds for the search (exflow, moetuner), which returns the best placement found.",
-        min=0.1,
-    ),
-]
-Align = Annotated[
-    bool,
-    option(
-        "Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). "
-        "Balance does not change."
-    ),
-]
+    from moe_runtime.policies.placement import Devices, PlacementOptions
 
 _READERS = {
     "groups": {"eplb"},
@@ -55,20 +31,58 @@ _COLUMNS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """Devices, and how experts are placed on them.
+
+    Args:
+        gpus: Devices (ranks) on all nodes together.
+        nodes: Machines with these devices.
+        replicas: Slots of a layer for second copies of hot experts.
+        groups: Groups of experts that stay on one node (eplb).
+        fit: Share of the trace that the placement is made from; the rest is for scores.
+        load_slack: Load beyond the best balance that may buy fewer hops (moetuner).
+        time_limit: Seconds for the search (exflow, moetuner), which returns the best placement
+            found.
+        align: Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). Balance
+            does not change.
+    """
+
+    gpus: options.Count
+    nodes: options.Count = 1
+    replicas: options.Natural = 0
+    groups: options.Count = 1
+    fit: float = 0.5
+    load_slack: options.NotNegative = 0.1
+    time_limit: Annotated[float, typer.Option(min=0.1)] = 30.0
+    align: bool = True
+
+    def devices(self) -> "Devices":
+        from moe_runtime.policies.placement import Devices
+
+        if self.gpus % self.nodes:
+            raise ValueError(f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}")
+        return Devices(num_nodes=self.nodes, gpus_per_node=self.gpus // self.nodes)
+
+    def options(self) -> "PlacementOptions":
+        from moe_runtime.policies.placement import PlacementOptions
+
+        return PlacementOptions(
+            num_groups=self.groups,
+            time_limit_s=self.time_limit,
+            load_slack=self.load_slack,
+            aligned=self.align,
+        )
+
+
 def place(
     ctx: typer.Context,
+    *,
     trace: Annotated[Path, typer.Argument(metavar="TRACE")],
-    gpus: Gpus,
-    nodes: Nodes = 1,
-    replicas: Replicas = 0,
+    placing: Placing,
     algorithm: str = "eplb",
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
     from_map: Annotated[Path | None, typer.Option("--from")] = None,
-    groups: Groups = 1,
-    fit: Fit = 0.5,
-    load_slack: Slack = 0.1,
-    time_limit: TimeLimit = 30.0,
-    align: Align = True,
     as_json: options.Json = False,
 ) -> None:
     """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
@@ -89,16 +103,13 @@ def place(
         {name for name, readers in _READERS.items() if algorithm not in readers},
         f"has no effect on {algorithm}; leave it out, or name another --algorithm",
     )
-    devices = devices_of(gpus, nodes)
+    devices = placing.devices()
     from moe_runtime.lab.traces import read_trace
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
-    from moe_runtime.policies.placement import PlacementOptions, RoundRobin, RoutingProfile
+    from moe_runtime.policies.placement import RoundRobin, RoutingProfile
     from moe_runtime.policies.placement.scoring import random_score, score_placement, split_window
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
-    asked = PlacementOptions(
-        num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
-    )
     check_algorithm(algorithm)
     with loading_bar() as progress:
 
@@ -112,12 +123,14 @@ def place(
         current = None if from_map is None else load_placement_map(from_map)
         if current is not None:
             current.require(signature)
-        past, future = split_window(recorded.expert_ids, fit)
+        past, future = split_window(recorded.expert_ids, placing.fit)
         say(f"counting the routing of {len(past)} tokens")
         profile = RoutingProfile.from_ids(past, signature.num_experts)
-        limit = f", {time_limit:g} s at most" if algorithm in SEARCHING else ""
+        limit = f", {placing.time_limit:g} s at most" if algorithm in SEARCHING else ""
         say(f"placing by {algorithm}{limit}")
-        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=asked)
+        placement = place_experts(
+            algorithm, profile, devices, num_replicas=placing.replicas, options=placing.options()
+        )
         new = PlacementMap(
             signature=signature, devices=devices, placement=placement, algorithm=algorithm
         )
@@ -126,7 +139,7 @@ def place(
             new = update.target
         say(f"scoring on {len(future)} tokens")
         scores = {algorithm: score_placement(new.placement, future, devices)}
-        if signature.num_experts % gpus == 0 and algorithm != "round-robin":
+        if signature.num_experts % placing.gpus == 0 and algorithm != "round-robin":
             plain = RoundRobin()(profile, devices, num_replicas=0)
             scores["round-robin"] = score_placement(plain, future, devices)
         drawn = f"on {len(future)} tokens"
@@ -168,12 +181,3 @@ def place(
         print(f"from the map in use: {update.num_transfers} experts move between devices")
     if output is not None:
         print(f"wrote {output}")
-
-
-def devices_of(gpus: int, nodes: int) -> "Devices":
-    """As many devices over as many nodes."""
-    from moe_runtime.policies.placement import Devices
-
-    if gpus % nodes:
-        raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
-    return Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)

@@ -222,21 +222,14 @@ def teach(
     from moe_runtime.inference.inspection import inspect_checkpoint
     from moe_runtime.lab.replay.teaching import teach_reuse
     from moe_runtime.lab.traces.format import join_traces
-    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.readers import read_trace_of
     from moe_runtime.lab.traces.recent import read_recent
-    from moe_runtime.lab.traces.routes import same_model, shown_model
 
     console.quiet_transformers(ctx.obj)
     summary = inspect_checkpoint(model)
     recorded, num_requests = [], 0
     for path in traces or ():
-        trace = read_any_trace(path)
-        trace.require_choices(path)
-        if not same_model(trace.signature, summary.signature):
-            raise ValueError(
-                f"{path}: is a trace of {shown_model(trace.signature)}, but {model} is "
-                f"{shown_model(summary.signature)}"
-            )
+        trace = read_trace_of(path, summary.signature, model)
         requests = trace.token_request + np.int32(num_requests)
         num_requests = int(requests.max(initial=0)) + 1
         recorded.append(replace(trace, token_request=requests, signature=summary.signature))
@@ -304,19 +297,13 @@ def require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) 
 
 def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     """The sequences of traces of one model, and the model."""
-    from moe_runtime.errors import CheckpointError
-    from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model, shown_model
+    from moe_runtime.lab.traces.readers import read_any_trace, read_trace_of
+    from moe_runtime.lab.traces.routes import join_routes, routes_of
 
-    traces = [read_any_trace(path) for path in paths]
-    for path, trace in zip(paths, traces, strict=True):
-        trace.require_choices(path)
-        if not same_model(trace.signature, traces[0].signature):
-            raise CheckpointError(
-                f"{path}: is a trace of {shown_model(trace.signature)}, but {paths[0]} of "
-                f"{shown_model(traces[0].signature)}"
-            )
-    return join_routes([routes_of(trace) for trace in traces]), traces[0].signature
+    first = read_any_trace(paths[0])
+    first.require_choices(paths[0])
+    others = [read_trace_of(path, first.signature, str(paths[0])) for path in paths[1:]]
+    return join_routes([routes_of(trace) for trace in (first, *others)]), first.signature
 
 
 def _recall_json(recall: Any) -> dict[str, Any]:

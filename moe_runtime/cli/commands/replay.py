@@ -1,6 +1,7 @@
 """``moe-runtime replay``: what a recorded trace would have cost with other policies."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
 from moe_runtime.cli.strict import argument, option, refuse_given
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
 from moe_runtime.lazy import is_code_file
 
@@ -49,36 +49,69 @@ SideBySide = Annotated[
 NumExperts = Annotated[
     int | None, option("Experts of a layer, for files that lack the number.", min=1)
 ]
-Bandwidth = Annotated[
-    str | None, option("Bytes per second of the link, such as 3GB. With it, time is modelled.")
-]
-Latency = Annotated[float, option("Seconds of a transfer in addition to its bytes.", min=0.0)]
 ASSUMED_EXPERT = "16MiB"
 """Of traces that do not say how large an expert is."""
-ExpertSize = Annotated[
-    str | None,
-    option(
-        "Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them."
-        " Without --bandwidth also sizes separated by commas, one for each layer or each "
-        "expert: reads are weighed by them, and lec and gdsf use them."
-    ),
-]
-LayerTime = Annotated[float, option("Seconds that a layer computes without experts.", min=0.0)]
-KnownAhead = Annotated[
-    float,
-    option(
-        "Part of --layer-time that comes after the choice of experts and needs none of "
-        "them, as with ScMoE's shortcut.",
-        min=0.0,
-    ),
-]
 LEARNERS = frozenset({"static", "activation-aware", "reuse"})
 """Policies that learn from `--train`."""
-ExpertTime = Annotated[float, option("Seconds that one expert computes.", min=0.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelledTime:
+    """A link and what computes beside it; without a bandwidth no time is modelled.
+
+    Args:
+        bandwidth: Bytes per second of the link, such as 3GB. With it, time is modelled.
+        latency: Seconds of a transfer in addition to its bytes.
+        expert_size: Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks
+            them. Without --bandwidth also sizes separated by commas, one for each layer or each
+            expert: reads are weighed by them, and lec and gdsf use them.
+        layer_time: Seconds that a layer computes without experts.
+        known_ahead: Part of --layer-time that comes after the choice of experts and needs none of
+            them, as with ScMoE's shortcut.
+        expert_time: Seconds that one expert computes.
+    """
+
+    bandwidth: str | None = None
+    latency: options.NotNegative = 1e-4
+    expert_size: str | None = None
+    layer_time: options.NotNegative = 5e-4
+    known_ahead: options.NotNegative = 0.0
+    expert_time: options.NotNegative = 1e-4
+
+    def check(self, ctx: typer.Context) -> None:
+        """Refuses options of the time that is not modelled."""
+        has_sizes = "," in (self.expert_size or "")
+        if self.bandwidth is None:
+            times = {"latency", "layer_time", "known_ahead", "expert_time"}
+            times |= set() if has_sizes else {"expert_size"}
+            refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
+        elif has_sizes:
+            raise ValueError("--expert-size must be one size where --bandwidth models time")
+
+    def machine(self) -> "Machine | None":
+        """The modelled machine; None without a bandwidth."""
+        if self.bandwidth is None:
+            return None
+        from moe_runtime.lab.replay.timed import Machine
+
+        if self.known_ahead > self.layer_time:
+            raise ValueError(
+                f"--known-ahead must be a part of --layer-time {self.layer_time:g}, got "
+                f"{self.known_ahead:g}"
+            )
+        rate = options.bytes_of(self.bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True)
+        return Machine(
+            bytes_per_s=rate,
+            latency_s=self.latency,
+            expert_bytes=options.bytes_of(self.expert_size or ASSUMED_EXPERT, "--expert-size"),
+            layer_s=self.layer_time,
+            known_ahead_s=self.known_ahead,
+            expert_s=self.expert_time,
+        )
 
 
 def replay(
-    ctx: typer.Context,
+    *,
     trace: TraceFile,
     policy: str = "reuse",
     predictor: str | None = None,
@@ -89,12 +122,7 @@ def replay(
     reset: Reset = False,
     side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = 1e-4,
-    expert_size: ExpertSize = None,
-    layer_time: LayerTime = 5e-4,
-    known_ahead: KnownAhead = 0.0,
-    expert_time: ExpertTime = 1e-4,
+    modelled: ModelledTime,
     as_json: options.Json = False,
     config: options.Config = None,
 ) -> None:
@@ -118,14 +146,7 @@ def replay(
 
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
-    if bandwidth is None:
-        times = ("latency", "layer_time", "known_ahead", "expert_time")
-        if expert_size is None or "," not in expert_size:
-            times = (*times, "expert_size")
-        refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
-    elif expert_size is not None and "," in expert_size:
-        raise ValueError("--expert-size must be one size where --bandwidth models time")
-    machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
+    machine, expert_size = modelled.machine(), modelled.expert_size
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     predictor = predictor and at_home(predictor)
@@ -218,18 +239,10 @@ def read_routes_to_learn(
     path: Path, num_experts: int | None, trace: "Trace", trace_path: Path
 ) -> "Routes":
     """The sequences of another trace of the same model."""
-    from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import routes_of, same_model, shown_model
+    from moe_runtime.lab.traces.readers import read_trace_of
+    from moe_runtime.lab.traces.routes import routes_of
 
-    other = read_any_trace(path, num_experts=num_experts)
-    other.require_choices(path)
-    ours, theirs = trace.signature, other.signature
-    if not same_model(ours, theirs):
-        raise CheckpointError(
-            f"{path} was recorded from another model than {trace_path}: {shown_model(theirs)}, and "
-            f"{shown_model(ours)}"
-        )
-    return routes_of(other)
+    return routes_of(read_trace_of(path, trace.signature, str(trace_path), num_experts=num_experts))
 
 
 def parse_shares(text: str) -> list[float]:
@@ -245,33 +258,6 @@ def parse_shares(text: str) -> list[float]:
             ) from None
         shares.append(value / 100 if part.strip().endswith("%") else value)
     return shares
-
-
-def machine_of(
-    bandwidth: str | None,
-    latency: float,
-    expert_size: str | None,
-    layer_time: float,
-    known_ahead: float,
-    expert_time: float,
-) -> "Machine | None":
-    """The modelled machine that the options say; None without a bandwidth."""
-    if bandwidth is None:
-        return None
-    from moe_runtime.lab.replay.timed import Machine
-
-    if known_ahead > layer_time:
-        raise ValueError(
-            f"--known-ahead must be a part of --layer-time {layer_time:g}, got {known_ahead:g}"
-        )
-    return Machine(
-        bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True),
-        latency_s=latency,
-        expert_bytes=options.bytes_of(expert_size or ASSUMED_EXPERT, "--expert-size"),
-        layer_s=layer_time,
-        known_ahead_s=known_ahead,
-        expert_s=expert_time,
-    )
 
 
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":

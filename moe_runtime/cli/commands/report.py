@@ -9,7 +9,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.predictor import check_trainable
-from moe_runtime.cli.commands.replay import NumExperts, machine_of, parse_shares
+from moe_runtime.cli.commands.replay import ModelledTime, NumExperts, parse_shares
 from moe_runtime.cli.console import loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.errors import UnsupportedModelError
@@ -98,7 +98,7 @@ def _page_of_trace(source: Path, asked: OfTraces) -> "Page":
     shares = parse_shares(asked.capacity)
     if len(shares) != 1:
         raise ValueError(f"--capacity of a report is one share such as 25%, got {asked.capacity!r}")
-    machine = machine_of(asked.bandwidth, 1e-4, asked.expert_size, 5e-4, 0.0, 1e-4)
+    machine = ModelledTime(bandwidth=asked.bandwidth, expert_size=asked.expert_size).machine()
     assert machine is not None, "there is a bandwidth"
     settings = ReportSettings(
         policies=_names(asked.policy),

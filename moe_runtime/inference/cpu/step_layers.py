@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -67,15 +67,10 @@ def replace_dense_layers(model: torch.nn.Module) -> None:
     """Replaces linear layers, and normalisations that compute what our kernel does."""
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
-            if is_plain_linear(child):
+            if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
                 setattr(module, name, SmallBatchLinear(child).train(child.training))
             elif (norm := as_rms_norm(child)) is not None:
                 setattr(module, name, norm.train(child.training))
-
-
-def is_plain_linear(module: Any) -> TypeGuard[torch.nn.Linear]:
-    """Whether a module is torch's linear layer with a weight of torch's."""
-    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter
 
 
 def is_observed(*parts: torch.nn.Module) -> bool:

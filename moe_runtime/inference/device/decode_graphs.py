@@ -114,7 +114,7 @@ class RecordedStep:
 
     def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
         """Whether it alone holds the memory of another cache than this one."""
-        return self._kept not in (None, cache) and not caches.is_in_use(self._kept)
+        return self._kept not in (None, cache) and self._kept not in caches.in_use
 
     @property
     def cache(self) -> Any:

@@ -280,11 +280,6 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
     return replace(experts, layouts=layouts)
 
 
-def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
-    """Experts as they lie on a device, and bytes to set aside there for libraries."""
-    return experts_on_device(experts), WORKSPACE_BYTES
-
-
 def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:
     """What the policy `auto` is on a device.
 

@@ -26,7 +26,7 @@ class StaticCaches:
     one would be as large: then its step is recorded already. Only its recording keeps it alive."""
 
     def __init__(self) -> None:
-        self._made, self._in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
+        self._made, self.in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
         self._free: list[weakref.ref[Any]] = []  # one at most
 
     def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
@@ -46,17 +46,14 @@ class StaticCaches:
             cache = static_cache(config, length)
         if cache is not None:
             self._made.add(cache)
-            self._in_use.add(cache)
+            self.in_use.add(cache)
         return cache
 
     def give_back(self, cache: Any) -> None:
         """Its tokens are no longer wanted; does nothing where it is none of these."""
         if self.is_own(cache):
-            self._in_use.discard(cache)
+            self.in_use.discard(cache)
             self._free[:] = [weakref.ref(cache)]
-
-    def is_in_use(self, cache: Any) -> bool:
-        return cache in self._in_use
 
     def is_own(self, cache: Any) -> bool:
         return cache is not None and cache in self._made

@@ -4,13 +4,13 @@ The policy, the predictor and the admission of guesses are the objects that run 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import EvictionPolicy
 from moe_runtime.policies.prediction.base import Predictor
-from moe_runtime.policies.prefetch import Admission, PrefetchRules
+from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
 from moe_runtime.types import ExpertKey
 
 
@@ -24,6 +24,7 @@ class Machine:
     layer_s: float
     expert_s: float
     known_ahead_s: float = 0.0
+    predict_s: float = 0.0  # what guessing after a layer takes
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.expert_bytes <= 0:
@@ -144,9 +145,11 @@ def replay_timed(
     *,
     predictor: Predictor | None = None,
     rules: PrefetchRules | None = None,
+    controller: Controller | None = None,
 ) -> TimedReplay:
-    """Replays a workload in modelled time."""
-    return _Replayer(workload, policy, num_slots, machine, predictor, rules).run()
+    """Replays a workload in modelled time. A controller decides step by step whether guesses are
+    made, as in the mode ``auto``; without one they always are."""
+    return _Replayer(workload, policy, num_slots, machine, predictor, rules, controller).run()
 
 
 class _Replayer:
@@ -158,12 +161,16 @@ class _Replayer:
         machine: Machine,
         predictor: Predictor | None,
         rules: PrefetchRules | None,
+        controller: Controller | None,
     ) -> None:
         self._workload = workload
         self._policy = policy
         self._num_slots = num_slots
         self._machine = machine
         self._predictor = predictor
+        self._controller = controller
+        self._predict_s = 0.0
+        self._step_start: StepCost | None = None  # clocks and counters at its beginning
         self._link = LinkModel(machine)
         num_layers = workload.trace.signature.num_layers
         self._top_k = workload.trace.signature.top_k
@@ -180,6 +187,7 @@ class _Replayer:
         for number, (begins, routed) in enumerate(routing):
             if begins is not None:
                 workload.begin(number, begins, watchers)
+                self._control()
                 self._guess(-1)
             for watcher in watchers:
                 watcher.observe(routed)
@@ -196,6 +204,25 @@ class _Replayer:
             result.total.add(counts)
         result.seconds = self._now_s
         return result
+
+    def _control(self) -> None:
+        """Tells the controller of the step that ended."""
+        if self._controller is None:
+            return
+        total, transfer_s = LayerCounts(), self._machine.transfer_s
+        for counts in self._counts:
+            total.add(counts)
+        now = StepCost(
+            seconds=self._now_s,
+            stall_s=total.stall_s,
+            predict_s=self._predict_s,
+            saved_s=total.useful * transfer_s,
+            needed_s=(total.misses + 2 * total.useful - total.prefetches) * transfer_s,
+        )
+        before, self._step_start = self._step_start, now
+        if before is not None:
+            spent = {f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(now)}
+            self._controller.step(StepCost(**spent))
 
     def _serve(self, layer: int, keys: list[ExpertKey]) -> float:
         """Looks up an event's experts and loads the missing; returns the seconds waited."""
@@ -291,7 +318,11 @@ class _Replayer:
     def _guess(self, now: int) -> None:
         """Prefetches what is likely, absent and affordable, the most useful first."""
         admission = self._admission
-        if self._predictor is None or not admission.room:
+        if self._predictor is None or not (self._controller is None or self._controller.is_active):
+            return
+        self._predict_s += self._machine.predict_s
+        self._now_s += self._machine.predict_s
+        if not admission.room:
             return
         made = self._predictor.predict(now, admission.horizon(self._top_k))
         likely = admission.likely(made)

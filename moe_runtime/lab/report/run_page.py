@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import read_bounded
 from moe_runtime.lab.report.page import BYTE_COLOURS, Page, Section, Table, stacked_bars
 
@@ -43,16 +43,9 @@ class RunStats:
 
 def read_run_stats(path: Path) -> RunStats:
     """Reads the object that ``run --json`` printed."""
-    try:
-        raw = read_bounded(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
+    raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    with blamed_on(f"{path}: neither a trace (.npz, .jsonl) nor the JSON of `run --json`"):
         value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: neither a trace (.npz, .jsonl) nor the JSON of `run --json`: {error}"
-        ) from None
     if isinstance(value, dict) and set(value) == {"error"}:
         raise CheckpointError(f"{path}: the run failed: {value['error']}")
     missing = [name for name in ("model", "policy", *_NEEDED) if not _has(value, name)]

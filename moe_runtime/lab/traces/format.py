@@ -25,7 +25,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.digests import ZIP_DAMAGE
-from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.errors import CheckpointError, blamed_on, named_failure
 from moe_runtime.files import OutputFile, draft_of, open_regular, write_atomically
 from moe_runtime.types import ModelSignature
 
@@ -104,10 +104,8 @@ class Archive:
     def read_json(self, name: str, *, max_bytes: int, what: str) -> Any:
         """Reads an array of bytes that are JSON."""
         raw = self.read(name, np.dtype("|u1"), max_bytes=max_bytes)
-        try:
+        with blamed_on(f"{self.path}: {what} is not JSON"):
             return json.loads(raw.tobytes())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: {what} is not JSON: {error}") from None
 
     def _read_member(
         self, member: zipfile.ZipInfo, dtypes: tuple[np.dtype[Any], ...]
@@ -480,17 +478,10 @@ def _read_header(archive: Archive) -> tuple[int, ModelSignature, int | None]:
 
 def parse_signature(value: object, path: Path) -> ModelSignature:
     """Reads a model's signature out of a header; raises `CheckpointError` for an impossible one."""
-    fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
-    if not isinstance(value, dict) or set(value) != set(fields):
-        raise CheckpointError(f"{path}: the signature must have exactly {sorted(fields)}")
-    for name, kind in fields.items():
-        item = value[name]
-        if kind is str and isinstance(item, str):
-            continue
-        if kind is int and type(item) is int and 0 < item < 2**31:
-            continue
-        raise CheckpointError(f"{path}: the signature has {name} = {item!r}")
-    signature = ModelSignature(**value)
+    try:
+        signature = ModelSignature.parse(value)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if signature.num_experts > 0xFFFF or signature.top_k > signature.num_experts:
         raise CheckpointError(
             f"{path}: the signature has {signature.num_experts} experts, "

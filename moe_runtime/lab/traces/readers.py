@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import open_regular
 from moe_runtime.lab.traces.format import (
     TRACE_VERSION,
@@ -22,7 +22,7 @@ from moe_runtime.lab.traces.format import (
     is_journal,
     read_trace,
 )
-from moe_runtime.lab.traces.routes import UNKNOWN_MODEL
+from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, same_model, shown_model
 from moe_runtime.types import ModelSignature
 
 _MAX_BYTES = 16 << 30
@@ -49,6 +49,24 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
         raise ValueError(
             f"{path} says itself that layers have {trace.signature.num_experts} experts; leave out "
             f"the number of experts, {num_experts}"
+        )
+    return trace
+
+
+def read_trace_of(
+    path: str | os.PathLike[str],
+    signature: ModelSignature,
+    whose: str,
+    *,
+    num_experts: int | None = None,
+) -> Trace:
+    """As `read_any_trace`; refuses one that lacks choices, or is of another model than `whose`."""
+    trace = read_any_trace(path, num_experts=num_experts)
+    trace.require_choices(path)
+    if not same_model(trace.signature, signature):
+        raise CheckpointError(
+            f"{path}: is a trace of {shown_model(trace.signature)}, but {whose} is of "
+            f"{shown_model(signature)}"
         )
     return trace
 
@@ -194,10 +212,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
-    try:
+    with blamed_on(f"{place}: not JSON"):
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place}: not JSON: {error}") from None
     if not isinstance(record, dict):
         raise CheckpointError(f"{place}: expected an object, got {type(record).__name__}")
     return record

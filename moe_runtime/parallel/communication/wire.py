@@ -29,24 +29,20 @@ class Wire(Protocol):
         ...
 
 
-class ExactWire:
-    """Rows as they are."""
+class CastWire:
+    """Rows as they are, or rounded to a type."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
 
     def encode(self, rows_RD: Tensor) -> Tensor:
-        return rows_RD
-
-    def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        return sent
-
-
-class Bf16Wire:
-    """Rows rounded to bf16."""
-
-    def encode(self, rows_RD: Tensor) -> Tensor:
-        return rows_RD.to(torch.bfloat16)
+        return rows_RD.to(self._dtype or rows_RD.dtype)
 
     def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return sent.to(dtype)
+
+
+EXACT = CastWire()
 
 
 class Fp8Wire:
@@ -75,10 +71,8 @@ class Fp8Wire:
 
 def wires(name: WireName) -> tuple[Wire, Wire]:
     """How dispatched rows are encoded, and how outputs and gradients are."""
-    if name == "exact":
-        return ExactWire(), ExactWire()
-    if name == "bf16":
-        return Bf16Wire(), Bf16Wire()
-    if name == "fp8":
-        return Fp8Wire(), Bf16Wire()
-    raise ValueError(f"wire must be exact, bf16 or fp8, got {name!r}")
+    bf16 = CastWire(torch.bfloat16)
+    found = {"exact": (EXACT, EXACT), "bf16": (bf16, bf16), "fp8": (Fp8Wire(), bf16)}
+    if name not in found:
+        raise ValueError(f"wire must be exact, bf16 or fp8, got {name!r}")
+    return found[name]

@@ -1,11 +1,644 @@
-"""A generation service that grows and shrinks while it generates (ElasticMoE)."""
+"""A generation service whose ranks come and go while it generates (ElasticMoE).
 
-from moe_runtime.research.elastic.member import ElasticRequest
-from moe_runtime.research.elastic.service import (
-    ChangeReport,
-    ElasticService,
-    run_worker,
-    start_local_workers,
-)
+Rank 0 lives in the process that makes the service: it takes requests, gives them to ranks, and
+decides on placements. The other ranks are processes that run `run_worker` with its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import queue
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_runtime import __version__
+from moe_runtime.errors import CheckpointError, MoERuntimeError, RankFailureError
+from moe_runtime.inference.generation import check_length
+from moe_runtime.kernels.native import native_library
+from moe_runtime.parallel.communication.transport import Store, open_store
+from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
+from moe_runtime.parallel.placement_map import PlacementMap, keep_in_place, resize
+from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.research.elastic.member import POLL_S, Change, ElasticRequest, Member, decide
+from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
+from moe_runtime.research.placement_solvers import check_algorithm, place_experts
 
 __all__ = ["ChangeReport", "ElasticRequest", "ElasticService", "run_worker", "start_local_workers"]
+
+LOAD_DECAY = 0.5
+"""Share that loads counted earlier keep when new counts come."""
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeReport:
+    """What a change of ranks or placement took.
+
+    Attributes:
+        num_transfers: experts that travelled between ranks.
+        num_moved_requests: running requests that went on on another rank.
+        prepare_s: seconds from the order to all ranks being ready; the service went on meanwhile.
+        switch_s: seconds from the last orders in the old epoch to the first ones in the new.
+    """
+
+    num_ranks: int
+    num_transfers: int
+    num_moved_requests: int
+    prepare_s: float
+    switch_s: float
+
+
+@dataclass(eq=False)
+class _Served:
+    request: ElasticRequest
+    future: Future[Tokens]
+    on_token: Callable[[int], None] | None
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Resize:
+    """A change that was asked for.
+
+    `num_ranks` None keeps their number; `algorithm` None moves as few experts as possible;
+    `num_replicas` are slots of a layer for second copies, at least; `reports` are loads by rank.
+    """
+
+    future: Future[ChangeReport]
+    num_ranks: int | None = None
+    algorithm: str | None = None
+    num_replicas: int = 0
+    asked_s: float = field(default_factory=time.monotonic)
+    reports: dict[int, np.ndarray] | None = None
+    change: Change = field(init=False)
+    ready_s: float = 0.0
+    num_moved_requests: int = 0
+
+
+class Coordinator:
+    """Writes the orders of every step. Commands may come from any thread."""
+
+    def __init__(
+        self, store: Store, members: Tokens, placement: Placement, *, timeout_s: float
+    ) -> None:
+        self.placement = placement
+        self._store = store
+        self._members = members
+        self._timeout_s = timeout_s
+        self._epoch = 0
+        self._commands: queue.SimpleQueue[_Served | _Resize | None] = queue.SimpleQueue()
+        self._served: dict[int, _Served] = {}
+        self._ranks_of_requests: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
+        self._resizes: deque[_Resize] = deque()
+        self._pending: _Resize | None = None
+        self._loads_LE = np.zeros((placement.num_layers, placement.num_experts))
+        self._num_requests = 0
+        self._is_closing = False
+        self._gives_up = False
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._members)
+
+    def submit(
+        self, request: ElasticRequest, on_token: Callable[[int], None] | None
+    ) -> Future[Tokens]:
+        """Queues a request; `on_token` is called from the service's thread."""
+        served = _Served(request, _running_future(), on_token)
+        self._commands.put(served)
+        return served.future
+
+    def change(self, **options: Any) -> Future[ChangeReport]:
+        """Queues a change; options as in `_Resize`."""
+        asked = _Resize(_running_future(), **options)
+        self._commands.put(asked)
+        return asked.future
+
+    def close(self, *, at_once: bool) -> None:
+        """Ends the service, when everything that was asked for is done or with the next step."""
+        self._gives_up = at_once
+        self._commands.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Fails everything that waits: the service is broken."""
+        self._take_commands(wait_s=0)
+        resizes = [*self._resizes, *([self._pending] if self._pending else [])]
+        for future in [one.future for one in (*self._served.values(), *resizes)]:
+            future.set_exception(error)
+        self._served.clear()
+        self._resizes.clear()
+        self._pending = None
+
+    def write(self) -> Mapping[int, dict[str, Any]]:
+        """The orders of this step, by rank."""
+        if self._pending is not None and self._pending.ready_s:
+            self._finish_change()
+        is_idle = not (self._served or self._pending or self._resizes or self._is_closing)
+        self._take_commands(wait_s=POLL_S if is_idle else 0)
+        if self._is_closing and self._gives_up:
+            self.fail(RankFailureError("the service was ended before this was done"))
+            return {rank: {"close": True} for rank in range(self.num_ranks)}
+        orders: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._assign(orders)
+        if self._pending is not None:
+            self._watch_change(orders)
+        elif self._resizes:
+            self._begin_change(orders)
+        elif self._is_closing and not self._served:
+            for rank in range(self.num_ranks):
+                orders[rank]["close"] = True
+        return orders
+
+    def read(self, rank: int, report: dict[str, Any]) -> None:
+        """Takes what a rank generated."""
+        for number, tokens in report.get("tokens", {}).items():
+            served = self._served[int(number)]
+            served.tokens += tokens
+            if served.on_token is not None:
+                for token in tokens:
+                    served.on_token(token)
+        for number in report.get("finished", ()):
+            served = self._served.pop(number)
+            del self._ranks_of_requests[number]
+            served.future.set_result(tuple(served.tokens))
+        if "loads" in report and self._resizes and self._resizes[0].reports is not None:
+            self._resizes[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
+
+    def _take_commands(self, *, wait_s: float) -> None:
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                if command is None:
+                    self._is_closing = True
+                elif isinstance(command, _Resize):
+                    self._resizes.append(command)
+                else:
+                    self._served[self._num_requests] = command
+                    self._waiting.append(self._num_requests)
+                    self._num_requests += 1
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _assign(self, orders: dict[int, dict[str, Any]]) -> None:
+        """Gives new requests to the ranks with the fewest; none to ranks that are to leave."""
+        change = None if self._pending is None else self._pending.change
+        num_ranks = self.num_ranks if change is None else min(self.num_ranks, change.num_new)
+        busy = Counter(self._ranks_of_requests.values())
+        while self._waiting:
+            number = self._waiting.popleft()
+            rank = min(range(num_ranks), key=lambda rank: (busy[rank], rank))
+            busy[rank] += 1
+            self._ranks_of_requests[number] = rank
+            asked = asdict(self._served[number].request)
+            orders[rank].setdefault("requests", []).append((number, asked))
+
+    def _begin_change(self, orders: dict[int, dict[str, Any]]) -> None:
+        asked = self._resizes[0]
+        if asked.algorithm is not None and not self._has_loads(asked, orders):
+            return
+        members = self._members
+        missing = (asked.num_ranks or 0) - len(members)
+        if missing > 0:
+            standing_by = self._standing_by()
+            if len(standing_by) < missing:
+                if time.monotonic() - asked.asked_s > self._timeout_s:
+                    self._resizes.popleft().future.set_exception(
+                        RankFailureError(
+                            f"{missing} more processes are needed for "
+                            f"{asked.num_ranks} ranks, but "
+                            f"{len(standing_by)} stand by after {self._timeout_s:g} s"
+                        )
+                    )
+                return
+            members += tuple(standing_by[:missing])
+        self._resizes.popleft()
+        try:
+            placement = self._place(asked)
+        except ValueError as error:
+            asked.future.set_exception(error)
+            return
+        change = Change.between(self._epoch + 1, members, self.placement, placement)
+        self._epoch += 1
+        asked.change = change
+        self._pending = asked
+        text = change.to_json()
+        for rank in range(self.num_ranks):
+            orders[rank]["prepare"] = text
+        for number in members[self.num_ranks :]:
+            num_calls = self._store.add(f"calls/{number}", 1)
+            self._store.set(f"call/{number}/{num_calls - 1}", text)
+
+    def _has_loads(self, asked: _Resize, orders: dict[int, dict[str, Any]]) -> bool:
+        """Asks all ranks for their counts, once, and adds them up when they have come."""
+        if asked.reports is None:
+            asked.reports = {}
+            for rank in range(self.num_ranks):
+                orders[rank]["loads"] = True
+            return False
+        if len(asked.reports) < self.num_ranks:
+            return False
+        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(asked.reports.values())
+        return True
+
+    def _standing_by(self) -> list[int]:
+        joined = self._store.add("joined", 0)
+        return [number for number in range(1, joined + 1) if number not in self._members]
+
+    def _place(self, asked: _Resize) -> Placement:
+        num_ranks = self.num_ranks if asked.num_ranks is None else asked.num_ranks
+        if asked.algorithm is None:
+            return resize(self.placement, num_ranks, self._loads_LE)
+        devices = Devices(num_nodes=1, gpus_per_node=num_ranks)
+        slots = self.placement.num_experts + asked.num_replicas
+        wanted = place_experts(
+            asked.algorithm,
+            RoutingProfile.from_loads(self._loads_LE),
+            devices,
+            num_replicas=asked.num_replicas + -slots % num_ranks,
+        )
+        return keep_in_place(self.placement, wanted, devices, rename="devices")
+
+    def _watch_change(self, orders: dict[int, dict[str, Any]]) -> None:
+        """Switches when all ranks are ready; gives the change up when one is not going to be."""
+        pending = self._pending
+        assert pending is not None
+        change = pending.change
+        try:
+            may_switch = decide(self._store, change)
+        except RankFailureError as error:
+            for rank in range(self.num_ranks):
+                orders[rank]["abandon"] = True
+            self._pending = None
+            pending.future.set_exception(
+                RankFailureError(f"the change was given up, the service goes on as it was: {error}")
+            )
+            return
+        if not may_switch:
+            return
+        ranks = _rebalance(self._ranks_of_requests, change.num_new)
+        pending.num_moved_requests = sum(
+            ranks[n] != rank for n, rank in self._ranks_of_requests.items()
+        )
+        for rank in range(self.num_ranks):
+            orders[rank]["switch"] = ranks
+        self._ranks_of_requests = ranks
+        self._members = change.members[: change.num_new]
+        self.placement = change.placement
+        pending.ready_s = time.monotonic()
+
+    def _finish_change(self) -> None:
+        """The first orders in the new epoch: the switch has taken place."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        pending.future.set_result(
+            ChangeReport(
+                num_ranks=self.num_ranks,
+                num_transfers=len(pending.change.transfers),
+                num_moved_requests=pending.num_moved_requests,
+                prepare_s=pending.ready_s - pending.asked_s,
+                switch_s=time.monotonic() - pending.ready_s,
+            )
+        )
+
+
+def _running_future() -> Future[Any]:
+    """A future that cannot be cancelled any more: what it stands for will be done."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _rebalance(ranks: Mapping[int, int], num_ranks: int) -> dict[int, int]:
+    """Equal numbers of requests on all ranks, give or take one, with the fewest that move."""
+    kept: dict[int, list[int]] = {rank: [] for rank in range(num_ranks)}
+    moving = []
+    for number, rank in ranks.items():
+        if rank < num_ranks:
+            kept[rank].append(number)
+        else:
+            moving.append(number)
+    each, rest = divmod(len(ranks), num_ranks)
+    fullest = sorted(kept, key=lambda rank: (-len(kept[rank]), rank))
+    for place, rank in enumerate(fullest):
+        quota = each + (place < rest)
+        moving += kept[rank][quota:]
+        del kept[rank][quota:]
+    for place, rank in enumerate(fullest):
+        quota = each + (place < rest)
+        while len(kept[rank]) < quota:
+            kept[rank].append(moving.pop(0))
+    return {number: rank for rank, numbers in kept.items() for number in numbers}
+
+
+_GOODBYE_S = 5.0
+
+
+class ElasticService:
+    """Generates with a Mixture-of-Experts model whose experts are spread over a changing group.
+
+    Every answer has the bits that `moe_runtime.load` gives it in one process, whatever the number
+    of ranks, the placement, the other requests, and the changes on the way.
+
+        service = ElasticService(path)
+        start_local_workers(3, path, service.address)
+        with service.start(num_ranks=2):
+            answer = service.submit(ElasticRequest(prompt=ids, max_new_tokens=64))
+            service.resize(4).result()
+            tokens = answer.result()
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        threads: int = 1,
+    ) -> None:
+        """Loads the dense part of the model and opens the store that workers connect to.
+
+        Args:
+            path: the folder of a checkpoint, or the name of a repository on the hub.
+            dtype: the type to compute in, or "auto" for the checkpoint's own.
+            host: address of this machine that the workers reach.
+            port: 0 takes a free one.
+            timeout_s: seconds after which waiting for another process is an error.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged or incomplete.
+            UnsupportedModelError: its model is not one that can be spread.
+        """
+        self._model = ready_model(path, dtype=dtype, threads=threads)
+        self._store = open_store(host, port, is_keeper=True, timeout_s=timeout_s)
+        self.address: Address = (host, cast(Any, self._store).port)
+        self._store.set("model", describe(self._model))
+        self._timeout_s = timeout_s
+        self._member = Member(self._model, self._store, timeout_s=timeout_s)
+        self._coordinator: Coordinator | None = None
+        self._thread = threading.Thread(target=self._run, name="moe-serve", daemon=True)
+        self._error: BaseException | None = None
+
+    def start(self, num_ranks: int = 1, *, placement: PlacementMap | None = None) -> ElasticService:
+        """Waits for the workers of the first ranks, lets them load their experts, and serves.
+
+        Args:
+            num_ranks: ranks to begin with, this process included.
+            placement: a map for so many ranks; equal numbers of experts by default.
+
+        Raises:
+            CheckpointError: the map is of another model or number of ranks.
+            RankFailureError: the workers did not come, or could not load.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        signature = self._model.signature
+        if placement is not None:
+            placement.require(signature, num_ranks=num_ranks)
+            first = placement.placement
+        else:
+            everything = np.tile(np.arange(signature.num_experts), (signature.num_layers, 1))
+            alone = Placement(
+                expert_of_slot=everything, num_experts=signature.num_experts, num_gpus=1
+            )
+            first = resize(alone, num_ranks)
+        self._await_workers(num_ranks - 1)
+        change = Change.between(0, tuple(range(num_ranks)), None, first)
+        for number in change.members[1:]:
+            self._store.add(f"calls/{number}", 1)
+            self._store.set(f"call/{number}/0", change.to_json())
+        self._member.join(change, 0, decides=True)
+        self._coordinator = Coordinator(
+            self._store, change.members, first, timeout_s=self._timeout_s
+        )
+        self._thread.start()
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self._orders.num_ranks
+
+    @property
+    def placement(self) -> Placement:
+        return self._orders.placement
+
+    def submit(
+        self, request: ElasticRequest, on_token: Callable[[int], None] | None = None
+    ) -> Future[Tokens]:
+        """Queues a request; the result is its new tokens.
+
+        `on_token` is called with every new token, from the service's thread.
+
+        Raises:
+            ValueError: prompt and new tokens exceed the positions that the model knows.
+        """
+        config = self._model.model.config
+        check_length(config, len(request.prompt), request.max_new_tokens)
+        largest = max(request.prompt)
+        if not (min(request.prompt) >= 0 and largest < self._model.signature.vocab_size):
+            raise ValueError(
+                f"token ids must be in [0, {self._model.signature.vocab_size}), got {largest}"
+            )
+        return self._orders.submit(request, on_token)
+
+    def resize(self, num_ranks: int) -> Future[ChangeReport]:
+        """Changes to more or fewer ranks, with the fewest transfers of experts.
+
+        Waits for standby processes where it takes more of them; generation goes on meanwhile. The
+        ranks with the highest numbers leave; their requests go on on others. A process that left
+        stands by.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        return self._orders.change(num_ranks=num_ranks)
+
+    def rebalance(self, algorithm: str = "eplb", *, num_replicas: int = 0) -> Future[ChangeReport]:
+        """Places the experts anew by what was counted since the last time.
+
+        Args:
+            algorithm: a name of `moe_runtime.research.placement_solvers.ALGORITHMS`.
+            num_replicas: slots of a layer for second copies, rounded up to what divides.
+        """
+        check_algorithm(algorithm)
+        return self._orders.change(algorithm=algorithm, num_replicas=num_replicas)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the service and its workers, by default when everything asked for is done.
+
+        Args:
+            at_once: gives up what is not done: waiting for it raises a `RankFailureError`.
+
+        Raises:
+            RankFailureError: a rank died or stalled.
+        """
+        if self._thread.is_alive():
+            self._orders.close(at_once=at_once)
+            self._thread.join()
+        self._store.set("closed", "")
+        deadline = time.monotonic() + _GOODBYE_S
+        joined = self._store.add("joined", 0)
+        while self._store.add("left", 0) < joined and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> ElasticService:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(at_once=kind is not None)
+
+    @property
+    def _orders(self) -> Coordinator:
+        if self._coordinator is None:
+            raise ValueError("the service has not been started; call start() first")
+        if self._error is not None:
+            raise RankFailureError(f"the service has ended: {self._error}") from self._error
+        return self._coordinator
+
+    def _run(self) -> None:
+        assert self._coordinator is not None
+        # Whatever ends the thread must reach those that wait for tokens; a mistake of ours
+        # goes on to be printed as well.
+        with contextlib.suppress(MoERuntimeError):
+            try:
+                self._member.serve(self._coordinator)
+            finally:
+                self._error = sys.exception()
+                if self._error is not None:
+                    self._coordinator.fail(self._error)
+
+    def _await_workers(self, count: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while (joined := self._store.add("joined", 0)) < count:
+            if time.monotonic() > deadline:
+                raise RankFailureError(
+                    f"{count} workers are needed, {joined} came within {self._timeout_s:g} s; "
+                    f"start them with the address {self.address[0]}:{self.address[1]}"
+                )
+            time.sleep(POLL_S)
+
+
+Address = tuple[str, int]
+
+
+def ready_model(path: str | Path, *, dtype: str = "auto", threads: int = 1) -> SpreadModel:
+    """Loads the dense part of a model, to be computed on so many threads by this process."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    library = native_library()
+    if library is not None:
+        library.set_num_threads(threads)
+    # Torch's sums may depend on the number of threads, so it is one on every rank.
+    torch.set_num_threads(1)
+    return load_spread_model(path, dtype=dtype)
+
+
+def describe(model: SpreadModel) -> str:
+    """What must be equal in all processes of a service, as text."""
+    facts = {
+        "moe_runtime": __version__,
+        "torch": torch.__version__,
+        "dtype": str(model.model.dtype),
+        "experts": model.expert_form,
+    }
+    return json.dumps(facts | asdict(model.signature))
+
+
+def run_worker(
+    path: str | Path,
+    address: Address,
+    *,
+    dtype: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    threads: int = 1,
+) -> None:
+    """Stands by, computes as a rank on demand, and ends when the service ends.
+
+    Raises:
+        CheckpointError: the checkpoint is not the service's.
+        RankFailureError: the service, or another rank, is gone.
+    """
+    model = ready_model(path, dtype=dtype, threads=threads)
+    host, port = address
+    try:
+        store = open_store(host, port, is_keeper=False, timeout_s=timeout_s)
+        _check_agreement(store.get("model").decode(), describe(model))
+        _stand_by(store, Member(model, store, timeout_s=timeout_s))
+    except dist.DistError as error:
+        raise RankFailureError(
+            f"the service at {host}:{port} is not there: {str(error).splitlines()[0]}", ranks=(0,)
+        ) from error
+
+
+def start_local_workers(
+    count: int,
+    path: str | Path,
+    address: Address,
+    *,
+    dtype: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[BaseProcess]:
+    """Starts workers on this machine; they end when the service does, or with this process."""
+    # Forked from a clean process: what has threads, as this one has, must not be forked.
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, where the server has not been started for something else.
+    context.set_forkserver_preload([__name__])
+    options = {"dtype": dtype, "timeout_s": timeout_s}
+    workers = [
+        context.Process(target=run_worker, args=(str(path), address), kwargs=options, daemon=True)
+        for _ in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    return list(workers)
+
+
+def _stand_by(store: Store, member: Member) -> None:
+    number = store.add("joined", 1)
+    num_calls = 0
+    while not store.check(["closed"]):
+        call = f"call/{number}/{num_calls}"
+        if not store.check([call]):
+            time.sleep(POLL_S)
+            continue
+        num_calls += 1
+        change = Change.from_json(store.get(call).decode())
+        if member.join(change, change.members.index(number)):
+            member.serve()
+    store.add("left", 1)
+
+
+def _check_agreement(expected: str, found: str) -> None:
+    if expected == found:
+        return
+    theirs, ours = json.loads(expected), json.loads(found)
+    name = next(name for name in theirs if theirs[name] != ours.get(name))
+    raise CheckpointError(
+        f"this worker does not fit the service: the service has {name} = {theirs[name]}, "
+        f"this process {ours.get(name)}; start it with the same checkpoint, dtype and versions"
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moe_runtime.serving.requests import EngineClosedError, QueueFullError, RequestTooLongError
@@ -96,20 +97,15 @@ def internal_error(error: Exception) -> ApiError:
     )
 
 
-class raised_as_api_error:
+@contextlib.contextmanager
+def raised_as_api_error() -> Iterator[None]:
     """Turns any other ``Exception`` within the block into an `ApiError`."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ApiError):
-            raise internal_error(error) from error
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception as error:
+        raise internal_error(error) from error
 
 
 def of_engine(error: Exception) -> ApiError:

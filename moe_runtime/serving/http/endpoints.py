@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -61,6 +61,7 @@ from moe_runtime.serving.http.server import Asked, Server
 _MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 """Status in the log of a request whose client disconnected."""
+ResultT = TypeVar("ResultT")
 
 
 def client_went_away() -> ApiError:
@@ -128,20 +129,17 @@ class EventStream(StreamingResponse):
             self._generation.failure = failure
 
 
-async def whole(
-    request: Request, generation: Generation, work: Coroutine[Any, Any, Any]
-) -> Response:
-    """Waits for an answer, unless the client goes away first."""
-    answer = asyncio.ensure_future(work)
+async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Waits for some work, unless the client goes away first, which ends it."""
+    working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            return json_response(answer.result())
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise client_went_away()
     finally:
-        generation.cancel()
-        for task in (answer, gone):
+        for task in (working, gone):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ApiError):
                 await task
@@ -378,22 +376,14 @@ class Endpoints:
         answer = answers_to(body, generation)
         if body.stream:
             return EventStream(generation, answer)
-        return await whole(request, generation, answer.whole())
+        try:
+            return json_response(await unless_gone(request, answer.whole()))
+        finally:
+            generation.cancel()
 
     async def _hold(self, request: Request, name: str | None) -> ServedModel:
         """The model that a request names, once it is loaded, unless the client goes away first."""
-        holding = asyncio.ensure_future(self._server.hold(Asked.of(request.scope), name))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((holding, gone), return_when=asyncio.FIRST_COMPLETED)
-            if holding.done():
-                return holding.result()
-            raise client_went_away()
-        finally:
-            for task in (holding, gone):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ApiError):
-                    await task
+        return await unless_gone(request, self._server.hold(Asked.of(request.scope), name))
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()

@@ -13,12 +13,7 @@ from pydantic import Field
 from moe_runtime.serving.http import chat
 from moe_runtime.serving.http.answer_text import AnswerToken, Part, Piece
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.generating import (
-    Generation,
-    PartAnswers,
-    Prepared,
-    Sections,
-)
+from moe_runtime.serving.http.generating import Generation, PartAnswers, Prepared, Sections
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,

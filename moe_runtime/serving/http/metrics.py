@@ -92,9 +92,9 @@ class EngineCollector:
             for metric, (field, text) in table.items():
                 values = {(name,): getattr(one, field) for name, one in counted.items()}
                 yield _family(kind, metric, text, values)
-        read = {
-            (name, tier): n for name, one in experts.items() for tier, n in one.bytes_read.items()
-        }
+        read = {(name, "disk"): one.bytes_read for name, one in experts.items()}
+        copied = ((name, one.copied_bytes) for name, one in experts.items())
+        read |= {(name, "host"): num_bytes for name, num_bytes in copied if num_bytes}
         text = "Bytes of experts read, by tier."
         yield _family(CounterMetricFamily, "moe:expert_bytes_read", text, read, "tier")
         text = "How experts are kept; always 1."

@@ -24,12 +24,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.model_loader import (
-    ModelLoader,
-    ServeSettings,
-    adapters_of,
-    names_of,
-)
+from moe_runtime.serving.http.model_loader import ModelLoader, ServeSettings, adapters_of, names_of
 from moe_runtime.serving.http.model_table import ModelTable, Place
 from moe_runtime.serving.http.server import Asked, Log, Server
 

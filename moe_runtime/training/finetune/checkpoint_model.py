@@ -27,6 +27,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import replace_folder, write_text
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
+from moe_runtime.training.examples import PADDING, TRAINED
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
 from moe_runtime.training.offload.frozen import ExpertAdapters
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
@@ -35,6 +36,54 @@ from moe_runtime.training.offload.site import ExpertsSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_NO_TARGET = -100
+
+_SHARE_ROWS = frozenset(
+    (
+        *("aria", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_ocr2", "deepseek_v2"),
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4"),
+        *("gemma4_text", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kimi_k25", "kolibri1", "laguna"),
+        *("mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text"),
+        *("mistral4", "mixtral", "muse_spark", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+        *("qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open"),
+    )
+)
+"""Types of models whose attention ends where positions begin anew."""
+_TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
+"""Those that would not, and take masks instead."""
+
+
+def shares_rows(model: PreTrainedModel) -> bool:
+    """Whether several documents may lie in a row without seeing each other.
+
+    Recurrent states and compressed attention go on over the ends of documents, and losses of
+    routers count padding as tokens unless they are given a mask.
+    """
+    with_router = getattr(model.config.get_text_config(), "output_router_logits", False)
+    kind = model.config.model_type
+    return kind in _SHARE_ROWS | _TAKES_MASKS and not with_router
+
+
+def _masks(model: PreTrainedModel, positions_BC: Tensor) -> dict[str, Any]:
+    """Masks of attention by kind of layer, within documents alone."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    config = model.config.get_text_config()
+    embedded = torch.empty((*positions_BC.shape, 0), dtype=model.dtype, device=positions_BC.device)
+    made = {
+        "full_attention": create_causal_mask,
+        "sliding_attention": create_sliding_window_causal_mask,
+    }
+    return {
+        kind: make(
+            config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None,
+            position_ids=positions_BC,
+        )
+        for kind, make in made.items() if kind in config.layer_types
+    }  # fmt: skip
 
 
 class CheckpointModel(nn.Module):
@@ -49,13 +98,28 @@ class CheckpointModel(nn.Module):
         self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        out: Any = self.model(input_ids=ids_BC, use_cache=False)
+        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`)."""
+        given: dict[str, Any] = {"input_ids": ids_BC}
+        if ids_BC.ndim == 3:
+            given = self._of_documents(ids_BC)
+            targets_BC = targets_BC[..., 0].where(targets_BC[..., 2] == TRAINED, _NO_TARGET)
+        out: Any = self.model(**given, use_cache=False)
         logits = out.logits.float().flatten(0, 1)
-        loss = cross_entropy(logits, targets_BC.flatten())
+        loss = cross_entropy(logits, targets_BC.flatten(), ignore_index=_NO_TARGET)
         auxiliary = loss.new_zeros(())
         if self._with_router and getattr(out, "aux_loss", None) is not None:
             auxiliary = self._router_scale * out.aux_loss
         return Losses(loss, auxiliary)
+
+    def _of_documents(self, rows_BC3: Tensor) -> dict[str, Any]:
+        """What keeps documents of a row apart, or the padding of one that has a row for itself."""
+        ids, positions, roles = rows_BC3.unbind(-1)
+        if not shares_rows(self.model):
+            return {"input_ids": ids, "attention_mask": (roles != PADDING).long()}
+        given: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        if self.model.config.model_type in _TAKES_MASKS:
+            given["attention_mask"] = _masks(self.model, positions)
+        return given
 
     def after_step(self, *, skipped: bool = False) -> None: ...
 
@@ -176,12 +240,6 @@ def activation_bytes(
     logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
     temporary = 4 * 6 * hidden
     return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
-
-
-def require_positions(config: PreTrainedConfig, context: int) -> None:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and context > most:
-        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
 
 
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:

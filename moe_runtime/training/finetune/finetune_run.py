@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,13 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.data import (
     TokenStreams,
+    data_files,
     encode_corpora,
     load_tokenizer,
     read_corpora,
-    text_files,
     windows_of,
 )
+from moe_runtime.training.examples import ids_of
 from moe_runtime.training.finetune.checkpoint_model import (
     CheckpointModel,
     MergedAdapters,
@@ -59,9 +60,11 @@ from moe_runtime.training.finetune.checkpoint_model import (
     add_attention_adapters,
     load_around_experts,
     require_exportable,
-    require_positions,
+    shares_rows,
     write_adapters,
 )
+from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
+from moe_runtime.training.finetune.rendering import Renderer, encode_records
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.entry import find_sites, layouts_of, plan_memory
@@ -92,7 +95,7 @@ from moe_runtime.training.train_plan import optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 _WRITTEN_ON_DEVICE = 16
 """Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
@@ -292,12 +295,14 @@ class FinetunePreparation(PreparedRun):
         config: with the number of steps.
         model: on the meta device.
         exporter: writes checkpoints like it; None where adapters alone are written.
+        tokenizer: of the checkpoint.
     """
 
     config: FinetuneConfig
     checkpoint: Checkpoint
     model: PreTrainedModel
     experts: ExpertMap
+    tokenizer: Any
     exporter: LikeCheckpoint | None
     sites: list[ExpertsSite]
     memory: TrainingMemory | FrozenMemory
@@ -330,10 +335,14 @@ def prepare(
     dtype = torch.float32 if config.lora is None else getattr(torch, config.run.precision)
     checkpoint = open_checkpoint(config.model, dtype, progress=progress)
     require_exportable(checkpoint, config)
-    check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
+    files = data_files(config.data, Path())
+    check_inputs_stay(output, trace, files, checkpoint.folder)
     check_outputs(output, trace)
-    require_positions(checkpoint.config, config.data.context)
-    read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
+    most = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and (context := config.data.context) > most:
+        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
+    # copied in the end; faults are found now
+    generation = read_generation_config(checkpoint.folder)
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
@@ -343,11 +352,16 @@ def prepare(
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
-    corpora = read_corpora(config.data, Path())
-    on_stage("encoding the text")
-    streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
+    if any(is_of_records(file) for file in files):
+        streams = _records(config, files, tokenizer, generation, shares_rows(model))
+    else:
+        corpora = read_corpora(config.data, Path())
+        on_stage("encoding the text")
+        streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     _check_vocabulary(checkpoint, streams)
     batches, held_out = windows_of(streams, config)
+    if config.run.patience and not held_out:
+        raise ValueError("patience needs held-out text: name a file of it, or a share")
     if epochs is not None:
         windows = epochs * batches.windows_per_epoch
         steps = max(1, round(windows / config.data.sequences_per_step))
@@ -368,6 +382,7 @@ def prepare(
         checkpoint=checkpoint,
         model=model,
         experts=experts,
+        tokenizer=tokenizer,
         exporter=LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None,
         sites=sites,
         memory=memory,
@@ -530,9 +545,30 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     return found
 
 
+def _records(
+    config: FinetuneConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    generation: GenerationConfig | None,
+    shares: bool,
+) -> dict[str, TokenStreams]:
+    if others := [file for file in files if not is_of_records(file)]:
+        raise ValueError(
+            f"{others[0]} is a text file and others hold records ({', '.join(RECORD_FILES)}); "
+            "give files of one kind"
+        )
+    stops = generation.eos_token_id if generation is not None else None
+    renderer = Renderer(tokenizer, [stops] if isinstance(stops, int) else stops or ())
+    return {
+        name: encode_records(config.data, name, renderer, shares_rows=shares)
+        for name in config.data.sources
+    }
+
+
 def _check_vocabulary(checkpoint: Checkpoint, streams: Mapping[str, TokenStreams]) -> None:
     size = checkpoint.config.get_text_config().vocab_size
-    largest = max((int(s.training.max()) for s in streams.values() if len(s.training)), default=0)
+    sides = [ids_of(side) for s in streams.values() for side in (s.training, s.held_out)]
+    largest = max((int(side.max()) for side in sides if len(side)), default=0)
     if largest >= size:
         raise ValueError(
             f"{checkpoint.folder}: its tokenizer gives id {largest}, the model has {size} tokens"

@@ -20,6 +20,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     contexts_of,
     make_estimator,
+    trained,
 )
 
 SHAPE = Shape(num_layers=5, num_experts=11, top_k=3)
@@ -81,6 +82,30 @@ def test_rows_do_not_influence_each_other(name):
     for row in (0, 7, len(contexts) - 1):
         alone = fitted(name).estimate(contexts.rows(slice(row, row + 1)), 1, 2)
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(trained._library() is None, reason="combined.c was not built")
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(4, 5), slice(0, 8)])
+def test_the_compiled_combination_guesses_what_its_numpy_form_does(monkeypatch, rows):
+    """Also of tokens that no table knows, unused places of paths, and the next tokens."""
+    estimator, known = fitted("combined"), held_out()
+    known.path[3, 1, 2] = known.previous[5] = known.path[4, 2] = SHAPE.num_experts
+    known.token_ids[[0, 7]] = known.previous_token_ids[[2, 7]] = 10**6
+    known = known.rows(rows)
+    known = replace(known, path=known.path.copy(), path_weights=known.path_weights.copy())
+    blind = replace(known, token_ids=np.full(len(known), -1), memo={})
+    asked = [(now, at) for at in range(SHAPE.num_layers) for now in range(-1, at)]
+    asked = [(contexts, *layers) for contexts in (known, blind) for layers in asked]
+    compiled = [estimator.guess(*one, 7) for one in asked]
+    monkeypatch.setattr(trained, "_library", lambda: None)
+    for one, (experts, chances) in zip(asked, compiled, strict=True):
+        plain = dict(zip(*estimator.guess(*one, SHAPE.num_experts), strict=True))
+        assert len({*experts}) == 7
+        assert chances == sorted(chances, reverse=True)
+        # some thirty float32 of a logit in another order; its slope is at most 1/4 for each token
+        near = pytest.approx([plain[e] for e in experts], abs=len(known) * 2e-6)
+        assert chances == near
+        assert min(chances) >= sorted(plain.values())[-7] - len(known) * 2e-6
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)

@@ -1,5 +1,7 @@
 """The controller tries what can pay, stops what does not, and says which."""
 
+import random
+
 import pytest
 
 from moe_runtime.policies.prefetch import Controller, StepCost
@@ -77,3 +79,21 @@ def test_one_slow_step_decides_nothing(outlier):
     run(controller, 3, on=0.7)
     run(controller, 1, on=outlier, off=outlier)
     assert run(controller, 30, on=0.7)[-1]
+
+
+@pytest.mark.parametrize(("on", "pays"), [(0.8, True), (1.05, False)])
+def test_tokens_that_need_many_experts_decide_nothing(on, pays):
+    """Needs vary more between tokens than prefetching changes; first trials are right anyway."""
+    for seed in range(30):
+        needs, controller = random.Random(seed), Controller()
+        while not controller.num_trials or controller.verdict == "not tried yet":
+            needed_s, work_s = needs.uniform(0.5, 4.0), on if controller.is_active else 1.0
+            cost = StepCost(
+                seconds=work_s + needed_s,
+                stall_s=needed_s,
+                predict_s=0.01,
+                saved_s=1.0,
+                needed_s=needed_s,
+            )
+            controller.step(cost)
+        assert controller.is_active == pays

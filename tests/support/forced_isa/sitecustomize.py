@@ -14,7 +14,7 @@ from types import ModuleType
 VARIABLE = "MOE_SUITE_ISA"
 NONE = "none"
 """As where no C compiler was there at installation: torch's products, Python's replays."""
-LIBRARIES = ("moe_runtime.kernels.native.library", "moe_runtime.policies.eviction.compiled")
+LIBRARIES = ("moe_runtime.kernels.native", "moe_runtime.policies.eviction.compiled")
 
 
 def force(module: ModuleType, isa: str) -> None:

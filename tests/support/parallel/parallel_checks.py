@@ -11,6 +11,7 @@ from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_e
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_runtime.benchmarks.cases.dispatch import CountingTransport
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
     ExpertSlots,
@@ -24,7 +25,6 @@ from moe_runtime.parallel import (
     combine,
     dispatch,
 )
-from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatching import Group
 from moe_runtime.routing import Capacity, Gate, make_gate
@@ -69,20 +69,6 @@ def gradients(
     # Experts that saw no row at all may be outside the graph.
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return Answer(y_TD.detach(), x_TD.grad, weights_TK.grad, grads)
-
-
-class CountingTransport:
-    """A flat transport that counts the bytes of rows that leave this rank."""
-
-    def __init__(self, inner: FlatTransport) -> None:
-        self._inner = inner
-        self.rank, self.size = inner.rank, inner.size
-        self.exchange_numbers, self.routes = inner.exchange_numbers, inner.routes
-        self.row_bytes = 0
-
-    def exchange(self, rows_RD: torch.Tensor, route: object, **options: Any) -> Pending:
-        self.row_bytes += rows_RD.numel() * rows_RD.element_size()
-        return self._inner.exchange(rows_RD, route, **options)
 
 
 def bytes_on_the_wire(problem: Problem, slots: ExpertSlots, wire: WireName) -> list[int]:

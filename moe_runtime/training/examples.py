@@ -1,0 +1,158 @@
+"""Separate documents as token ids, several of them in a row.
+
+A row has C + 1 tokens, each with its position in its document and its role. Where several documents
+share a row, attention and positions begin anew with each, so that none sees another.
+
+Shapes: N rows, C tokens of context, T tokens of all documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedList
+from torch import Tensor
+
+PADDING, READ, TRAINED = -1, 0, 1
+"""The role of a token: none, context alone, or also a target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Documents, none longer than a row.
+
+    Attributes:
+        ids, trained: `[T]`: the documents one after another, and which tokens are targets.
+        ends: `[documents]`: where each of them ends.
+        shares_rows: whether several documents may lie in a row.
+    """
+
+    ids: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_]
+    ends: npt.NDArray[np.int64]
+    shares_rows: bool
+
+    @classmethod
+    def of(
+        cls, documents: Iterable[tuple[Sequence[int], Sequence[bool]]], *, shares_rows: bool
+    ) -> Examples:
+        """Joins documents: the ids of each, and which of them are targets."""
+        pairs = list(documents)
+        lengths = [len(ids) for ids, _ in pairs]
+        ids, trained = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
+        ends = np.cumsum(np.array(lengths, np.int64))
+        return cls(np.array(ids, np.int64), np.array(trained, np.bool_), ends, shares_rows)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+    def document(self, number: int) -> slice:
+        return slice(int(self.ends[number] - self.lengths[number]), int(self.ends[number]))
+
+    def digest(self) -> bytes:
+        found = hashlib.sha256()
+        for part in (self.ids, self.trained, self.ends):
+            found.update(part.tobytes())
+        found.update(bytes([self.shares_rows]))
+        return found.digest()
+
+    def row(self, numbers: Sequence[int], context: int) -> npt.NDArray[np.int64]:
+        """Documents side by side and padding behind them: `[C + 1, 3]`, ids, positions, roles."""
+        row = np.zeros((context + 1, 3), np.int64)
+        row[:, 2] = PADDING
+        begin = 0
+        for number in numbers:
+            place = self.document(number)
+            part = row[begin : begin + place.stop - place.start]
+            part[:, 0] = self.ids[place]
+            part[:, 1] = np.arange(len(part))
+            part[:, 2] = np.where(self.trained[place], TRAINED, READ)
+            part[0, 2] = READ  # nothing comes before it that could predict it
+            begin += len(part)
+        row[begin:, 1] = np.arange(context + 1 - begin)
+        return row
+
+
+def ids_of(side: npt.NDArray[Any] | Examples) -> npt.NDArray[Any]:
+    return side.ids if isinstance(side, Examples) else side
+
+
+def packed(examples: Examples, context: int, seed: Sequence[int]) -> list[list[int]]:
+    """Which documents share which row: longest first, each into the fullest row that has room.
+
+    Source: Johnson, "Near-optimal bin packing algorithms" (1973), best fit decreasing.
+
+    Args:
+        seed: decides the order of documents that are equally long.
+    """
+    order = np.random.default_rng(seed).permutation(len(examples.ends))
+    if not examples.shares_rows:
+        return [[int(number)] for number in order]
+    lengths = examples.lengths
+    rows: list[list[int]] = []
+    room: SortedList = SortedList()  # of each row that has some, and its number
+    for number in order[np.argsort(-lengths[order], kind="stable")]:
+        length = int(lengths[number])
+        place = room.bisect_left((length, -1))
+        if place < len(room):
+            left, row = room.pop(place)
+        else:
+            left, row = context + 1, len(rows)
+            rows.append([])
+        rows[row].append(int(number))
+        if left > length:
+            room.add((left - length, row))
+    return rows
+
+
+class ExampleStream:
+    """Rows of documents, epoch after epoch; an epoch has each once, in an order of its own.
+
+    Args:
+        context: C; a row has C + 1 tokens, inputs and targets overlap.
+        seed: of the orders.
+    """
+
+    def __init__(self, examples: Examples, *, context: int, seed: Sequence[int]) -> None:
+        self._examples, self._context, self._seed = examples, context, tuple(seed)
+        self._rows = packed(examples, context, [*seed, 0])
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return len(self._rows)
+
+    def window(self, number: int) -> npt.NDArray[np.int64]:
+        """The row of this number, counted over all epochs: `[C + 1, 3]`."""
+        epoch, place = divmod(number, len(self._rows))
+        if epoch != self._epoch:
+            random = np.random.default_rng([*self._seed, 1, epoch])
+            self._order, self._epoch = random.permutation(len(self._rows)), epoch
+        return self._examples.row(self._rows[self._order[place]], self._context)
+
+
+def trimmed(windows: Tensor) -> Tensor:
+    """Windows as of `Batches.draw`, without columns that are padding in all rows."""
+    if windows.ndim == 2:
+        return windows
+    return windows[:, : int((windows[..., 2] != PADDING).sum(1).max())]
+
+
+def held_out_rows(examples: Examples, *, context: int, most_tokens: int) -> npt.NDArray[np.int64]:
+    """Rows of held-out documents, each document once: `[N, C + 1, 3]`."""
+    rows = packed(examples, context, [0])[: max(1, most_tokens // context)]
+    return (
+        np.stack([examples.row(row, context) for row in rows])
+        if rows
+        else np.zeros((0, context + 1, 3), np.int64)
+    )

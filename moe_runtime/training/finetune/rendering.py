@@ -1,0 +1,303 @@
+"""From a record to token ids and which of them are trained on.
+
+Of conversations, the answers of the assistant are trained on. Which tokens they are, the chat
+template says by its marks (`{% generation %}`), or else the difference of rendered prefixes: what a
+template writes for a conversation must begin with what it writes for its first messages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_runtime.errors import MoERuntimeWarning, blamed_on
+from moe_runtime.training.data import (
+    TokenStreams,
+    added_tokens,
+    find_files,
+    looks_like_chat,
+    place_of,
+    warn_of_chat,
+)
+from moe_runtime.training.examples import Examples
+from moe_runtime.training.finetune.records import as_json, read_records
+from moe_runtime.training.run_config import DataConfig
+
+Document = tuple[list[int], list[bool]]
+"""Token ids, and which of them are targets."""
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_KINDS = "messages, prompt and completion, text, or input_ids"
+
+
+@dataclass
+class _Prefixes:
+    """What a template writes for the first messages of one conversation.
+
+    Args:
+        render: writes messages as text; `True` adds the beginning of an answer.
+    """
+
+    render: Any
+    messages: Sequence[Mapping[str, Any]]
+    place: str
+
+    def __post_init__(self) -> None:
+        self.whole: str = self.render(self.messages, False)
+
+    def answer(self, number: int) -> tuple[int, int]:
+        """Where the text of a message begins and ends."""
+        before = self.messages[:number]
+        begin = self.render(before, True)
+        end = self._end(number)
+        if not (self.whole.startswith(begin) and end is not None and len(begin) <= end):
+            raise ValueError(
+                f"{self.place}: the chat template writes message {number + 1} otherwise when more "
+                "follow, so its tokens cannot be told apart; end the conversation with that "
+                "answer, or mark answers in the template with {% generation %}"
+            )
+        return len(begin), end
+
+    def _end(self, number: int) -> int | None:
+        upto = self.render(self.messages[: number + 1], False)
+        if self.whole.startswith(upto):
+            return len(upto)
+        # some templates end the last answer otherwise: take the next message away again
+        following = self.messages[number + 1]
+        if following.get("role") != "user" or not number:
+            return None
+        longer = self.render(self.messages[: number + 2], False)
+        before = self.render(self.messages[:number], False)
+        added = self.render([*self.messages[:number], following], False)
+        if not (added.startswith(before) and self.whole.startswith(longer)):
+            return None
+        last = added[len(before) :]
+        return len(longer) - len(last) if last and longer.endswith(last) else None
+
+
+class Renderer:
+    """Makes documents of records, as a family's tokenizer and chat template have them.
+
+    Args:
+        stops: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Iterable[int]) -> None:
+        self._tokenizer, self._stops = tokenizer, frozenset((*stops, tokenizer.eos_token_id))
+        added = added_tokens(tokenizer)
+        middle = added.index(None)
+        end = [] if added[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+        self._before, self._after = added[:middle], [*added[middle + 1 :], *end]
+
+    def document(self, place: str, record: Mapping[str, Any]) -> Document:
+        """The ids of a record, BOS and EOS included, and which of them are trained on.
+
+        Args:
+            place: of the record, for messages.
+
+        Raises:
+            ValueError: the record is of no known kind, its template fails or has no clear answers.
+        """
+        if "messages" in record:
+            return self._conversation(place, record, _messages(place, record["messages"]), 0)
+        if "prompt" in record and "completion" in record:
+            first, second = record["prompt"], record["completion"]
+            if isinstance(first, list) and isinstance(second, list):
+                asked = _messages(place, first)
+                both = [*asked, *_messages(place, second)]
+                return self._conversation(place, record, both, len(asked))
+            ids = [*self._before, *self._encode(_text(place, first, "prompt"))]
+            answer = [*self._encode(_text(place, second, "completion")), *self._after]
+            return [*ids, *answer], [False] * len(ids) + [True] * len(answer)
+        if "input_ids" in record:
+            return _given(place, record)
+        if "text" in record:
+            text = self._encode(_text(place, record["text"], "text"))
+            ids = [*self._before, *text, *self._after]
+            return ids, [True] * len(ids)
+        raise ValueError(
+            f"{place}: expected {_KINDS}, got {', '.join(record) or 'an empty record'}"
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        with blamed_on("the tokenizer cannot encode the text"):
+            return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _conversation(
+        self, place: str, record: Mapping[str, Any], messages: list[dict[str, Any]], first: int
+    ) -> Document:
+        """Args: first: number of the first message that may be trained on."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"{place}: has messages, and the model's tokenizer has no chat template; write "
+                "them as prompt and completion"
+            )
+        answers = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+        if not answers:
+            raise ValueError(f"{place}: has no message of the assistant, so nothing to train on")
+        tools = as_json(record.get("tools"), place, "tools") or None
+        settings = as_json(record.get("chat_template_kwargs"), place, "chat_template_kwargs") or {}
+        failing = f"{place}: the chat template cannot be used"
+        with blamed_on(failing):
+            template = self._tokenizer.get_chat_template(tools=tools)
+        if _MARKS.search(template) and not first:
+            with blamed_on(failing):
+                found = self._tokenizer.apply_chat_template(
+                    messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
+                    tokenizer_kwargs={"verbose": False}, **settings,
+                )  # fmt: skip
+            return list(found["input_ids"]), [bool(own) for own in found["assistant_masks"]]
+
+        def render(part: Sequence[Mapping[str, Any]], begins: bool) -> str:
+            with blamed_on(failing):
+                return self._tokenizer.apply_chat_template(
+                    part, tools=tools, tokenize=False, add_generation_prompt=begins, **settings
+                )
+
+        prefixes = _Prefixes(render, messages, place)
+        return self._by_prefixes(prefixes.whole, [prefixes.answer(number) for number in answers])
+
+    def _by_prefixes(self, text: str, answers: Iterable[tuple[int, int]]) -> Document:
+        with blamed_on("the tokenizer cannot encode the text"):
+            found = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        ids: list[int] = list(found["input_ids"])
+        begins = [begin for begin, _ in found["offset_mapping"]]
+        trained = [False] * len(ids)
+        for begin, end in answers:
+            low, high = (bisect.bisect_left(begins, place) for place in (begin, end))
+            stops = [number for number in range(low, high) if ids[number] in self._stops]
+            if stops:  # what the template writes behind it, the model never does
+                high = stops[-1] + 1
+            elif high < len(ids) and ids[high] in self._stops:
+                high += 1  # some families end an answer by the beginning of the next message
+            elif high == len(ids):
+                ids.append(self._tokenizer.eos_token_id)
+                trained.append(True)
+            trained[low:high] = [True] * (high - low)
+        return ids, trained
+
+
+def parts_of(tokenizer: Any, examples: Examples, number: int) -> list[tuple[str, bool]]:
+    """The text of a document in parts, each with whether it is trained on."""
+    place = examples.document(number)
+    ids, trained = examples.ids[place].tolist(), examples.trained[place].tolist()
+    trained[0] = False
+    ends = [n + 1 for n in range(len(ids)) if n + 1 == len(ids) or trained[n] != trained[n + 1]]
+    with blamed_on("the tokenizer cannot decode its tokens"):
+        return [
+            (tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False), trained[begin])
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+
+
+def _given(place: str, record: Mapping[str, Any]) -> Document:
+    ids, labels = record["input_ids"], record.get("labels", record["input_ids"])
+    is_sound = isinstance(ids, list) and isinstance(labels, list) and len(ids) == len(labels)
+    if not is_sound or not all(type(own) is int and own >= 0 for own in ids) or not ids:
+        raise ValueError(f"{place}: expected input_ids, and as many labels where there are any")
+    trained = [label != -100 for label in labels]
+    for own, label, is_target in zip(ids, labels, trained, strict=True):
+        if is_target and own != label:
+            raise ValueError(f"{place}: expected labels of input_ids or -100, got {label} at {own}")
+    return list(ids), trained
+
+
+def _text(place: str, value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: expected text as {what}, got {type(value).__name__}")
+    return value
+
+
+def _messages(place: str, given: Any) -> list[dict[str, Any]]:
+    """Messages as templates take them: contents as text, arguments of tools as objects."""
+    given = as_json(given, place, "messages")
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{place}: expected a list of messages, got {type(given).__name__}")
+    found = []
+    for number, message in enumerate(given, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{place}: message {number} has no role; expected role and content")
+        found.append(message := dict(message))
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [p.get("text") if isinstance(p, dict) else p for p in content]
+            texts = [part for part in parts if isinstance(part, str)]
+            if len(texts) < len(parts):
+                raise ValueError(f"{place}: message {number} has parts that are not text")
+            message["content"] = "".join(texts)
+        if calls := as_json(message.get("tool_calls"), place, "tool_calls"):
+            message["tool_calls"] = [_call(place, call) for call in calls]
+    return found
+
+
+def _call(place: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError(f"{place}: expected tool_calls with a function, got {call!r:.60}")
+    arguments = as_json(function.get("arguments"), place, "arguments of a tool")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def encode_records(
+    data: DataConfig, name: str, renderer: Renderer, *, shares_rows: bool
+) -> TokenStreams:
+    """The documents of a source's files, those held out apart.
+
+    Held out are the records of `held_out_files`, where given. Otherwise the share of the documents
+    that their digests choose, so that more records never move an old one to the other side.
+
+    Warns of documents that are longer than a row and cut.
+    """
+    source = data.sources[name]
+    training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
+    held_out: list[Document] = []
+    if source.held_out_files:
+        paths = find_files(name, source.held_out_files, Path())
+        held_out = _fitting(paths, renderer, data.context)
+    elif data.held_out_share:
+        places = [place_of(np.array(ids, np.int64).tobytes()) for ids, _ in training]
+        both = list(zip(places, training, strict=True))
+        held_out = [own for place, own in both if place < data.held_out_share]
+        training = [own for place, own in both if place >= data.held_out_share]
+    if not training:
+        raise ValueError(f"source {name!r}: no record is left to train on")
+    sides = [Examples.of(side, shares_rows=shares_rows) for side in (training, held_out)]
+    found = hashlib.sha256(b"".join(side.digest() for side in sides)).hexdigest()[:16]
+    return TokenStreams(sides[0], sides[1], found)
+
+
+def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Document]:
+    """Documents that have targets, cut to the length of a row."""
+    found: list[Document] = []
+    num_cut = num_empty = 0
+    chat = ""
+    for place, record in read_records(paths):
+        ids, trained = renderer.document(place, record)
+        if not chat and "text" in record and looks_like_chat(record["text"]):
+            chat = place
+        num_cut += len(ids) > context + 1
+        ids, trained = ids[: context + 1], trained[: context + 1]
+        if any(trained[1:]):
+            found.append((ids, trained))
+        else:
+            num_empty += 1
+    if chat:
+        warn_of_chat(chat)
+    if num_cut or num_empty:
+        warnings.warn(
+            f"{num_cut:,} of {len(found) + num_empty:,} records are longer than {context + 1:,} "
+            f"tokens and were cut; {num_empty:,} have nothing to train on and were left out",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+    return found

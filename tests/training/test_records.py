@@ -1,0 +1,333 @@
+"""Records to fine-tune on: files, masks on published chat templates, packing, runs."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chat_formats import CONVERSATION, FORMATS, HERMES, HERMES_WRITTEN, TOOLS, WITH_TOOLS, Format
+from finetuning_runs import GPT_OSS, MIXTRAL, checkpoint_of, config_of, resident, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_families import FAMILIES, Family
+from text_checkpoint import tiny_tokenizer
+from tiny_checkpoints import tiny_model
+from torch.nn.functional import cross_entropy
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.training.examples import PADDING, TRAINED, Examples, ExampleStream, trimmed
+from moe_runtime.training.finetune.checkpoint_model import CheckpointModel, shares_rows
+from moe_runtime.training.finetune.finetune_run import prepare, start
+from moe_runtime.training.finetune.records import read_records
+from moe_runtime.training.finetune.rendering import Renderer, parts_of
+
+CHAT = FORMATS["qwen2_moe"]
+
+
+def tokenizer_of(form: Format) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": form.specials})
+    tokenizer.eos_token, tokenizer.chat_template = form.end, form.template
+    return tokenizer
+
+
+def written(form: Format, record: dict[str, Any]) -> str:
+    """A record as it is trained on, targets in double brackets."""
+    tokenizer = tokenizer_of(form)
+    renderer = Renderer(tokenizer, tokenizer.convert_tokens_to_ids([*form.stops]))
+    document = renderer.document("here", record)
+    parts = parts_of(tokenizer, Examples.of([document], shares_rows=True), 0)
+    return "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_alone_are_targets_on_published_templates(name):
+    form = FORMATS[name]
+    assert written(form, {"messages": CONVERSATION}) == form.written
+
+
+def test_tools_and_earlier_answers():
+    form = Format(HERMES, HERMES_WRITTEN, "<|im_end|>")
+    assert written(form, {"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}) == HERMES_WRITTEN
+    asked = {"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}
+    expected = CHAT.written.replace("[[", "", 1).replace("]]", "", 1)
+    assert written(CHAT, asked) == expected
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    listed = [{"role": "user", "content": parts}, *CONVERSATION[1:]]
+    assert written(CHAT, {"messages": json.dumps(listed)}) == CHAT.written
+
+
+def test_other_kinds_of_records():
+    assert written(CHAT, {"prompt": "2+2=", "completion": "4"}) == "2+2=[[4<|im_end|>]]"
+    assert written(CHAT, {"text": "a b"}) == "a[[ b<|im_end|>]]"
+    ids = tokenizer_of(CHAT)("a b").input_ids
+    assert written(CHAT, {"input_ids": ids, "labels": [-100, *ids[1:]]}) == "a[[ b]]"
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": CONVERSATION[:1]}, "here: has no message of the assistant"),
+        ({"messages": []}, "expected a list of messages"),
+        ({"messages": [{"content": "x"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ({"prompt": "x"}, "expected messages, prompt and completion, .* got prompt"),
+        ({"text": 3}, "expected text as text, got int"),
+        ({"input_ids": [1, 2], "labels": [1]}, "as many labels"),
+        ({"input_ids": [1, 2], "labels": [1, 3]}, "got 3 at 2"),
+        ({"messages": CONVERSATION, "tools": "{"}, "tools is text that is not JSON"),
+    ],
+)
+def test_bad_records_are_named(record, expected):
+    with pytest.raises(ValueError, match=expected):
+        written(CHAT, record)
+
+
+def test_answers_that_later_messages_change_are_refused():
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{{ m.content if loop.last else 'gone' }}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    form = Format(template, "", "<|im_end|>")
+    with pytest.raises(ValueError, match="here: the chat template writes message 2 otherwise when"):
+        written(form, {"messages": CONVERSATION})
+    broken = Format("{{ raise_exception('no') }}", "", "<|im_end|>")
+    with pytest.raises(CheckpointError, match=r"here: the chat template cannot be used.*no"):
+        written(broken, {"messages": CONVERSATION})
+
+
+def test_files_of_records(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra finetune has it")
+    from pyarrow import parquet
+
+    records = [{"text": "a"}, {"messages": [{"role": "user", "content": "b"}]}]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, records)))
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    (tmp_path / "c.json").write_text("\n".join(map(json.dumps, records)))
+    rows = [{"text": None, "messages": None} | record for record in records]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    for file in tmp_path.iterdir():
+        found = list(read_records([file]))
+        assert [record for _, record in found] == records, file
+        assert all(place.startswith(f"{file}: ") for place, _ in found)
+    for name, text, expected in [
+        ("e.jsonl", '{"text": "a"}\n[1]', r"e\.jsonl: line 2 is no JSON object"),
+        ("f.json", '[{"text": "a"}, 1]', r"f\.json: record 2 is no JSON object"),
+        ("g.json", "[", r"g\.json: is not JSON"),
+        ("h.parquet", "PAR1", r"h\.parquet: cannot be read as Parquet"),
+    ]:
+        (tmp_path / name).write_text(text)
+        with pytest.raises((ValueError, CheckpointError), match=expected):
+            list(read_records([tmp_path / name]))
+
+
+@given(
+    lengths=st.lists(st.integers(2, 11), min_size=1, max_size=40),
+    seed=st.integers(0, 3),
+    shares=st.booleans(),
+)
+@settings(max_examples=40)
+def test_an_epoch_has_every_document_once_and_whole(lengths, seed, shares):
+    documents = [
+        (list(range(100 * n, 100 * n + length)), [True] * length)
+        for n, length in enumerate(lengths)
+    ]
+    examples = Examples.of(documents, shares_rows=shares)
+    stream = ExampleStream(examples, context=10, seed=(seed,))
+    orders = []
+    for epoch in range(2):
+        numbers = range(epoch * stream.windows_per_epoch, (epoch + 1) * stream.windows_per_epoch)
+        rows = np.stack([stream.window(number) for number in numbers])
+        tokens = rows[rows[..., 2] != PADDING]
+        assert sorted(tokens[:, 0].tolist()) == sorted(i for ids, _ in documents for i in ids)
+        assert (tokens[:, 0] % 100 == tokens[:, 1]).all()
+        assert ((tokens[:, 2] == TRAINED) == (tokens[:, 1] > 0)).all()
+        orders.append(rows[:, 0, 0].tolist())
+    # any fit leaves at most one row half empty
+    most = 2 * sum(lengths) // 11 + 1 if shares else len(lengths)
+    assert stream.windows_per_epoch <= most
+
+
+def rows_of(lengths: list[int], shares: bool) -> torch.Tensor:
+    torch.manual_seed(1)
+    documents = [(torch.randint(1, 90, (n,)).tolist(), [True] * n) for n in lengths]
+    examples = Examples.of(documents, shares_rows=True)
+    numbers = range(len(lengths))
+    context = sum(lengths) + 3 if shares else max(lengths) + 3
+    rows = [[*numbers]] if shares else [[number] for number in numbers]
+    return trimmed(torch.from_numpy(np.stack([examples.row(row, context) for row in rows])))
+
+
+def check_family(family: Family) -> None:
+    """One pass over all documents against a pass over each alone."""
+    model = tiny_model(family).train()
+    lengths = [37, 23, 4]
+    rows = rows_of(lengths, shares_rows(model))
+    found = CheckpointModel(model).losses(rows[:, :-1], rows[:, 1:]).cross_entropy
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, length in zip(rows_of(lengths, False)[..., 0], lengths, strict=True):
+        alone = ids[None, :length]
+        with torch.no_grad():
+            logits = model(input_ids=alone[:, :-1], use_cache=False).logits.double()
+        total += cross_entropy(logits[0], alone[0, 1:], reduction="sum")
+    expected = total / (sum(lengths) - len(lengths))
+    # sums of fp32 products in another order
+    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["mixtral", "gpt_oss", "jamba", "qwen3_next"])
+def test_packed_documents_do_not_see_each_other(folder):
+    check_family(next(family for family in FAMILIES if family.folder == folder))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_packed_documents_do_not_see_each_other_in_any_family(family):
+    model = tiny_model(family)
+    text = model.config.get_text_config()
+    if getattr(text, "index_topk", None) or not hasattr(model, "lm_head"):
+        pytest.skip("chooses keys, which rounding decides, or predicts no text")
+    check_family(family)
+
+
+def chat_checkpoint(family: Family, folder: Path) -> Path:
+    """With the tokens that there are: the end of a text ends a message."""
+    checkpoint_of(family, folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_chats(path: Path, number: int = 9) -> Path:
+    """Conversations of different lengths, and numbers of answers."""
+    with path.open("w") as file:
+        for n in range(number):
+            messages = [
+                {"role": role, "content": text * (1 + n % 3)}
+                for _ in range(1 + n % 2)
+                for role, text in (("user", f"store {n} "), ("assistant", "it reads "))
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def chat_config(family: Family, tmp_path: Path, **changes: Any) -> Any:
+    data = {
+        "sources": {"text": {"files": [str(write_chats(tmp_path / "chats.jsonl"))]}},
+        **{"context": 96, "tokens_per_step": 96 * 4, "micro_batches": 2, "held_out_share": 0.0},
+    }
+    return config_of(chat_checkpoint(family, tmp_path / "first"), tmp_path, data=data, **changes)
+
+
+def test_every_target_of_a_step_counts_the_same(tmp_path):
+    """Against the mean over the targets of documents that are computed alone, in fp64."""
+    config = chat_config(MIXTRAL, tmp_path)
+    preparation = prepare(config)
+    trainer = start(preparation, resume=False)
+    found = train(trainer, stop_after=1)
+    trainer.close()
+    model = resident(tmp_path / "first", torch.float64)
+    total, count = 0.0, 0
+    for row in prepare(config).batches.draw(4):
+        begins = [*np.flatnonzero((row[:, 1] == 0) & (row[:, 2] != PADDING)), None]
+        for begin, end in itertools.pairwise(begins):
+            own = torch.from_numpy(row[begin:end][row[begin:end, 2] != PADDING])
+            targets = own[1:, 0].where(own[1:, 2] == TRAINED, -100)
+            with torch.no_grad():
+                logits = model(input_ids=own[None, :-1, 0]).logits[0]
+            total += float(cross_entropy(logits, targets, reduction="sum"))
+            count += int((targets >= 0).sum())
+    assert found == [pytest.approx(total / count, rel=1e-5)]
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS], ids=str)
+def test_records_go_on_to_the_bit(tmp_path, family):
+    config = chat_config(family, tmp_path, run={"output": str(tmp_path / "whole"), "steps": 5})
+    trainer = start(prepare(config), resume=False)
+    whole = train(trainer, stop_after=5)
+    trainer.close()
+    config = chat_config(family, tmp_path, run={"steps": 5})
+    trainer = start(prepare(config), resume=False)
+    losses = train(trainer, stop_after=2)
+    trainer.close()
+    trainer = start(prepare(config), resume=True)
+    losses += train(trainer, stop_after=5)
+    trainer.close()
+    assert losses == whole
+    assert prepare(config).batches.windows_per_epoch < 5 * 4, "more than one epoch"
+    write_chats(tmp_path / "chats.jsonl", 8)
+    with pytest.raises(CheckpointError, match="text of source 'text'"):
+        start(prepare(config), resume=True)
+
+
+def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):
+    held_out = str(write_chats(tmp_path / "held.jsonl", 3))
+    config = chat_config(MIXTRAL, tmp_path, run={"steps": 9, "evaluate_every": 1, "patience": 2})
+    with pytest.raises(ValueError, match="patience needs held-out text"):
+        prepare(config)
+    measured = iter([3.0, 2.0, 2.5, 2.0, 1.0])
+    monkeypatch.setattr(
+        "moe_runtime.training.loop.Trainer._held_out_loss", lambda *_: next(measured)
+    )
+    data = chat_config(MIXTRAL, tmp_path).data
+    source = dataclasses.replace(data.sources["text"], held_out_files=(held_out,))
+    config = dataclasses.replace(config, data=dataclasses.replace(data, sources={"text": source}))
+    for stop in (3, 9):  # what was measured before counts after an interruption
+        trainer = start(prepare(config), resume=stop == 9)
+        train(trainer, stop_after=stop)
+        trainer.close()
+    assert trainer.step == 4
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    folder = chat_checkpoint(MIXTRAL, tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    write_chats(Path("data/chats.jsonl"), 40)
+    Path("data/notes.txt").write_text("which are left out")
+    words = ["finetune", str(folder), "data", "--context", "30", "--sequences", "2"]
+    words += ["--host-memory", "1GiB", "-o", "out"]
+    assert main([*words, "--dry-run", "--epochs", "2", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "of 40 records are longer than 31 tokens and were cut" in shown.err
+    plan = json.loads(shown.out)
+    about = plan["examples"]
+    assert (about["packed"], about["number"] + about["held_out"]) == (True, 40)
+    assert about["first"][0][0][1] is False
+    assert plan["steps"] == about["rows"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "[[" in capsys.readouterr().out
+    assert main([*words, "--steps", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["held_out_mean"] > 0
+    for more, expected in [
+        (["data/notes.txt"], "error: data/notes.txt is a text file and others hold records"),
+        (["--steps", "2", "--epochs", "2"], "--epochs says how long a run is"),
+        (["--epochs", "0"], "--epochs must be positive"),
+        (["--held-out", "data", "--held-out-share", "0.5"], "--held-out-share is for runs without"),
+        (["--patience", "2"], "--patience counts measurements"),
+    ]:
+        place = 3 if more[0].startswith("data") else len(words)
+        assert main([*words[:place], *more, *words[place:], "--dry-run"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+        assert expected in line
+
+
+def test_text_that_looks_like_chat_is_told(tmp_path):
+    text = "User: What is it?\nAssistant: A store.\n" * 40
+    (tmp_path / "told.jsonl").write_text(json.dumps({"text": text}))
+    (tmp_path / "told.txt").write_text(text)
+    for name in ("told.jsonl", "told.txt"):
+        config = chat_config(MIXTRAL, tmp_path)
+        source = dataclasses.replace(config.data.sources["text"], files=(str(tmp_path / name),))
+        data = dataclasses.replace(config.data, sources={"text": source}, context=32)
+        with pytest.warns(MoERuntimeWarning, match=rf"{name}.* looks like a conversation"):
+            prepare(dataclasses.replace(config, data=dataclasses.replace(data, tokens_per_step=64)))
