@@ -693,7 +693,9 @@ def check_request(
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:
         raise RequestTooLongError(
             f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
-            f"but a request may have {most_tokens} in all"
+            f"but the maximum context length is {most_tokens} tokens",
+            num_tokens=num_prompt + num_new,
+            most_tokens=most_tokens,
         )
     for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
         if not 0 <= token < vocab_size:
