@@ -292,6 +292,8 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
                 f"{loaded.moe.facts.context.reason}",
             ),
         ]
+        if some.draft_bytes:
+            rows.append(("drafts", f"{format_bytes(some.draft_bytes)} of that memory"))
         chosen = sampling_words(model.defaults)
         rows.append(("choice of tokens", f"{chosen}, unless a request says otherwise"))
         if working.adapter_bytes:
