@@ -243,22 +243,20 @@ MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *sl
  * steps in a row, and columns of values with those that fill up vectors. */
 enum { KEYS_AT_ONCE = 128 };
 typedef struct {
-    int64_t query_steps, query_row, weight_row, columns;
-    int64_t queries, keys, values, weights, scores, sums, most, bytes;
+    int64_t query_steps, query_row, columns;
+    int64_t queries, keys, values, scores, sums, most, bytes;
 } AttentionScratch;
 
 static inline AttentionScratch attention_scratch(const AttentionBlock *block, int pairs, const Isa *isa) {
     const int64_t rows = block->heads * block->queries, together = pairs ? 2 : 1, line = 64;
     AttentionScratch at = {.query_steps = parts_of(block->key_dim, together), .columns = round_up(block->value_dim, isa->k_step)};
     at.query_row = 4 * (at.query_steps + 1);
-    at.weight_row = 4 * KEYS_AT_ONCE / together;
     at.keys = round_up(rows * at.query_row, line);
     at.values = at.keys + 4 * at.query_steps * KEYS_AT_ONCE;
-    at.weights = at.values + at.weight_row * at.columns;
-    at.scores = at.weights + isa->max_panel_rows * at.weight_row;
-    at.sums = at.scores + isa->max_panel_rows * 4 * KEYS_AT_ONCE;
+    at.scores = at.values + 4 * KEYS_AT_ONCE / together * at.columns;
+    at.sums = at.scores + rows * 4 * KEYS_AT_ONCE;
     at.most = at.sums + 4 * rows * at.columns;
-    at.bytes = round_up(at.most + 8 * rows, line);
+    at.bytes = round_up(at.most + 12 * rows, line);
     return at;
 }
 

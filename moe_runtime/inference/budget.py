@@ -122,8 +122,10 @@ def reserve_for(
     max_tokens: int,
     dense_bytes: int,
     kv_cache: str = "exact",
+    in_pass: int | None = None,
 ) -> int:
-    """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens of a batch.
+    """Bytes to set aside for the KV cache of ``max_tokens`` tokens of a batch, and activations of
+    those in a pass: ``in_pass`` at most, or all.
 
     The KV cache is counted with ``room_for`` it, and twice for one layer, because growing it
     copies. Activations are a few copies of the hidden states, and the routed rows. Policies and
@@ -131,14 +133,17 @@ def reserve_for(
     for many rows, and a part of an expert is copied while it is put in order.
     """
     config, dtype = checkpoint.config, checkpoint.dtype
-    kv_token = kv_bytes_per_token(config, dtype, kv_cache)
-    activations = activation_bytes_per_token(config, dtype, signature.top_k)
+    kv_token, passed = (
+        kv_bytes_per_token(config, dtype, kv_cache),
+        min(max_tokens, in_pass or max_tokens),
+    )
+    activations = passed * activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
     num_experts = signature.num_layers * signature.num_experts
     entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
-    code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
-    tokens = room_for(max_tokens) * kv_token + max_tokens * activations
+    code = kept_code_bytes(_weight_shapes(config), dtype, passed)
+    tokens = room_for(max_tokens) * kv_token + activations
     written = experts.largest_quantised * dtype.itemsize + experts.scratch_bytes
     return tokens + logits + buffers + entries + code + written
 
@@ -155,10 +160,11 @@ def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
 
 
 def reserve_per_token(
-    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str = "exact"
+    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str, *, in_pass: int | None
 ) -> int:
-    """Bytes by which the reserve is smaller, at least, for each token less."""
-    activations = activation_bytes_per_token(config, dtype, top_k)
+    """Bytes by which the reserve is smaller, at least, for each token less; with activations where
+    all tokens are in one pass (None)."""
+    activations = 0 if in_pass else activation_bytes_per_token(config, dtype, top_k)
     return kv_bytes_per_token(config, dtype, kv_cache) + activations
 
 
@@ -389,11 +395,16 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
 
 
 def context_step_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str = "exact"
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    top_k: int,
+    kv_cache: str = "exact",
+    in_pass: int | None = None,
 ) -> int:
-    """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default."""
+    """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default; with
+    activations where all tokens are in one pass (None)."""
     room = room_for(2 * CONTEXT_STEP) - room_for(CONTEXT_STEP)
-    activations = activation_bytes_per_token(config, dtype, top_k)
+    activations = 0 if in_pass else activation_bytes_per_token(config, dtype, top_k)
     return room * kv_bytes_per_token(config, dtype, kv_cache) + CONTEXT_STEP * activations
 
 

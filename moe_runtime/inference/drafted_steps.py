@@ -27,6 +27,7 @@ from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.kv_cache import can_give_back, give_room
+from moe_runtime.inference.pieces import ANSWERS_MORE
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     can_join,
@@ -49,8 +50,6 @@ _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position")
 _KEPT = ("use_cache", "logits_to_keep", "return_dict")
 _UNUSED = ("tokenizer", "assistant_tokenizer")
 """What ``generate`` passes on to models, which do not look at it."""
-_MORE = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Settings with which a model answers more than logits."""
 
 
 @dataclass
@@ -171,7 +170,7 @@ class DraftedSteps:
 
     def _answers_more(self) -> bool:
         config = self._config.get_text_config(decoder=True)
-        return any(getattr(config, name, False) for name in _MORE)
+        return any(getattr(config, name, False) for name in ANSWERS_MORE)
 
     def _other(
         self,

@@ -30,6 +30,7 @@ from moe_runtime.inference.kv_cache import require_roundable
 from moe_runtime.inference.load_options import AUTO, check_names
 from moe_runtime.inference.loading import plan_draft, resolve_policy, signature_of
 from moe_runtime.inference.lossy import copied_bytes
+from moe_runtime.inference.pieces import most_in_pass
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 
@@ -234,8 +235,10 @@ def _summary_of(
         max_tokens=max_tokens,
         dense_bytes=dense_bytes,
         kv_cache=kv_cache,
+        in_pass=(in_pass := most_in_pass(model, torch.device("cpu"))),
     )
     per_token = checkpoint.config, checkpoint.dtype, experts.top_k, kv_cache
+    beyond = None if in_pass is None or max_tokens <= in_pass else in_pass
     return CheckpointSummary(
         path=checkpoint.folder,
         model_type=checkpoint.config.model_type,
@@ -256,8 +259,8 @@ def _summary_of(
         reserve_bytes=landing_bytes + stand_in_bytes + draft_bytes + reserve_bytes,
         max_tokens=max_tokens,
         known_tokens=known,
-        context_step_bytes=context_step_bytes(*per_token) + draft_step_bytes,
-        token_bytes=reserve_per_token(*per_token),
+        context_step_bytes=context_step_bytes(*per_token, in_pass=in_pass) + draft_step_bytes,
+        token_bytes=reserve_per_token(*per_token, in_pass=beyond),
         signature=signature,
     )
 

@@ -64,6 +64,7 @@ from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundabl
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
 from moe_runtime.inference.load_options import AUTO, TYPES, check_names, check_place
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
+from moe_runtime.inference.pieces import most_in_pass
 from moe_runtime.inference.steps import Steps, TokenLimit
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
@@ -252,11 +253,14 @@ def load(
     free = {"host": available_host_bytes() // num_here}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = table_bytes + set_aside_bytes + own_adapter.bytes_beside(model, planned_tokens)
+    in_pass = most_in_pass(model, place)
+    extra_bytes = table_bytes + set_aside_bytes
+    extra_bytes += own_adapter.bytes_beside(model, min(planned_tokens, in_pass or planned_tokens))
     # processes that divide the experts must not choose each for itself
     asked = max_tokens if partition is None else planned_tokens
+    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, kv_cache, drafter
+        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafter, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -302,7 +306,7 @@ def load(
 
         open_misses(misses, modules, store, host_store, bind_slots(slot_maps["host"]))
     apply_rules(rules, model, blocks, modules, store)
-    as_loaded_model(model, folder, source.versions(), steps, max_tokens)
+    as_loaded_model(model, folder, source.versions(), steps, max_tokens, in_pass)
     if place.type != "cpu":
         from moe_runtime.inference.device.decoding_model import capture_decoding
 
@@ -326,7 +330,7 @@ def load(
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     watched = [each for each in stores if each.watchers]
     policies = PolicyListener(watched) if watched else None
-    for listener in filter(None, (TokenLimit(max_tokens), times, policies, learning)):
+    for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
     # where every expert has a slot, no policy has to be chosen
     is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
@@ -465,8 +469,8 @@ def _plan(
     dense_bytes: int,
     max_tokens: int | None,
     extra_bytes: int,
-    kv_cache: str,
     drafter: DraftPlan | None,
+    kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
@@ -475,11 +479,8 @@ def _plan(
     def reserve(num_tokens: int) -> int:
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
         drafter_bytes = 0 if drafter is None else drafter.bytes_for(num_tokens)
-        return (
-            extra_bytes
-            + drafter_bytes
-            + reserve_for(checkpoint, experts, signature, **sizes, kv_cache=kv_cache)
-        )
+        reserved = reserve_for(checkpoint, experts, signature, **sizes, **kept)
+        return extra_bytes + drafter_bytes + reserved
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -495,7 +496,7 @@ def _plan(
             slot_bytes=slot_maps[dense_place].slot_bytes,
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
-            step_bytes=context_step_bytes(config, dtype, signature.top_k, kv_cache)
+            step_bytes=context_step_bytes(config, dtype, signature.top_k, **kept)
             + (0 if drafter is None else drafter.context_step_bytes),
         )
     plans = {

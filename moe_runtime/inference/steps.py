@@ -280,6 +280,7 @@ class CalledInSteps:
 
     _steps: Steps
     _drafts: Any
+    _pieces: Any
 
     @_outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -292,9 +293,17 @@ class CalledInSteps:
         if cast(Any, self).training:
             _require_something_to_train(self, args, kwargs)
         call = cast(Any, super()).__call__
-        if self._drafts is None:
+
+        def run(*args: Any, **kwargs: Any) -> Any:
             return self._steps.run(call, args, kwargs)
-        return self._drafts.call(lambda *a, **k: self._steps.run(call, a, k), args, kwargs)
+
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            return self._pieces.call(self, run, args, kwargs)
+
+        passes = run if self._pieces is None else cut
+        if self._drafts is None:
+            return passes(*args, **kwargs)
+        return self._drafts.call(passes, args, kwargs)
 
 
 def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -349,10 +358,12 @@ def refuse_tracing(who: str) -> NoReturn:
 
 class TokenLimit(Listener):
     """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
-    tokens of all sequences count, of a static cache all its places."""
+    tokens of all sequences count, of a static cache all its places. ``in_pass`` is the most
+    sequences, where a pass cannot have a token of each of ``max_tokens``."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens, self.follows_requests = max_tokens, False
+    def __init__(self, max_tokens: int, in_pass: int | None = None) -> None:
+        self._max_tokens, self._in_pass = max_tokens, in_pass or max_tokens
+        self.follows_requests = False
 
     def allow(self, step: Step) -> None:
         """CapacityError where a pass needs more room."""
@@ -360,6 +371,11 @@ class TokenLimit(Listener):
         length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
         if step.num_sequences * length > self._max_tokens:
             raise too_long(step.num_sequences, length, self._max_tokens)
+        if step.num_sequences > self._in_pass:
+            raise CapacityError(
+                f"a pass has memory for {self._in_pass} sequences, got {step.num_sequences}; give "
+                "fewer at a time"
+            )
 
 
 def too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:

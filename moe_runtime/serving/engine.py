@@ -222,7 +222,8 @@ class Engine:
             ValueError: ``max_tokens`` is more than memory is reserved for, or too few;
                 ``prefix_disk`` has no room, or its folder cannot be made.
         """
-        self._options = options or EngineOptions()
+        pieces = getattr(model, "_pieces", None)  # of a model from ``load``
+        self._options = _within_pass(options or EngineOptions(), pieces)
         self._turns = turns or Turns()
         capacity = capacity_of(model, max_tokens)
         self._model = model
@@ -238,8 +239,9 @@ class Engine:
             self._prefixes = Prefixes(
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
             )
+            passed = capacity if pieces is None else min(capacity, pieces.most_tokens)
             self._most_logprobs = rows_of_logits(
-                model.config, model.dtype, capacity, model.moe.facts.signature.top_k
+                model.config, model.dtype, passed, model.moe.facts.signature.top_k
             )
             self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
             self._scheduler = Scheduler(
@@ -646,6 +648,15 @@ def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
     return [(sequence, 1) for sequence in sequences]
 
 
+def _within_pass(options: EngineOptions, pieces: Any) -> EngineOptions:
+    """Options whose steps have as many tokens as memory for activations is set aside for."""
+    if pieces is None:
+        return options
+    names = ("prompt_tokens", "idle_prompt_tokens")
+    most = {name: min(getattr(options, name), pieces.most_tokens) for name in names}
+    return dataclasses.replace(options, **most)
+
+
 def capacity_of(model: Any, max_tokens: int | None) -> int:
     reserved = getattr(model, "_max_tokens", None)
     found = reserved if max_tokens is None else max_tokens
@@ -675,11 +686,12 @@ def check_request(
             raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
 
 
-def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
-    """Rows of fp32 logits that fit, with activations, into those set aside; at least four."""
+def rows_of_logits(config: Any, dtype: torch.dtype, num_tokens: int, top_k: int) -> int:
+    """Rows of fp32 logits that fit, with activations, into those of so many tokens; at least
+    four."""
     activations = activation_bytes_per_token(config, dtype, top_k)
     logits = 4 * config.get_text_config().vocab_size
-    return max(4, max_tokens * activations // (activations + logits))
+    return max(4, num_tokens * activations // (activations + logits))
 
 
 class EngineHandle:

@@ -67,7 +67,7 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path, monkeypatch, caps
     assert main([*words, "--prompts", str(tmp_path / "none.txt")]) == 2
     assert "holds no prompts" in capsys.readouterr().err
     assert main([*words, "--prompt-tokens", "1000000"]) == 2
-    assert "but the model knows 16384 positions" in capsys.readouterr().err
+    assert "but the model knows 40960 positions" in capsys.readouterr().err
     kept = tmp_path / "moe-runtime" / "shapes" / "olmoe-tiny" / "model" / "config.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")

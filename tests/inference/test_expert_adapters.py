@@ -10,6 +10,7 @@ import moe_families
 import peft
 import pytest
 import torch
+from engine_events import ask_all, drained, greedy, request_of
 from finetuning_runs import config_of, train
 from frozen_bases import bases
 from safetensors.torch import load_file, save_file
@@ -17,8 +18,11 @@ from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, stacked_experts, tiny_mod
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.errors import CapacityError, MoERuntimeError, UnsupportedUseError
+from moe_runtime.inference.adapters import Adapters
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.engine import Engine
 from moe_runtime.training.finetune.checkpoint_model import write_adapters
 from moe_runtime.training.finetune.finetune_run import finish, prepare, start
 
@@ -165,6 +169,35 @@ def test_drafts_change_no_text_of_an_adapter(tmp_path: Path) -> None:
         with model.moe:
             texts.append(model.generate(prompt, max_new_tokens=20, do_sample=False))
     assert torch.equal(*texts)
+
+
+def test_adapters_of_experts_share_a_batch_and_change_no_other_text(tmp_path: Path) -> None:
+    """Two of other ranks, one of them on linear layers too, and requests without one."""
+    tiny = tiny_model(FAMILIES["GptOssForCausalLM"])
+    base = save(tiny, tmp_path / "base", sharded=False)
+    folders = {
+        "wide": write_adapter(tiny, tmp_path / "wide", r=5),
+        "experts": write_adapter(tiny, tmp_path / "experts", experts_only=True),
+    }
+    prompts = [tuple(range(3 + row, 3 + 3 * row + 6)) for row in range(6)]
+    names = [None, "wide", "experts"] * 2
+    options: dict[str, Any] = {**LOADING, "dtype": "float32", "max_tokens": 256}
+    alone = {}
+    for name in dict.fromkeys(names):
+        model: Any = moe_runtime.load(base, **options, adapter=folders.get(name or ""))
+        with model.moe:
+            alone |= {(name, prompt): greedy(model, prompt, 12) for prompt in prompts}
+    assert len({tuple(alone[name, prompts[0]]) for name in names}) == 3
+    model = moe_runtime.load(base, **options)
+    adapters = Adapters(model, {name: AdapterFolder(folder) for name, folder in folders.items()})
+    with model.moe, Engine(model, adapters=adapters) as engine:
+        asked = [*zip(names, prompts, strict=True), *zip(names[1:], prompts[:-1], strict=True)]
+        requests = [request_of(prompt, 12, adapter=name) for name, prompt in asked]
+        answers = ask_all(engine, requests)
+        drained(engine)
+        steps = engine.statistics().steps
+    assert [answer.ids for answer in answers] == [alone[one] for one in asked]
+    assert steps < 12 * len(requests) / 2, "they decoded together"
 
 
 def test_adapters_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:

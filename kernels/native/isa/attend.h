@@ -1,7 +1,8 @@
 /* Attention of a block of queries with a block of keys after another, whose scores stay in the cache (FlashAttention-2).
  *
  * A step is four bytes of a row of queries or weights: a pair of bf16, or one fp32. Keys are transposed and values of two
- * tokens brought together, so that a value of a row multiplies whole vectors. A row's sums run over the keys in order, by
+ * tokens brought together, so that a value of a row multiplies whole vectors. All rows take a slice of them before the next, which
+ * stays in the first-level cache. A row's sums run over the keys in order, by
  * blocks that begin at multiples of KEYS_AT_ONCE: they depend neither on the other rows nor on where the block begins. */
 #pragma once
 
@@ -9,7 +10,8 @@
 
 #include "isa/columns.h"
 
-enum { ATTEND_VECS = LANES == 16 ? 4 : 2, ATTEND_COLUMNS = ATTEND_VECS * LANES };
+enum { ATTEND_VECS = LANES == 16 ? 4 : 2, ATTEND_COLUMNS = ATTEND_VECS * LANES, SLICE_BYTES = 16 << 10 };
+#define LN_2 0.693147180559945309f
 
 /* sums = sums * factors + x . w, or x . w without factors; one step of x after another. */
 INLINE void attend_tile(int pairs, int rows, int vecs, int64_t steps, const char *x, int64_t x_row, const char *w, int64_t w_step,
@@ -52,21 +54,24 @@ INLINE void attend_words(int pairs, int dtype, const char *row, int64_t count, u
     memcpy(out, row, (size_t)(2 * count));
 }
 
-enum { TRANSPOSED = 16 };
-
 /* Keys as [steps][KEYS_AT_ONCE], zeros after the last one. */
 INLINE void attend_keys(int pairs, int dtype, const char *key, int64_t stride, int64_t count, int64_t dim, uint32_t *out) {
-    const int64_t steps = pairs ? (dim + 1) / 2 : dim;
-    uint32_t words[TRANSPOSED][steps + 1];
-    for (int64_t first = 0; first < KEYS_AT_ONCE; first += TRANSPOSED) {
-        for (int i = 0; i < TRANSPOSED; i++) {
+    const int64_t steps = pairs ? (dim + 1) / 2 : dim, row = round_up(steps, LANES) + 1;
+    float words[LANES * row];
+    for (int64_t first = 0; first < KEYS_AT_ONCE; first += LANES) {
+        for (int i = 0; i < LANES; i++) {
             if (first + i < count)
-                attend_words(pairs, dtype, key + (first + i) * stride, dim, words[i]);
+                attend_words(pairs, dtype, key + (first + i) * stride, dim, (uint32_t *)words + i * row);
             else
-                memset(words[i], 0, (size_t)(4 * steps));
+                memset(words + i * row, 0, (size_t)(4 * steps));
         }
-        for (int64_t s = 0; s < steps; s++)
-            UNROLL for (int i = 0; i < TRANSPOSED; i++) out[s * KEYS_AT_ONCE + first + i] = words[i][s];
+        for (int64_t s = 0; s < steps; s += LANES) {
+            Vec square[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) square[i] = vec_load_f32(words + i * row + s);
+            vec_transpose(square);
+            const int64_t rest = min64(LANES, steps - s);
+            for (int i = 0; i < rest; i++) vec_store_f32((float *)out + (s + i) * KEYS_AT_ONCE + first, square[i]);
+        }
     }
 }
 
@@ -86,87 +91,104 @@ INLINE void attend_values(int pairs, int dtype, const char *value, int64_t strid
     }
 }
 
-/* Scores [first, end) of `count` become weights, the others none; gives the factor of the sums before. A scale is positive. */
-INLINE float attend_weights(int pairs, float *restrict scores, int64_t first, int64_t end, int64_t count, float scale,
-                            float *restrict most, float *restrict sum, char *restrict out) {
-    float parts[LANES];
-    for (int64_t k = 0; k < first; k++) scores[k] = -FLT_MAX;
-    for (int64_t k = end; k < count; k++) scores[k] = -FLT_MAX;
-    Vec tops = vec_load_f32(scores), totals = vec_zero();
-    for (int64_t k = LANES; k < count; k += LANES) tops = vec_max(vec_load_f32(scores + k), tops);
-    vec_store_f32(parts, tops);
-    UNROLL for (int half = LANES / 2; half; half /= 2)
-        UNROLL for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
-    const float greatest = *most > parts[0] * scale ? *most : parts[0] * scale;
-    for (int64_t k = 0; k < count; k += LANES) {
-        const Vec weight = vec_exp(vec_fma(vec_all(-greatest), vec_load_f32(scores + k), vec_all(scale)));
+/* Scores [first, end) of [low, high) become weights in their place, the others none; gives the factor of the sums before. Bounds
+ * of whole vectors are low and high. A scale is positive, and the greatest score is kept in powers of two. */
+INLINE float attend_weights(int pairs, float *scores, int64_t low, int64_t first, int64_t end, int64_t high, float scale, float *most,
+                            float *sum) {
+    for (int64_t k = low; k < first; k++) scores[k] = -FLT_MAX;
+    for (int64_t k = end; k < high; k++) scores[k] = -FLT_MAX;
+    Vec tops = vec_load_f32(scores + low), totals = vec_zero();
+    for (int64_t k = low + LANES; k < high; k += LANES) tops = vec_max(vec_load_f32(scores + k), tops);
+    const float top = vec_most(tops)[0] * scale, greatest = *most > top ? *most : top;
+    for (int64_t k = low; k < high; k += LANES) {
+        const Vec weight = vec_exp2(vec_fma(vec_all(-greatest), vec_load_f32(scores + k), vec_all(scale)));
         totals = vec_add(totals, weight);
 #if HAS_BF16_DOT
         if (pairs) {
-            vec_store_bf16(out + 2 * k, weight);
+            vec_store_bf16((char *)scores + 2 * k, weight);
             continue;
         }
 #endif
-        vec_store_f32((float *)out + k, weight);
+        vec_store_f32(scores + k, weight);
     }
     const int64_t width = pairs ? 2 : 4;
-    memset(out, 0, (size_t)(width * first));
-    memset(out + width * end, 0, (size_t)(width * (count - end)));
-    vec_store_f32(parts, totals);
-    UNROLL for (int half = LANES / 2; half; half /= 2)
-        UNROLL for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    const float factor = *sum > 0 ? exp_f32(*most - greatest) : 0;
+    memset((char *)scores + width * low, 0, (size_t)(width * (first - low)));
+    memset((char *)scores + width * end, 0, (size_t)(width * (high - end)));
+    const float factor = *sum > 0 ? exp_f32((*most - greatest) * LN_2) : 0;
     *most = greatest;
-    *sum = *sum * factor + parts[0];
+    *sum = *sum * factor + vec_total(totals)[0];
     return factor;
 }
+
+/* The rows of some queries of a head, and what they see of a block of keys, [low, high), in whole tiles up to `wide`. */
+typedef struct {
+    int64_t rows, r, place, low, high, wide;
+} AttendPanel;
+
+/* The panel after another of KEYS_AT_ONCE keys or fewer, from `begin` on, of which it sees some; 0 where there is none. */
+INLINE int attend_next(const AttentionBlock *block, int64_t begin, int64_t count, AttendPanel *panel) {
+    for (int64_t r = panel->r + panel->rows; r < block->heads * block->queries; r += panel->rows) {
+        const int64_t q = r % block->queries;
+        panel->rows = min64(PANEL_ROWS, block->queries - q), panel->r = r, panel->place = block->place + q;
+        panel->low = max64(0, panel->place - block->window + 1 - begin) / K_STEP * K_STEP;
+        panel->high = min64(count, panel->place + panel->rows - begin);
+        panel->wide = round_up(panel->high, K_STEP);
+        if (panel->low < panel->high) return 1;
+    }
+    return 0;
+}
+
+/* Columns of a matrix of so many steps that stay in the first-level cache while all rows take them. */
+INLINE int64_t attend_slice(int64_t steps) { return max64(1, SLICE_BYTES / 4 / steps / ATTEND_COLUMNS) * ATTEND_COLUMNS; }
 
 INLINE void attend_block(int pairs, const AttentionBlock *block, char *scratch) {
     const AttentionScratch at = attention_scratch(block, pairs, &ISA_SYMBOL);
     const int64_t rows = block->heads * block->queries, together = pairs ? 2 : 1, columns = at.columns;
-    char *queries = scratch + at.queries, *keys = scratch + at.keys, *values = scratch + at.values, *weights = scratch + at.weights;
-    float *sums = (float *)(scratch + at.sums), *most = (float *)(scratch + at.most), *total = most + rows;
+    char *queries = scratch + at.queries, *keys = scratch + at.keys, *values = scratch + at.values;
+    float *sums = (float *)(scratch + at.sums), *most = (float *)(scratch + at.most), *total = most + rows, *factors = total + rows;
     float *scores = (float *)(scratch + at.scores);
+    const float scale = block->scale / LN_2;
     memset(sums, 0, (size_t)(4 * rows * columns));
     for (int64_t h = 0, r = 0; h < block->heads; h++)
         for (int64_t q = 0; q < block->queries; q++, r++) {
             attend_words(pairs, block->dtype, block->query + h * block->query_head + q * block->query_row, block->key_dim,
                          (uint32_t *)(queries + r * at.query_row));
-            most[r] = block->sinks ? load_as(block->sinks_dtype, block->sinks, h) : -FLT_MAX;
+            most[r] = block->sinks ? load_as(block->sinks_dtype, block->sinks, h) / LN_2 : -FLT_MAX;
             total[r] = block->sinks ? 1 : 0;
         }
     const int64_t last = block->place + block->queries - 1; /* of the last query */
-    const int64_t stop = min64(block->length, last + 1);
+    const int64_t stop = min64(block->length, last + 1), key_slice = attend_slice(at.query_steps);
+    const int64_t value_slice = attend_slice(KEYS_AT_ONCE / together);
     int64_t begin = max64(0, block->place - block->window + 1) / KEYS_AT_ONCE * KEYS_AT_ONCE;
     for (; begin < stop; begin += KEYS_AT_ONCE) {
         const int64_t count = min64(KEYS_AT_ONCE, stop - begin);
         attend_keys(pairs, block->dtype, block->key + begin * block->key_row, block->key_row, count, block->key_dim, (uint32_t *)keys);
         attend_values(pairs, block->dtype, block->value + begin * block->value_row, block->value_row, count, block->value_dim, columns,
                       (uint32_t *)values);
-        for (int64_t h = 0; h < block->heads; h++)
-            for (int64_t q = 0; q < block->queries; q += PANEL_ROWS) {
-                const int64_t panel = min64(PANEL_ROWS, block->queries - q), r = h * block->queries + q, place = block->place + q;
-                /* what the panel's queries see of these keys, in whole tiles */
-                const int64_t low = max64(0, place - block->window + 1 - begin) / K_STEP * K_STEP;
-                const int64_t high = min64(count, place + panel - begin);
-                if (low >= high) continue;
-                const int64_t wide = round_up(high - low, K_STEP);
-                float factors[PANEL_ROWS];
-                attend_panel(pairs, panel, wide, at.query_steps, queries + r * at.query_row, at.query_row, keys + 4 * low,
-                             4 * KEYS_AT_ONCE, NULL, scores, KEYS_AT_ONCE);
-                for (int64_t m = 0; m < panel; m++) {
-                    const int64_t first = max64(low, place + m - block->window + 1 - begin) - low;
-                    const int64_t end = max64(first, min64(count, place + m + 1 - begin) - low);
-                    factors[m] = 1;
-                    if (first < min64(end, wide))
-                        factors[m] = attend_weights(pairs, scores + m * KEYS_AT_ONCE, first, end, wide, block->scale, most + r + m,
-                                                    total + r + m, weights + m * at.weight_row);
-                    else
-                        memset(weights + m * at.weight_row, 0, (size_t)(4 * wide / together));
-                }
-                attend_panel(pairs, panel, columns, parts_of(high - low, together), weights, at.weight_row,
-                             values + low / together * 4 * columns, 4 * columns, factors, sums + r * columns, columns);
+        for (int64_t slice = 0; slice < count; slice += key_slice)
+            for (AttendPanel p = {0}; attend_next(block, begin, count, &p);) {
+                const int64_t from = max64(p.low, slice), to = min64(p.wide, slice + key_slice);
+                if (from < to)
+                    attend_panel(pairs, p.rows, to - from, at.query_steps, queries + p.r * at.query_row, at.query_row, keys + 4 * from,
+                                 4 * KEYS_AT_ONCE, NULL, scores + p.r * KEYS_AT_ONCE + from, KEYS_AT_ONCE);
             }
+        for (AttendPanel p = {0}; attend_next(block, begin, count, &p);)
+            for (int64_t m = 0; m < p.rows; m++) {
+                float *row = scores + (p.r + m) * KEYS_AT_ONCE;
+                const int64_t first = max64(p.low, p.place + m - block->window + 1 - begin);
+                const int64_t end = max64(first, min64(count, p.place + m + 1 - begin));
+                factors[p.r + m] = 1;
+                if (first < min64(end, p.wide))
+                    factors[p.r + m] = attend_weights(pairs, row, p.low, first, end, p.wide, scale, most + p.r + m, total + p.r + m);
+                else
+                    memset((char *)row + 4 / together * p.low, 0, (size_t)(4 / together * (p.wide - p.low)));
+            }
+        for (int64_t slice = 0; slice < columns; slice += value_slice)
+            for (AttendPanel p = {0}; attend_next(block, begin, count, &p);)
+                attend_panel(pairs, p.rows, min64(value_slice, columns - slice), parts_of(p.high - p.low, together),
+                             (char *)(scores + p.r * KEYS_AT_ONCE) + 4 / together * p.low, 4 * KEYS_AT_ONCE,
+                             values + 4 * (p.low / together * columns + slice), 4 * columns, factors + p.r,
+                             sums + p.r * columns + slice, columns);
     }
     for (int64_t h = 0, r = 0; h < block->heads; h++)
         for (int64_t q = 0; q < block->queries; q++, r++) {

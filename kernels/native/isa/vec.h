@@ -187,19 +187,67 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
 }
 #endif
 
-/* exp_f32 of numbers that are not positive. */
-INLINE Vec vec_exp(Vec x) {
-    typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-    const Vec shifter = vec_all(12582912.0f);
-    x = vec_max(vec_all(-87.0f), x); /* a NaN stays one */
-    const Vec shifted = x * vec_all(1.44269504088896341f) + shifter, n = shifted - shifter;
-    const Vec r = x - n * vec_all(0.693359375f) - n * vec_all(-2.12194440e-4f);
-    Vec p = vec_all(1.9875691500e-4f);
-    p = p * r + vec_all(1.3981999507e-3f);
-    p = p * r + vec_all(8.3334519073e-3f);
-    p = p * r + vec_all(4.1665795894e-2f);
-    p = p * r + vec_all(1.6666665459e-1f);
-    p = p * r + vec_all(5.0000001201e-1f);
-    p = p * (r * r) + r + vec_all(1.0f);
-    return p * (Vec)(((Ints)shifted - (Ints)shifter + 127) << 23);
+typedef int32_t VecPlaces __attribute__((vector_size(4 * LANES)));
+static const VecPlaces VEC_LANES = {
+    0, 1, 2, 3,
+#if LANES > 4
+    4, 5, 6, 7,
+#endif
+#if LANES > 8
+    8, 9, 10, 11, 12, 13, 14, 15,
+#endif
+};
+
+/* Lanes i and i ^ distance change places. */
+INLINE Vec vec_swapped(Vec a, int distance) { return __builtin_shuffle(a, VEC_LANES ^ distance); }
+
+/* In all lanes, from both halves inwards. */
+INLINE Vec vec_most(Vec a) {
+    if (LANES > 8) a = vec_max(a, vec_swapped(a, 8));
+    if (LANES > 4) a = vec_max(a, vec_swapped(a, 4));
+    a = vec_max(a, vec_swapped(a, 2));
+    return vec_max(a, vec_swapped(a, 1));
+}
+
+INLINE Vec vec_total(Vec a) {
+    if (LANES > 8) a = vec_add(a, vec_swapped(a, 8));
+    if (LANES > 4) a = vec_add(a, vec_swapped(a, 4));
+    a = vec_add(a, vec_swapped(a, 2));
+    return vec_add(a, vec_swapped(a, 1));
+}
+
+/* Of every square of 2 * half rows and lanes the quarters off the diagonal change places. */
+INLINE void vec_swap_quarters(Vec rows[LANES], int half) {
+    const VecPlaces is_behind = (VEC_LANES & half) != 0;
+    const VecPlaces upper = (((VEC_LANES ^ half) + LANES) & is_behind) | (VEC_LANES & ~is_behind);
+    const VecPlaces lower = ((VEC_LANES + LANES) & is_behind) | ((VEC_LANES ^ half) & ~is_behind);
+    UNROLL for (int i = 0; i < LANES; i++)
+        if (!(i & half)) {
+            const Vec first = rows[i], second = rows[i + half];
+            rows[i] = __builtin_shuffle(first, second, upper);
+            rows[i + half] = __builtin_shuffle(first, second, lower);
+        }
+}
+
+/* LANES rows become columns. */
+INLINE void vec_transpose(Vec rows[LANES]) {
+    if (LANES > 8) vec_swap_quarters(rows, 8);
+    if (LANES > 4) vec_swap_quarters(rows, 4);
+    vec_swap_quarters(rows, 2);
+    vec_swap_quarters(rows, 1);
+}
+
+/* Two to the power of numbers that are not positive, to a relative error of 2^-22: the polynomial of least relative error for a
+ * power between -1/2 and 1/2 that is 1 at 0. */
+INLINE Vec vec_exp2(Vec x) {
+    const Vec shifter = vec_all(12582912.0f + 127.0f); /* the last bits of a sum with it are an exponent */
+    x = vec_max(vec_all(-126.0f), x); /* a NaN stays one */
+    const Vec shifted = x + shifter, n = shifted - shifter, r = x - n;
+    Vec p = vec_all(1.3264727197e-3f);
+    p = p * r + vec_all(9.6715126397e-3f);
+    p = p * r + vec_all(5.5507337433e-2f);
+    p = p * r + vec_all(2.4022242085e-1f);
+    p = p * r + vec_all(6.9314697760e-1f);
+    p = p * r + vec_all(1.0f);
+    return p * (Vec)((VecPlaces)shifted << 23);
 }

@@ -26,6 +26,7 @@ from moe_runtime.errors import CapacityError, UnsupportedUseError
 from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.inference.pieces import Pieces
 from moe_runtime.inference.steps import CalledInSteps, Steps, refuse_tracing, too_long
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.source import FileVersion
@@ -44,16 +45,22 @@ if TYPE_CHECKING:
 
 
 def as_loaded_model(
-    model: PreTrainedModel, folder: Path, versions: set[FileVersion], steps: Steps, max_tokens: int
+    model: PreTrainedModel,
+    folder: Path,
+    versions: set[FileVersion],
+    steps: Steps,
+    max_tokens: int,
+    in_pass: int | None,
 ) -> None:
     """Makes the class of a model with offloaded experts a subclass of itself, under the same
-    name."""
+    name. A pass has ``in_pass`` tokens at most, where that is a number."""
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours = GeneratingModel if model.can_generate() else LoadedModel
     model.__class__ = type(kind.__name__, (ours, kind), names)
     cast(Any, model).checkpoint_folder = folder
     vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions, _drafts=None)
+    cast(Any, model)._pieces = None if in_pass is None else Pieces(model, in_pass, max_tokens)
     convert_as_a_whole(model)
 
 
@@ -182,9 +189,9 @@ class LoadedModel(CalledInSteps):
         longest = 0
         if workload_hints is not None:
             longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
-        settings = limit_batching(
-            model.config, continuous_batching_config, longest, self._max_tokens
-        )
+        pieces, most = self._pieces, self._max_tokens
+        in_pass = most if pieces is None else pieces.most_tokens
+        settings = limit_batching(model.config, continuous_batching_config, longest, most, in_pass)
         made = partial(make, generation_config, settings, workload_hints)
         if attention_name(model) != ATTENTION:
             return made()
@@ -240,15 +247,19 @@ class GeneratingModel(LoadedModel):
 
 
 def limit_batching(
-    config: PreTrainedConfig, given: ContinuousBatchingConfig | None, longest: int, max_tokens: int
+    config: PreTrainedConfig,
+    given: ContinuousBatchingConfig | None,
+    longest: int,
+    max_tokens: int,
+    in_pass: int,
 ) -> ContinuousBatchingConfig:
     """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
 
     Unset ones are set: transformers would take most of the machine's memory. A step has at most
-    half the tokens: the activations of the others leave room for gathered keys and values, the
-    mask, and two rows of logits for each request. ``longest`` are the tokens of the longest
-    request, its answer included; 0 where not known. Raises CapacityError: a setting that was given,
-    or a request, needs room for more.
+    half the tokens that a pass may have (``in_pass``): the activations of the others leave room for
+    gathered keys and values, the mask, and two rows of logits for each request. ``longest`` are the
+    tokens of the longest request, its answer included; 0 where not known. Raises CapacityError: a
+    setting that was given, or a request, needs room for more.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -267,10 +278,12 @@ def limit_batching(
     while blocks and _tokens_of_blocks(text, blocks, page_size) > room_for(max_tokens):
         blocks -= 1
     # The mask has a value for each token of a step and each cached one: with as few tokens in a
-    # step it is a small part of their activations, which are 48 bytes or more per hidden value.
-    step = max(1, min(max_tokens // 2, max(64, text.hidden_size // 4)))
+    # step it is at most half of their activations, which are 48 bytes or more per hidden value.
+    passed = min(max_tokens, in_pass)
+    unmasked = 6 * passed * text.hidden_size // max_tokens
+    step = max(1, min(passed // 2, max(64, text.hidden_size // 4), unmasked))
     # fp32 logits and a copy, against the 48 bytes per hidden value of half the tokens.
-    rows = 24 * max_tokens * text.hidden_size // (8 * text.vocab_size)
+    rows = 24 * passed * text.hidden_size // (8 * text.vocab_size)
     most = {
         "num_blocks": blocks,
         "max_batch_tokens": step,

@@ -9,7 +9,7 @@ import moe_families
 import numpy as np
 import pytest
 import torch
-from engine_events import ask_all, request_of
+from engine_events import ask_all, drained, greedy, request_of
 from tiny_checkpoints import PROMPT, model_class_of, save, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -19,6 +19,7 @@ from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.kv_cache import can_give_back
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.prefixes import PrefixDisk
 from moe_runtime.serving.requests import EngineOptions
 
 NEXT = (43, 3, 77, 12, 5, 9, 61)
@@ -186,3 +187,29 @@ def test_what_cannot_be_rounded_is_refused(
     for refused in (moe_runtime.load, inspect_checkpoint):
         with pytest.raises(UnsupportedModelError, match=f"keeps {kept}.*expected kv_cache exact"):
             refused(folder, kv_cache="int8")
+
+
+def test_windows_in_int8_come_back_from_memory_and_from_the_disk(tmp_path: Path) -> None:
+    """Conversations that fork, in one engine and after it: each text is that of a fresh run."""
+    _, folder = checkpoint("GptOssForCausalLM", tmp_path / "model")
+    first = [3 + 7 * place % 90 for place in range(41)]
+    disk = PrefixDisk(tmp_path / "kept", 1 << 24, b"windows in int8")
+    model: Any = moe_runtime.load(
+        folder, device="cpu", dtype="float32", max_tokens=512, kv_cache="int8"
+    )
+    with model.moe:
+        said = greedy(model, tuple(first), 8)
+        turns = [first, *([*first, *said, *(rest + 5 for rest in first[:end])] for end in (9, 30))]
+        expected = [greedy(model, tuple(turn), 8) for turn in turns]
+        known = []
+        for few in (512, 96, 512):  # with room for all, for one, and after both
+            with Engine(model, max_tokens=few, prefix_disk=disk) as engine:
+                answers = [ask_all(engine, [request_of(tuple(turn), 8)])[0] for turn in turns]
+                drained(engine)
+                found = engine.statistics()
+            assert [answer.ids for answer in answers] == expected
+            assert found.prefix_disk_failures == 0
+            known.append([answer.read.cached_tokens for answer in answers])
+        assert known[0][0] == 0
+        assert min(known[0][1:] + known[1] + known[2]) > 0
+        assert found.prefix_disk_hit_tokens > 0
