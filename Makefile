@@ -37,6 +37,17 @@ NODE_CLIENTS ?= openai@7.59.0 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-c
 CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_clients.py \
   node_clients.py coding_agents.py page.py) tests/offload/test_saving.py
 
+# What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
+PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
+  pytest-asyncio==1.5.0
+VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py openai/chat_completion \
+  openai/completion/test_completion.py openai/completion/test_prompt_validation.py openai/models \
+  openai/completion/test_token_in_token_out.py openai/responses/test_simple.py \
+  $(addprefix openai/responses/test_,basic.py function_call.py stateful.py structured_output.py \
+  namespace_tool_separator.py) $(addprefix openai/test_,chunked_prompt.py return_token_ids.py \
+  return_tokens_as_ids.py) serve/instrumentator/test_basic.py serve/middleware/test_optional_middleware.py \
+  serve/tokenize/test_tokenization.py tool_parsers/test_hermes_tool_parser.py)
+
 # A trainer of others, which is tried with the torch and transformers of the other tests.
 TRAINERS ?= trl==1.16.0
 
@@ -75,7 +86,7 @@ PACKAGES := moe_runtime kernels policies models benchmarks
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-pythons test-clients test-long wheel gpu check docs bench format clean
+.PHONY: help install demo test test-isa test-versions test-pythons test-clients test-protocols test-long wheel gpu check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
@@ -84,6 +95,7 @@ help:
 	@echo "make test-versions  install, then test engine and server with the oldest and newest transformers, oldest torch"
 	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
 	@echo "make test-clients  install, then try programs of others, such as lm-eval and TRL, which it installs"
+	@echo "make test-protocols LLAMA_CPP=PATH VLLM=PATH  run tests of other servers against this one"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
 	@echo "make gpu     install, then test on a GPU, measure and choose tiles: nine minutes, kept in build/gpu"
@@ -113,7 +125,7 @@ demo: $(INSTALLED)
 	  --max-new-tokens 120 --temperature 0.7 --seed 1
 
 # Tests compute on the CPU, as commands do where there is no GPU; `make gpu` is for those that use one.
-test test-isa test-versions test-pythons test-clients test-long: export CUDA_VISIBLE_DEVICES =
+test test-isa test-versions test-pythons test-clients test-protocols test-long: export CUDA_VISIBLE_DEVICES =
 
 # What one process has compiled is there for the others, whatever Python is told about bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
@@ -172,6 +184,21 @@ test-clients: $(INSTALLED)
 	PATH="$(CURDIR)/$(VENV)/clients/bin:$$PATH" \
 	  PYTHONPATH="$$($(VENV)/clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(BIN)/pytest -rs $(CLIENTS_TESTS)
+
+# Tests of other servers, from checkouts of theirs, against this one: as they are, on the bundled model.
+# What does not apply is skipped with its reason.
+test-protocols: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)/protocols
+	PYTHONPATH="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(VENV)/protocols/bin/pip install --quiet --no-compile $(PROTOCOL_PACKAGES)
+	@run() { cd $$1 && shift && PYTHONPATH="$(CURDIR)/tests/support:$(CURDIR)/tests/support/protocols:$$($(CURDIR)/$(VENV)/protocols/bin/python \
+	    -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):$$PWD" \
+	  $(CURDIR)/$(BIN)/python -P -m pytest -q -rfEs --tb=short -p no:warnings "$$@"; }; \
+	status=0; \
+	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests -m "not slow" unit) || status=1; \
+	test -z "$(VLLM)" || (run "$(VLLM)" -p vllm_tests -c /dev/null --rootdir . --confcutdir tests/entrypoints \
+	  -o asyncio_mode=auto --continue-on-collection-errors $(VLLM_TESTS)) || status=1; \
+	exit $$status
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long

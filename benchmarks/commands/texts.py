@@ -58,8 +58,9 @@ class TextOptions:
         keep_shape: Keep what --shape wrote; later runs find it.
         peer: Another system beside this one, several times if wanted: transformers (variants
             eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang,
-            moe_runtime (int8, planes, lookup: this project itself), or a file PEER.py; PYTHON is
-            its environment's, MODEL the same model as a file it reads.
+            moe_runtime (int8, planes, none, lookup, mtp: this project itself, the last three with
+            such drafts), or a file PEER.py; PYTHON is its environment's, MODEL the same model as a
+            file it reads.
         prompts: File with a prompt in each line, as for `run`; with --shape its last tokens are
             the text that follows. Built-in text when omitted.
         prompt_tokens: Length of the built-in prompts.
@@ -89,6 +90,7 @@ class TextOptions:
     policy: options.Policy = "auto"
     prefetch: options.Prefetch = "auto"
     predictor: options.Predictor = "auto"
+    draft: options.Draft = "none"
     routing: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
     train: Annotated[Path | None, typer.Option(metavar="TRACE")] = None
     threads: Threads = None
@@ -193,6 +195,8 @@ def _measure(
             ours["routes"] = str(routing.saved(model.cache))
             if shape is not None and asked.predictor == "auto":
                 ours["predictor"] = "running-counts"  # what gates see there says nothing
+        if asked.draft != "none":
+            ours["draft"] = asked.draft
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
         measured, *others = model.with_files(place.seen_by(programs))
@@ -200,6 +204,7 @@ def _measure(
             **{name: value for name, value in ours.items() if name not in ("model", "routes")},
             **facts,
             "device": place.name,
+            "draft": Path(asked.draft).name,
             "cap_bytes": limit,
             **({"batch": batch} if case_name == "throughput" else {}),
             "prompt_tokens": [len(ids) for ids in given],

@@ -5,10 +5,11 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
-VARIANTS = ("int8", "planes", "lookup", "lru", "reuse", "off", "enforce", "auto",
+VARIANTS = ("int8", "planes", "none", "lookup", "mtp", "lru", "reuse", "off", "enforce", "auto",
             "next-gate", "running-counts", "eam", "trained", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
-_OF = ("activations", "cache_code", "draft", *2 * ["policy"], *3 * ["prefetch"], *3 * ["predictor"])
+_OF = ("activations", "cache_code", *3 * ["draft"], *2 * ["policy"], *3 * ["prefetch"],
+       *3 * ["predictor"])  # fmt: skip
 
 
 class Peer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
 ABI_VERSION = 31
@@ -232,8 +233,14 @@ def _load() -> tuple[NativeLibrary | None, str | None]:
 
 @functools.cache
 def native_library() -> NativeLibrary | None:
-    """The library of this process, or None when it cannot be used. Loaded once."""
-    return _load()[0]
+    """The library of this process, or None when it cannot be used. Loaded once.
+
+    One that is there, but out of date, is warned of: what computes instead is slower.
+    """
+    library, problem = _load()
+    if problem is not None and LIBRARY_PATH.exists():
+        warnings.warn(f"{problem}; until then torch computes, slower", MoERuntimeWarning, 2)
+    return library
 
 
 def require_native() -> NativeLibrary:

@@ -102,8 +102,9 @@ class TrainedElsewhere(AbsentTensor):
             if func == _GRAD.__get__ and own.requires_grad and own.has_gradient():
                 raise UnsupportedUseError(
                     "gradients of the experts are with the optimizer that offload_training "
-                    "returned: take the step with its `step`, clip with AdamW(clip_norm=...), and "
-                    "drop gradients with its `discard`; for training from a command there is "
+                    "returned: take the step with its `step`, clip with AdamW(clip_norm=...), "
+                    "and drop gradients with its `discard`; `training.attach(trainer)` has a "
+                    "Trainer or an Accelerator do so; for training from a command there is "
                     "`moe-runtime finetune`"
                 )
             if func in (_REQUIRES_GRAD.__set__, Tensor.requires_grad_):

@@ -9,11 +9,12 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -114,6 +115,30 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Any:
 def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
     """Initialises and ties what loading left, as `from_pretrained` does; 5.17."""
     return model._finalize_model_loading(model, config, info)
+
+
+def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, list[WeightTransform]]:
+    """A model's first layer for further tokens on the meta device, without what it shares with the
+    model, and how its weights are named and stacked; 5.23. Raises UnsupportedModelError: this
+    version of transformers makes none of it."""
+    import transformers
+
+    try:
+        from transformers.modeling_layers import MtpModel
+
+        with ExitStack() as stack:
+            for context in MtpModel.get_init_context(model.dtype, False, False, None):
+                stack.enter_context(context)
+            head = MtpModel(model, 1)
+    except (AttributeError, ImportError, StopIteration, ValueError) as error:
+        raise UnsupportedModelError(
+            f"draft mtp: transformers {transformers.__version__} makes no head for further tokens "
+            f"of {type(model).__name__}; give lookup or a small model"
+        ) from error
+    conversions = head.get_weight_conversions(model)
+    for shared in ("embed_tokens", "shared_head", "rotary_emb"):
+        setattr(head, shared, None)
+    return head, conversions
 
 
 def unexpected_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:

@@ -210,8 +210,8 @@ Draft = Annotated[
     str,
     option(
         "What guesses next tokens, which one step verifies: none, lookup (what followed the "
-        "same words before), or a small MODEL with the same tokenizer. The text stays the same. "
-        "CPU only.",
+        "same words before), mtp (the checkpoint's own head), or a small MODEL with the same "
+        "tokenizer. The text stays the same. CPU only.",
         callback=_draft,
     ),
 ]

@@ -32,6 +32,7 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
     from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
+    is_warned = False
 
     @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
@@ -44,9 +45,17 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
 
     @keys.add("c-c", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
-        if not event.current_buffer.text:
+        nonlocal is_warned
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        elif is_warned:
             event.app.exit(exception=KeyboardInterrupt)
-        event.current_buffer.reset()
+        is_warned = not is_warned
+
+    def below() -> str:
+        nonlocal is_warned
+        is_warned = is_warned and not session.default_buffer.text
+        return "Ctrl-C once more leaves" if is_warned else status()
 
     session: PromptSession[str] = PromptSession(
         "> ",
@@ -55,7 +64,7 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
         history=_history(),
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
-        bottom_toolbar=status,
+        bottom_toolbar=below,
         # left to find out on its own, it knows terminals that draw nothing anew
         output=None if sys.stdout.isatty() else create_output(always_prefer_tty=True),
     )

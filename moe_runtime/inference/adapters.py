@@ -315,7 +315,7 @@ def experts_of(
         first, second = pairs[rows.parameter]
         first_ELI = first.unflatten(0, (num_experts, -1))
         second_EOL = second.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
-        if is_turned(module):
+        if is_turned(module.replaced):
             first_ELI, second_EOL = second_EOL.mT, first_ELI.mT
         last = rows.start + rows.step * rows.count
         first_ELI = first_ELI.contiguous()
@@ -328,9 +328,9 @@ def experts_of(
     return [LowRankExpert(*own) for own in each]
 
 
-def is_turned(module: Any) -> bool:
-    """Whether PEFT takes the summed dimension of a layer's parameters for that of outputs."""
-    return getattr(module.replaced, "is_turned_for_adapters", False)
+def is_turned(experts: torch.nn.Module) -> bool:
+    """Whether PEFT takes the summed dimension of experts' parameters for that of outputs."""
+    return getattr(experts, "is_turned_for_adapters", False)
 
 
 def places_of_experts(
@@ -377,7 +377,7 @@ def _require_stacked(module: Any, name: str, shape: Any, folder: AdapterFolder) 
     stacked = module.expert_shapes[name.rpartition(".")[2]]
     num_experts = module.num_experts
     widths = [*stacked[1:]] if module.replaced.is_transposed else [*stacked[:0:-1]]
-    if is_turned(module):
+    if is_turned(module.replaced):
         widths.reverse()
     if len(stacked) != 3 or [shape.inputs, shape.outputs] != widths or shape.rank % num_experts:
         raise UnsupportedModelError(

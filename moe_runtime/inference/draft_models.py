@@ -7,9 +7,10 @@ Shape suffixes: B texts, N tokens of all texts in a pass, V tokens of the vocabu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class DraftPlan:
         config, dtype = self._checkpoint.config, self._checkpoint.dtype
         return context_step_bytes(config, dtype, self._experts.top_k)
 
-    def load(self, max_tokens: int, progress: Progress | None = None) -> ModelDrafts:
-        """Reads all weights; texts have room for so many tokens together."""
+    def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> CachedDrafts:
+        """Reads all weights; texts of the ``target`` have room for so many tokens together."""
         model: Any = self._model
         if self._experts.modules:
             budget = self.bytes_for(max_tokens)
@@ -130,6 +131,16 @@ class ModelText:
     def extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
 
+    @property
+    def earliest(self) -> int:
+        """The first token that a cache may begin with."""
+        return 0
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether the verifying model has to compute something before this can go on."""
+        return False
+
     def offer(self, most: int) -> Offer:
         return Offer(min(most, MOST_DRAFTED), 0)
 
@@ -150,53 +161,70 @@ class ModelText:
             layer.give_back(wrong)
 
 
-class ModelDrafts:
-    """The `Source` of texts that a model drafts for; always the most likely token."""
+@contextlib.contextmanager
+def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
+    """Drops what is kept of texts that a failure may have left half computed."""
+    is_done = False
+    try:
+        with torch.inference_mode():
+            yield
+        is_done = True
+    finally:
+        for text in () if is_done else texts:
+            text.cache, text.tail = None, []
+
+
+class CachedDrafts:
+    """A `Source` that keeps something of each token, and drafts the most likely one.
+
+    Attributes:
+        context: latest tokens of a text that it begins with.
+    """
 
     def __init__(self, model: Any, max_tokens: int) -> None:
         self._model, self._max_tokens = model, max_tokens
-        self._cache_name = cache_name(model.forward)
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._adds_mask = attention_names(model) == {EAGER_ATTENTION}
-        self._can_join = can_join(model)
         known = known_positions(model.config)
         self._most = max_tokens if known is None else min(max_tokens, known)
-        self._context = min(CONTEXT, self._most // 2)
-        self._vocab_size = model.config.get_text_config().vocab_size
+        self.context = min(CONTEXT, self._most // 2)
         self._texts: weakref.WeakSet[ModelText] = weakref.WeakSet()
 
     def close(self) -> None:
-        if hasattr(self._model, "moe"):
-            self._model.moe.close()
+        """Gives up what the model keeps in memory."""
 
     def new(self) -> ModelText:
         return ModelText()
 
-    @torch.inference_mode()
-    def catch_up(self, drafters: Sequence[ModelText]) -> bool:
-        was_behind = False
-        for text in drafters:
-            if self._is_ready(text):
-                continue
-            was_behind = True
-            if text.cache is None:
-                text.cache = new_cache(self._model, grows=True)
-                text.first = max(len(text.tokens) - self._context, 0)
-                text.num_cached = 0
-            size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
-            self._make_place(text, size)
-            self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
-            text.num_cached += size
-            self._texts.add(text)
-        return was_behind
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Looks at nothing but tokens."""
 
-    @torch.inference_mode()
-    def draft(self, drafters: Sequence[ModelText], counts: Sequence[int]) -> list[list[int]]:
+    def catch_up(self, drafters: Sequence[Any]) -> bool:
+        with _kept_whole(drafters):
+            return sum(map(self._piece_of, drafters)) > 0
+
+    def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        with _kept_whole(drafters):
+            return self._drafted(drafters, counts)
+
+    def _piece_of(self, text: Any) -> bool:
+        if self._is_ready(text) or text.lacks_states:
+            return False
+        if text.cache is None:
+            text.cache = new_cache(self._model, grows=True)
+            text.first = max(len(text.tokens) - self.context, text.earliest)
+            text.num_cached = 0
+        size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
+        self._make_place(text, size)
+        self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
+        text.num_cached += size
+        self._texts.add(text)
+        return True
+
+    def _drafted(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in drafters]
         left = {
             index: count
             for index, (text, count) in enumerate(zip(drafters, counts, strict=True))
-            if count and self._is_ready(text) and text.num_behind
+            if count and self._is_ready(text) and text.num_behind and not text.lacks_states
         }
         new = {index: drafters[index].tokens[-drafters[index].num_behind :] for index in left}
         for index, count in left.items():
@@ -220,7 +248,7 @@ class ModelDrafts:
         if text.cache is not None:
             text.settle()
             num_tokens = len(text.tokens) - text.first + MOST_DRAFTED
-            if num_tokens > self._most or text.num_behind > self._context:
+            if num_tokens > self._most or text.num_behind > self.context:
                 text.cache = None
         return text.cache is not None and text.num_behind <= READY
 
@@ -234,7 +262,27 @@ class ModelDrafts:
             held -= other.num_cached
             other.cache, other.tail, other.num_cached, other.first = None, [], 0, 0
 
-    def _pass(self, texts: Sequence[ModelText], new: Sequence[Sequence[int]]) -> list[int]:
+    def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
+        """Computes tokens of each text; gives what most likely follows."""
+        raise NotImplementedError
+
+
+class ModelDrafts(CachedDrafts):
+    """The `Source` of texts that a model drafts for."""
+
+    def __init__(self, model: Any, max_tokens: int) -> None:
+        super().__init__(model, max_tokens)
+        self._cache_name = cache_name(model.forward)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._adds_mask = attention_names(model) == {EAGER_ATTENTION}
+        self._can_join = can_join(model)
+        self._vocab_size = model.config.get_text_config().vocab_size
+
+    def close(self) -> None:
+        if hasattr(self._model, "moe"):
+            self._model.moe.close()
+
+    def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
         """Computes tokens of each text; gives what most likely follows."""
         if len(texts) > 1 and not self._can_join:
             pairs = zip(texts, new, strict=True)

@@ -136,10 +136,13 @@ class DraftedSteps:
             self._forget(text)
             most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
             (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has room for so many
-            began, (tokens,) = self.propose([text.drafter], offers)
+            (tokens,), drafting_s = self.propose([text.drafter], offers)
             if tokens:
-                return self._verify(run, given, text, Draft(tokens, offer.grade), token, began)
+                draft = Draft(tokens, offer.grade)
+                return self._verify(run, given, text, draft, token, drafting_s)
+            began = self.clock()
             out = run(*args, **kwargs)
+            self.source.passed([text.drafter], [text.num_tokens - 1], [1])
             self.control.measured(1, 1, self.clock() - began)
             return out
 
@@ -199,21 +202,23 @@ class DraftedSteps:
             is_ours = can_give_back(cache) and not hasattr(cache, DRAFTED_ELSEWHERE)
             if is_ours and cache.get_seq_length() == text.num_tokens:
                 self._texts[cache] = text
+                self.source.passed([text.drafter], [num_before], [ids.shape[1]])
         return out
 
     def propose(
         self, drafters: Sequence[Drafter], offers: Sequence[Offer]
-    ) -> tuple[float, list[list[int]]]:
-        """When drafting began, and what the next pass verifies of each text."""
+    ) -> tuple[list[list[int]], float]:
+        """What the next pass verifies of each text, and seconds that drafting took."""
         counts = self.control.choose(offers)
-        began = self.clock()
         if not any(counts):
-            return began, [[] for _ in counts]
+            return [[] for _ in counts], 0.0
+        began = self.clock()
         chosen = [one for one, count in zip(drafters, counts, strict=True) if count]
         if self.control.may_catch_up(len(counts)) and self.source.catch_up(chosen):
             self.control.caught_up((now := self.clock()) - began)
             began = now
-        return began, self.source.draft(drafters, counts)
+        drafted = self.source.draft(drafters, counts)
+        return drafted, self.clock() - began
 
     def _verify(
         self,
@@ -222,7 +227,7 @@ class DraftedSteps:
         text: _Text,
         draft: Draft,
         token: int,
-        began: float,
+        drafting_s: float,
     ) -> Any:
         """A pass of a token and a draft; gives the answer for the token."""
         cache, num_rows = given[self._cache_name], 1 + len(draft.tokens)
@@ -235,9 +240,11 @@ class DraftedSteps:
             "position_ids": (first if text.places is None else text.places) + later,
             self._cache_name: rows,
         }
+        began = self.clock()
         with RowsAlone(num_rows):
             out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
-        self.control.measured(1, num_rows, self.clock() - began)
+        self.source.passed([text.drafter], [text.num_tokens - 1], [num_rows])
+        self.control.measured(1, num_rows, self.clock() - began, drafting_s)
         for layer in cache.layers:
             layer.give_back(len(draft.tokens))
 

@@ -43,6 +43,9 @@ class Source(Protocol):
         """At most so many tokens of each text; fewer where it has not caught up."""
         ...
 
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """The model computed so many tokens of each text, from that one on, in this order."""
+
 
 PLACES = (4, 2)
 """Latest tokens that are looked up, the longer ones first."""
@@ -99,6 +102,9 @@ class Lookups:
     def catch_up(self, drafters: Sequence[Lookup]) -> bool:
         return False
 
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Looks at nothing but tokens."""
+
     def draft(self, drafters: Sequence[Lookup], counts: Sequence[int]) -> list[list[int]]:
         return [drafter.draft(count) for drafter, count in zip(drafters, counts, strict=True)]
 
@@ -130,6 +136,11 @@ class _Time:
     def __init__(self) -> None:
         self.seconds, self.count, self.latest = 0.0, 0, 0
 
+    def add(self, seconds: float, now: int) -> None:
+        self.count += 1
+        self.seconds += max(_NEW_SHARE, 1 / self.count) * (seconds - self.seconds)
+        self.latest = now
+
 
 class DraftControl:
     """Chooses how many drafted tokens a pass verifies, by measured times and by how often drafts
@@ -147,6 +158,7 @@ class DraftControl:
         self.reset_counts()
         self._num_passes = 0
         self._times: dict[int, _Time] = {}
+        self._of_token = _Time()  # to draft one
         self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
         self._total_s = self._lost_s = self._debt_s = 0.0
 
@@ -177,7 +189,8 @@ class DraftControl:
         best, num_best = num_base / base.seconds, 0
         totals = itertools.accumulate((gain for gain, *_ in gains), initial=num_base)
         for num_drafted, expected in enumerate(totals):
-            rate = expected / self._seconds_of(num_base + num_drafted, num_base)
+            seconds = self._seconds_of(num_base + num_drafted, num_base)
+            rate = expected / (seconds + num_drafted * self._of_token.seconds)
             if rate > best:
                 best, num_best = rate, num_drafted
         chosen = none
@@ -185,18 +198,19 @@ class DraftControl:
             chosen[index] += 1
         return chosen
 
-    def measured(self, num_base: int, num_rows: int, seconds: float) -> None:
-        """A pass for so many sequences had so many rows, those of drafted tokens included."""
+    def measured(
+        self, num_base: int, num_rows: int, seconds: float, drafting_s: float = 0.0
+    ) -> None:
+        """A pass for so many sequences had so many rows, those of drafted tokens included, which
+        took so long to draft before."""
         self._num_passes += 1
         self._counts["draft_steps"] += num_base
         self._counts["drafted_tokens"] += num_rows - num_base
-        self._total_s += seconds
-        time = self._times.setdefault(num_rows, _Time())
-        time.count += 1
-        time.seconds += max(_NEW_SHARE, 1 / time.count) * (seconds - time.seconds)
-        time.latest = self._num_passes
+        self._total_s += seconds + drafting_s
+        self._times.setdefault(num_rows, _Time()).add(seconds, self._num_passes)
         if num_rows > num_base:
-            self._lose(seconds, num_base, num_base)
+            self._of_token.add(drafting_s / (num_rows - num_base), self._num_passes)
+            self._lose(seconds + drafting_s, num_base, num_base)
 
     def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
         """So many tokens of a draft were right, and maybe the one after them was not."""

@@ -36,7 +36,6 @@ from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.checkpoint import Progress
-    from moe_runtime.inference.draft_models import DraftPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +190,8 @@ def inspect_checkpoint(
         if draft not in DRAFTS:
             draft = headers.enter_context(found_headers(draft, progress))
         checkpoint = open_checkpoint(found, dtype, progress=progress)
-        drafter = plan_draft(draft, checkpoint, progress)
         summary = _summary_of(
-            checkpoint, max_tokens, cache_code, misses, kv_cache, drafter, verify, progress
+            checkpoint, max_tokens, cache_code, misses, kv_cache, draft, verify, progress
         )
     return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
 
@@ -204,7 +202,7 @@ def _summary_of(
     cache_code: str,
     misses: str,
     kv_cache: str,
-    drafter: DraftPlan | None,
+    draft: str | Path,
     verify: bool,
     progress: Progress | None,
 ) -> CheckpointSummary:
@@ -223,6 +221,7 @@ def _summary_of(
 
         verify_weights(checkpoint, experts, progress)
     stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
+    drafter = plan_draft(draft, checkpoint, model, progress)
     draft_bytes = 0 if drafter is None else drafter.bytes_for(max_tokens)
     draft_step_bytes = 0 if drafter is None else drafter.context_step_bytes
     layouts = experts.layouts.values()

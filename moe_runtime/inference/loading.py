@@ -23,7 +23,6 @@ from moe_runtime.checkpoints.opening import (
 )
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
-    DRAFTS,
     STAND_IN,
     Budget,
     MemorySize,
@@ -79,7 +78,7 @@ from moe_runtime.types import ExpertKey, ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
+    from moe_runtime.inference.draft_models import CachedDrafts, DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
 
@@ -155,10 +154,10 @@ def load(
         skip_below: missing experts of less than this share of a token's weights are left out, in
             steps of up to 16 tokens. Lossy; only on a CPU.
         draft: what guesses the next tokens, several of which a pass verifies: ``"none"``,
-            ``"lookup"``: what followed the latest tokens where they stood before, or a small model
-            with the same tokenizer, as ``path_or_id`` names it. It lies in ``host_memory`` with all
-            of its weights. Texts stay the same, those of a seed too; drafts stop where they do not
-            pay. Only on a CPU.
+            ``"lookup"``: what followed the latest tokens where they stood before, ``"mtp"``: the
+            checkpoint's own head for further tokens, or a small model with the same tokenizer, as
+            ``path_or_id`` names it. It lies in ``host_memory`` with all of its weights. Texts stay
+            the same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
@@ -236,7 +235,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
-    drafter = plan_draft(draft, checkpoint, progress)
+    drafter = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
@@ -381,11 +380,15 @@ def load(
 
 
 def plan_draft(
-    draft: str | Path, checkpoint: Checkpoint, progress: Progress | None
+    draft: str | Path, checkpoint: Checkpoint, model: PreTrainedModel, progress: Progress | None
 ) -> DraftPlan | None:
-    """What a model that drafts needs; None where none does."""
-    if draft in DRAFTS:
+    """What a model, or the model's own head, needs to draft; None where none does."""
+    if draft in ("none", "lookup"):
         return None
+    if draft == "mtp":
+        from moe_runtime.inference.mtp_heads import HeadPlan
+
+        return HeadPlan(checkpoint, model)
     from moe_runtime.inference.draft_models import DraftPlan
 
     return DraftPlan(draft, checkpoint, progress)
@@ -393,10 +396,10 @@ def plan_draft(
 
 def _load_draft(
     model: Any, drafter: DraftPlan, max_tokens: int, progress: Progress | None
-) -> ModelDrafts:
+) -> CachedDrafts:
     with ExitStack() as failure:
         failure.callback(model.moe.close)
-        source = model.moe.draft_model = drafter.load(max_tokens, progress)
+        source = model.moe.draft_model = drafter.load(model, max_tokens, progress)
         failure.pop_all()
     return source
 
@@ -617,7 +620,7 @@ def warm(
 ) -> None:
     """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens."""
     with _before_use(model):
-        _read_experts(modules, progress)
+        read_experts(modules, progress)
         # a class of several models has no pass of its own
         if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
             _compute(model, max_tokens)
@@ -663,7 +666,8 @@ def _before_use(model: Any) -> Iterator[None]:
         failure.pop_all()
 
 
-def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
+def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
+    """Reads as many experts as have slots, on all tiers."""
     store = modules[0].store
     assert store is not None, "the model is loaded"
     lower = store.fetcher.lower if isinstance(store, TierStore) else None

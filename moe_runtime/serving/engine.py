@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -474,7 +475,10 @@ class Engine:
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         offers = [self._offer(sequence) for sequence in group]
-        began, drafted = drafts.propose([sequence.drafter for sequence in group], offers)
+        drafted, drafting_s = [[] for _ in group], 0.0
+        with Failure():  # texts go on without
+            drafted, drafting_s = drafts.propose([sequence.drafter for sequence in group], offers)
+        began = drafts.clock()
         if not any(drafted):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             drafts.control.measured(len(group), len(group), drafts.clock() - began)
@@ -484,17 +488,26 @@ class Engine:
             for sequence in group:
                 self._fit(sequence)
             logits_RV = self._passes.verify(group, drafted)
+            self._show_drafts(
+                [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)]
+            )
         self._counts["steps"] += 1
         if logits_RV is None:
             self._fail(group, failure)
             return
         num_base, num_rows = len(group), len(logits_RV)
-        drafts.control.measured(num_base, num_rows, drafts.clock() - began)
+        drafts.control.measured(num_base, num_rows, drafts.clock() - began, drafting_s)
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
             num_right = self._advance_over(sequence, draft, own_RV)
             has_failed = not sequence.is_finished and num_right < len(draft)
             drafts.control.judged(offer.grade, num_right, has_failed=has_failed, num_base=num_base)
+
+    def _show_drafts(self, chosen: list[tuple[Sequence, int]]) -> None:
+        if self._drafts is not None:
+            drafters = [sequence.drafter for sequence, _ in chosen]
+            firsts = [sequence.num_computed for sequence, _ in chosen]
+            self._drafts.source.passed(drafters, firsts, [size for _, size in chosen])
 
     def _offer(self, sequence: Sequence) -> Offer:
         """What may be verified with a sequence's next token, where there is room for it."""
@@ -573,6 +586,7 @@ class Engine:
             for sequence, _ in chosen:
                 self._fit(sequence)
             logits_BV = compute()
+            self._show_drafts(chosen)
         self._counts["steps"] += 1
         if logits_BV is None:
             self._fail([sequence for sequence, _ in chosen], failure)
@@ -679,7 +693,9 @@ def check_request(
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:
         raise RequestTooLongError(
             f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
-            f"but a request may have {most_tokens} in all"
+            f"but the maximum context length is {most_tokens} tokens",
+            num_tokens=num_prompt + num_new,
+            most_tokens=most_tokens,
         )
     for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
         if not 0 <= token < vocab_size:

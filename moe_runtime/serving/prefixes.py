@@ -215,16 +215,17 @@ class PrefixFiles:
             yield self._folder / digest.hex()
 
     def _read(self, file: Path, size: int) -> torch.Tensor | None:
-        """The bytes of a file; None where it is absent or damaged, and is none any more."""
+        """The bytes of a file; None where it is absent or memory for it is. A damaged one is
+        removed."""
         num_bytes = size + _SUM_BYTES
-        block = torch.empty(num_bytes, dtype=torch.uint8)
         try:
+            block = torch.empty(num_bytes, dtype=torch.uint8)
             # what is no regular file must not be waited for
             with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
                 found = os.fstat(source.fileno())
                 is_whole = stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
                 is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
-        except OSError:
+        except (OSError, MemoryError, RuntimeError):  # torch lacks memory with a RuntimeError
             return None
         data, expected = block[:size], block[size:]
         if is_whole and _sum(file, data) == expected.numpy().tobytes():

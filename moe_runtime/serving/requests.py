@@ -71,6 +71,10 @@ class EngineClosedError(MoERuntimeError):
 class RequestTooLongError(ValueError):
     """A prompt and its answer need more tokens than the model knows or memory is reserved for."""
 
+    def __init__(self, message: str, *, num_tokens: int, most_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens, self.most_tokens = num_tokens, most_tokens
+
 
 class ConstraintError(MoERuntimeError):
     """No token may follow an answer that is not yet what its constraint asks for."""

@@ -111,10 +111,16 @@ class DenseAdamW:
         weight_decay: float,
     ) -> None:
         self._named = dict(named)
-        self._adamw = None
+        self._adamw: torch.optim.AdamW | None = None
         if self._named:
             groups = list(_groups(self._named, weight_decay))
             self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """AdamW's groups that have parameters; what is changed in them holds for the next step."""
+        groups = [] if self._adamw is None else self._adamw.param_groups
+        return [group for group in groups if group["params"]]
 
     def parameters(self) -> list[Tensor]:
         return list(self._named.values())
@@ -133,12 +139,13 @@ class DenseAdamW:
             if parameter.grad is not None and not _is_finite(parameter.grad)
         )
 
-    def step(self, rate: float, scale: float = 1.0) -> None:
+    def step(self, rate: float | None = None, scale: float = 1.0) -> None:
+        """Args: rate: of all groups; None for what each has."""
         if scale != 1:
             for gradient in self.gradients():
                 gradient.mul_(scale)
         if self._adamw is not None:
-            for group in self._adamw.param_groups:
+            for group in self._adamw.param_groups if rate is not None else ():
                 group["lr"] = rate
             self._adamw.step()
 

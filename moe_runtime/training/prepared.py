@@ -52,7 +52,7 @@ _FREE_NAMES = (
 _FREE = frozenset(
     {
         *(f"run.{name}" for name in _FREE_NAMES),
-        *("model.moe.impl", "model.moe.recompute"),
+        *("model.moe.impl", "model.moe.recompute", "merge"),
         *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
     }
 )

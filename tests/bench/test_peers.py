@@ -202,6 +202,7 @@ def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path):
         ("int8", {"activations": "int8"}),
         ("planes", {"cache_code": "planes"}),
         ("lookup", {"draft": "lookup"}),
+        ("none+lru", {"draft": "none", "policy": "lru"}),
         (None, {}),
     ],
 )

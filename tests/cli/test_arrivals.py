@@ -233,6 +233,7 @@ CASES = {
             "output": ("--output there", Path("there")),
             "lora": ("--lora 3", ("rank", 3)),
             "lora_on": ("--lora-on experts", ("places", ("experts",))),
+            "merge": ("--merge", ("merge", True)),
             "steps": ("--steps 237", 237),
             "held_out_share": ("--held-out-share 0.125", 0.125),
             "evaluate_every": ("--evaluate-every 239", 239),

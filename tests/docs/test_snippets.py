@@ -36,7 +36,10 @@ SMALLER = {
     "tp_size=2, ep_size=2": "tp_size=1, ep_size=1",
     "MoELayer(2048, 1024, 64, 8,": "MoELayer(32, 16, 4, 2,",
 }
-NOT_RUN = {("elasticity.md", 0): "starts three processes; tests/research/elastic do the same"}
+NOT_RUN = {
+    ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
+    ("offloaded-training.md", 1): "the Trainer prints; tests/offload/test_trainers.py do the same",
+}
 """Snippets of which only the imports are run, and why."""
 WRITTEN = {("training.md", 0): "out/model/config.json"}
 """What a snippet leaves."""
@@ -80,8 +83,8 @@ GIVEN: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {
         "model": trained_model(),
         "batches": [[batch(), batch()]] * 2,
     },
-    ("offloaded-training.md", 1): lambda: {"model": trained_model(), "batch": batch()},
-    ("offloaded-training.md", 2): lambda: {"folder": "."},
+    ("offloaded-training.md", 2): lambda: {"model": trained_model(), "batch": batch()},
+    ("offloaded-training.md", 3): lambda: {"folder": "."},
     ("placement.md", 0): placement,
     ("scaling.md", 0): layer_in_parts,
     ("scaling.md", 1): lambda: {"path": "MODEL"},

@@ -23,7 +23,6 @@ from moe_runtime.errors import CapacityError, MoERuntimeError, UnsupportedUseErr
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
-from moe_runtime.training.finetune.checkpoint_model import write_adapters
 from moe_runtime.training.finetune.finetune_run import finish, prepare, start
 
 FAMILIES = {str(family): family for family in (*moe_families.FAMILIES, *moe_families.ADAPTED)}
@@ -231,14 +230,14 @@ def test_what_finetune_writes_is_its_merged_model(tmp_path: Path) -> None:
     """Three steps on the pocket model: adapters beside its experts, and fp32 weights with them."""
     lora = {"rank": 4, "places": ["experts"]}
     run = {"steps": 3, "precision": "float32"}
-    config = config_of(pocket_path(), tmp_path, lora=lora, export_dtype="float32", run=run)
+    config = config_of(
+        pocket_path(), tmp_path, lora=lora, merge=True, export_dtype="float32", run=run
+    )
     preparation = prepare(config)
     trainer = start(preparation, resume=False)
     train(trainer)
     finish(preparation, trainer, export=True)
-    assert config.lora is not None
-    adapter, merged = tmp_path / "adapter", tmp_path / "run" / "model"
-    write_adapters(adapter, preparation.model, preparation.sites, config.lora, "pocket")
+    adapter, merged = tmp_path / "run" / "adapters", tmp_path / "run" / "model"
     trainer.close()
     found = {}
     for name, folder, options in (

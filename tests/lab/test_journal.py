@@ -77,10 +77,11 @@ def test_the_file_appears_only_when_complete(tmp_path):
     assert read_trace(path).num_steps == 1
 
 
-def test_a_failed_write_leaves_the_journal(tmp_path, monkeypatch):
-    def full_disk(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
 
+
+def test_a_failed_write_leaves_the_journal(tmp_path, monkeypatch):
     recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
     record_steps(recorder, 30)
     monkeypatch.setattr(np, "savez_compressed", full_disk)
@@ -114,6 +115,16 @@ def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(tmp_path, monke
     assert left.num_steps == num_steps
     assert left.token_position.tolist() == list(range(num_steps))
     recorder.close()
+
+
+def test_a_disk_without_room_for_the_first_block_keeps_nothing(tmp_path, monkeypatch):
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE)
+    record_steps(recorder, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write_at", full_disk)
+        with pytest.raises(CheckpointError, match="No space left"):
+            recorder.close()
+    assert not any(tmp_path.iterdir())
 
 
 def test_nothing_that_was_left_is_not_offered(tmp_path):

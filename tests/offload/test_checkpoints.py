@@ -182,8 +182,9 @@ def test_checkpoint_of_another_model(tmp_path):
 
 def test_checkpoint_without_folder():
     training = offloaded(stack(), SETTINGS, None, experts_in_memory=1)
+    state = training.state_dict()
     with pytest.raises(CheckpointError, match="storage_dir"):
-        training.state_dict()
+        training.write(state, lambda state: state, lambda state: None)
     training.close()
 
 

@@ -11,6 +11,8 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from finetuning_runs import MIXTRAL as FINETUNED
+from finetuning_runs import checkpoint_of, resident
 from moe_families import FAMILIES
 from offloaded_models import batches, budget_for, offloaded, save, stack
 from safetensors.torch import save_file, save_model
@@ -158,41 +160,33 @@ def test_a_trainer_that_would_step_without_the_experts_is_refused(tmp_path, clip
     training.close()
 
 
-def test_trls_trainer_is_refused_and_its_losses_train_as_in_memory(tmp_path):
+def test_trls_trainer_trains_as_in_memory(tmp_path):
     trl = pytest.importorskip("trl", reason="make test-clients installs it")
     from datasets import Dataset
 
-    models: list[Any] = [tiny_model(MIXTRAL).train() for _ in range(2)]
-    training = moe_runtime.offload_training(
-        models[1], host_memory="64MiB", optimizer=moe_runtime.AdamW(lr=1e-3, weight_decay=0)
-    )
+    folder = checkpoint_of(FINETUNED, tmp_path / "first")
     examples = Dataset.from_dict({"input_ids": PROMPT.tolist() * 4})
     settings = trl.SFTConfig(
-        output_dir=str(tmp_path), max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
-        bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+        output_dir=str(tmp_path), max_steps=20, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, disable_tqdm=True, max_grad_norm=0,
+        logging_steps=1, learning_rate=1e-3,
     )  # fmt: skip
-    trainers = [
-        trl.SFTTrainer(m, settings, train_dataset=examples, processing_class=tiny_tokenizer())
-        for m in models
-    ]
-    with pytest.raises(moe_runtime.UnsupportedUseError, match="take the step with its `step`"):
-        trainers[1].train()
-    training.discard()
-    assert training.num_steps == 0
-    batch = next(iter(trainers[0].get_train_dataloader()))
-    adamw = torch.optim.AdamW(models[0].parameters(), lr=1e-3, weight_decay=0)
-    for _ in range(2):
-        losses = [t.compute_loss(m, dict(batch)) for t, m in zip(trainers, models, strict=True)]
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
-        losses[0].backward()
-        adamw.step()
-        adamw.zero_grad()
-        losses[1].backward()
-        training.step()
-    for layer in range(len(models[0].model.layers)):
-        for name, stacked in training.stacked(layer).items():
-            wanted = models[0].get_parameter(f"model.layers.{layer}.mlp.experts.{name}")
-            torch.testing.assert_close(stacked, wanted.detach(), rtol=1e-4, atol=1e-5)
+    losses = []
+    for is_offloaded in (False, True):
+        model: Any = resident(folder)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True)
+        options = {"train_dataset": examples, "processing_class": tiny_tokenizer()}
+        if is_offloaded:
+            training = offloaded(
+                model, moe_runtime.AdamW(lr=1e-3, weight_decay=0), tmp_path, experts_in_memory=0.4
+            )
+            trainer = training.attach(trl.SFTTrainer(model, settings, **options))
+        else:
+            trainer = trl.SFTTrainer(model, settings, optimizers=(adamw, None), **options)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1]
+    assert training.num_steps == len(losses[0]) == 20
     training.close()
 
 

@@ -425,6 +425,8 @@ def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path: Pat
     typing.until(b"'one\\n/quit'")
     typing.prompt()
     typing.press(b"\x03")
+    typing.until(b"once more")
+    typing.press(b"\x03")
     assert typing.end() == -signal.SIGINT
     kept = tmp_path / "moe-runtime" / "chat_history"
     assert kept.stat().st_mode & 0o777 == 0o600

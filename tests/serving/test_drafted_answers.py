@@ -9,6 +9,7 @@ from scripted_drafts import EveryDraft, Scripted, Told
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import EngineOptions, SamplingOptions
@@ -125,6 +126,39 @@ def test_windows_and_latents_go_back_where_drafts_were_wrong(name, tmp_path):
             assert [answer.ids for answer in found] == [answer.ids for answer in expected]
             drained(engine)
         drafted.moe.check()
+
+
+def test_answers_go_on_without_drafts_that_fail(pair, monkeypatch):
+    """A model that drafts for itself; every third of its passes ends with an error."""
+    plain, _ = pair
+    asked = [request_of(prompt, NEW) for prompt in PROMPTS]
+    with Engine(plain) as engine:
+        expected = [ask_all(engine, [one])[0].ids for one in asked]
+    settings = {**SETTINGS, "host_memory": "128MiB"}
+    drafted: Any = moe_runtime.load(pocket_path(), draft=pocket_path(), **settings)
+    with drafted.moe:
+        control = drafted._drafts.control = EveryDraft(drafted._drafts.control.most_rows)
+        source, calls = drafted._drafts.source, 0
+        compute = source._pass
+
+        def fail(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % 3 == 0:
+                raise MoERuntimeError("no memory")
+            return compute(*given)
+
+        monkeypatch.setattr(source, "_pass", fail)
+        with Engine(drafted) as engine:
+            assert [answer.ids for answer in ask_all(engine, asked)] == expected
+            monkeypatch.undo()
+            again = ask_all(engine, asked)
+            assert [answer.ids for answer in again] == expected
+            drained(engine)
+        counts = control.counts()
+        assert calls > 6
+        # what is drafted after an error is right again
+        assert counts["drafted_tokens"] - counts["accepted_drafts"] < 2 * len(PROMPTS) * 8
 
 
 def test_sequences_that_lose_their_room_go_on(pair):

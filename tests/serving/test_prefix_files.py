@@ -8,6 +8,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -216,6 +217,12 @@ def test_what_cannot_be_read_or_removed_is_unknown(tmp_path, monkeypatch):
         patch.setattr(os, "utime", fail)
         assert found(files, tokens) == 1
     assert second.exists()
+    keep(files, tokens)
+    with monkeypatch.context() as patch:
+        for error in (MemoryError(), RuntimeError("can't allocate memory")):
+            patch.setattr(torch, "empty", Mock(side_effect=error))
+            assert found(files, tokens) == 0
+    assert found(files, tokens) == 1
 
 
 def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path):

@@ -37,6 +37,7 @@ TEXTS = {
     "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
     "policy": ("--policy lru", ("policy", "lru")),
     "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+    "draft": ("--draft lookup", ("draft", "lookup")),
     "threads": ("--threads 3", ("num_threads", 3)),
     "agreement": ("--agreement 0.375", ("agreement", 0.375)),
     **RULES,

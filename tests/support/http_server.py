@@ -135,6 +135,12 @@ class NothingToLoad(Loader):
     def unload(self, name: str) -> None:
         raise NotImplementedError
 
+    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
+        raise NotImplementedError
+
+    def forget_adapter(self, model: str, name: str) -> None:
+        raise NotImplementedError
+
     def cancel(self) -> None:
         pass
 
@@ -191,19 +197,9 @@ def started(
     **more: Any,
 ) -> Iterator[tuple[Served, Ready]]:
     """A server as the command starts it, until the block ends."""
-    settings = ServeSettings(
-        models=models,
-        names=(),
-        adapters=adapters,
-        host="127.0.0.1",
-        port=0,
-        loading=loading,
-        engine=EngineOptions(),
-        limits=Limits(),
-        access=Access(),
-        drain_s=None,
-        **more,
-    )
+    plain: dict[str, Any] = {"names": (), "host": "127.0.0.1", "port": 0, "drain_s": None}
+    plain |= {"engine": EngineOptions(), "limits": Limits(), "access": Access()}
+    settings = ServeSettings(models=models, adapters=adapters, loading=loading, **{**plain, **more})
     ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as thread:

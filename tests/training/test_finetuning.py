@@ -159,7 +159,7 @@ def test_a_base_that_has_changed_is_refused(tmp_path):
 def test_adapters_as_in_memory(tmp_path, family):
     """PEFT's adapters on attention and ours on experts, against autograd over whole stacks."""
     folder = checkpoint_of(family, tmp_path / "first")
-    config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5})
+    config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5}, merge=True)
     preparation = prepare(smallest(config))
     trainer = start(preparation, resume=False)
     first = {name: p.clone() for name, p in here(preparation.model).items()}

@@ -6,13 +6,18 @@ The reference is what transformers makes of the values that the format's own pac
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from finetuning_runs import (
+    GPT_OSS,
+    MIXTRAL,
     PARTS,
     SEQUENCES,
+    SIZES,
     adapted,
+    checkpoint_of,
     config_of,
     finetuned,
     resident,
@@ -21,14 +26,16 @@ from finetuning_runs import (
     write_text,
 )
 from frozen_bases import bases
+from moe_families import Family
 from offloaded_models import here
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import PROMPT
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 
@@ -164,6 +171,43 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
     assert (untrained - expected).norm() > 1e-2 * expected.norm()
 
 
+LLAMA4 = Family(
+    "llama4",
+    "Llama4ForCausalLM",
+    SIZES | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+)
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS, LLAMA4], ids=str)
+def test_adapters_of_plain_weights_are_those_of_peft(tmp_path: Path, family: Family) -> None:
+    """Beside the base in PEFT and in ours, and merged: the logits of the model that was trained."""
+    folder = checkpoint_of(family, tmp_path / "first")
+    lora = {"rank": 3, "scale": 1.5}
+    preparation = prepare(config_of(folder, tmp_path, lora=lora, merge=True))
+    trainer = start(preparation, resume=False)
+    train(trainer)
+    summary = finish(preparation, trainer, export=True)
+    with torch.no_grad():
+        expected = preparation.model.eval()(PROMPT).logits
+    trainer.close()
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (folder, summary["model"])
+    )
+    with torch.no_grad():
+        found = {"base": base(PROMPT).logits, "merged": merged(PROMPT).logits}
+        found["peft"] = PeftModel.from_pretrained(base, summary["adapters"]).eval()(PROMPT).logits
+    ours: Any = moe_runtime.load(
+        folder, device="cpu", host_memory="64MiB", max_tokens=64, adapter=summary["adapters"]
+    )
+    with ours.moe, torch.no_grad():
+        found["ours"] = ours(PROMPT).logits
+    error = {name: float((own - expected).abs().max()) for name, own in found.items()}
+    # sums in fp32 in another order
+    assert max(error["merged"], error["peft"], error["ours"]) < 1e-5 * float(expected.abs().max())
+    assert error["base"] > 1e-2 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
 def test_what_would_change_frozen_weights_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -174,7 +218,9 @@ def test_what_would_change_frozen_weights_is_refused(
     for more, expected in (
         ([], "give --lora RANK"),
         (["--zeroth-order"], "give --lora RANK"),
-        (["--lora", "2", "--export-dtype", "bfloat16"], "not merged into"),
+        (["--lora", "2", "--export-dtype", "bfloat16"], "not merged into weights"),
+        (["--lora", "2", "--merge"], "not merged into quantised or packed weights"),
+        (["--merge"], "--merge is for adapters; give --lora RANK too"),
     ):
         assert main([*words, *more]) == 2
         shown = capsys.readouterr().err

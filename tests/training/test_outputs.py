@@ -134,7 +134,17 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
     model, output = checkpoint_of(MIXTRAL, tmp_path / "model"), tmp_path / "out"
     words = ["finetune", str(model), str(write_text(tmp_path)), "-o", str(output), "--steps", "1"]
-    words += ["--context", "16", "--sequences", "2", "--host-memory", "1GiB", "--lora", "2"]
+    words += [
+        "--context",
+        "16",
+        "--sequences",
+        "2",
+        "--host-memory",
+        "1GiB",
+        "--lora",
+        "2",
+        "--merge",
+    ]
     before = sorted(tmp_path.rglob("*"))
     assert main(words) == 0
     checkpoint, exported = output / "checkpoints" / "step-00000001.pt", output / "model"

@@ -29,6 +29,7 @@ def finetune(
     output: options.OutputFolder = Path("finetuned"),
     lora: Annotated[int | None, typer.Option(min=1, metavar="RANK")] = None,
     lora_on: str = "attention,experts",
+    merge: bool = False,
     steps: options.Count | None = None,
     epochs: float | None = None,
     zeroth_order: bool = False,
@@ -65,8 +66,9 @@ def finetune(
     never written. With --zeroth-order every parameter is trained, along random directions, and an
     expert takes the memory of its weights only. Ctrl-C saves a checkpoint and stops; --resume
     continues. At the end the folder's model/ has a checkpoint with the names and layout of MODEL.
-    Quantised and packed checkpoints can be trained with --lora only: adapters/ then has the
-    adapters in PEFT's format, which `run`, `chat`, `generate` and `serve` take.
+    With --lora, adapters/ has the adapters as PEFT writes them, which `run`, `chat`, `generate` and
+    `serve` take, and --merge writes model/ too. Quantised and packed checkpoints can be trained
+    with --lora only.
 
     Args:
         data: Files of records (.jsonl, .json, .parquet), text files, folders, patterns such as
@@ -75,6 +77,7 @@ def finetune(
         output: Folder of the run.
         lora: Train adapters of this rank only.
         lora_on: Modules with adapters: attention, experts, or both with a comma.
+        merge: With --lora, also write the checkpoint with the adapters merged.
         steps: Optimizer steps; once over the data when omitted.
         epochs: How often all data is trained on, instead of --steps.
         zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
@@ -104,6 +107,7 @@ def finetune(
     config_class = FinetuneConfig
     tree: dict[str, Any] = {
         "model": model,
+        "merge": merge,
         "export_dtype": export_dtype,
         "run": {
             "output": output,
@@ -149,6 +153,7 @@ def finetune(
         refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
+        refuse_given(ctx, ("merge",), "is for adapters; give --lora RANK too")
     if steps is not None:
         refuse_given(ctx, ("epochs",), "says how long a run is, as --steps does; give one of them")
     if epochs is not None and not (epochs > 0 and math.isfinite(epochs)):

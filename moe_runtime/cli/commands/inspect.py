@@ -128,7 +128,7 @@ def inspect(
         ("everything else", format_bytes(summary.dense_bytes)),
         ("together", format_bytes(summary.dense_bytes + summary.expert_bytes)),
         *([("int4 stand-ins", copies)] if summary.stand_in_bytes else []),
-        *([("draft model", format_bytes(summary.draft_bytes))] if summary.draft_bytes else []),
+        *([("drafts", format_bytes(summary.draft_bytes))] if summary.draft_bytes else []),
         (
             "smallest budget",
             f"{format_bytes(smallest, up=True)}, of which {format_bytes(summary.reserve_bytes)} "

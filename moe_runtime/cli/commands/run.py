@@ -352,7 +352,7 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
         each = ", ".join(f"{number} {words}" for words, number in changed.items() if number)
         rows.append(("choices changed (lossy)", each))
     if stats.draft_bytes:
-        rows.append(("draft model", f"{format_bytes(stats.draft_bytes)} of the budget"))
+        rows.append(("memory of drafts", f"{format_bytes(stats.draft_bytes)} of the budget"))
     if stats.draft_steps:
         rate = 1 + stats.accepted_drafts / stats.draft_steps
         row = f"{stats.accepted_drafts} of {stats.drafted_tokens} tokens right"

@@ -275,8 +275,10 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("experts", offload_status(summary["offload"], summary["elapsed_s"])))
     obstacle = summary.get("export_obstacle")
     missing = f"in the last checkpoint only: {obstacle}" if obstacle else "not exported"
-    kind = "adapters" if "adapters" in summary else "model"
-    rows.append((kind, summary[kind] or missing))
+    if "adapters" in summary:
+        rows.append(("adapters", summary["adapters"]))
+    if summary["model"] or "adapters" not in summary:
+        rows.append(("model", summary["model"] or missing))
     if not summary["complete"]:
         rows.append(("go on", "the same command with --resume"))
     return rows

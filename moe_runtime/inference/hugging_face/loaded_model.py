@@ -37,7 +37,7 @@ from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
-    from moe_runtime.inference.draft_models import ModelDrafts
+    from moe_runtime.inference.draft_models import CachedDrafts
     from moe_runtime.inference.drafts import DraftControl
     from moe_runtime.inference.learning import KeptLearning, RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
@@ -391,7 +391,7 @@ class RuntimeHandle:
         self._timeline = timeline
         self._learning = learning
         self.drafts = drafts
-        self.draft_model: ModelDrafts | None = None
+        self.draft_model: CachedDrafts | None = None
         self._closed = False
         # no other process may write them
         with contextlib.ExitStack() as stack:

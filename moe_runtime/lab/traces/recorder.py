@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_draft_path
 from moe_runtime.lab.traces.format import (
     PHASES,
@@ -237,4 +238,10 @@ class TraceRecorder:
         assert self._journal is not None
         block = io.BytesIO()
         save_columns(block, join_traces(self._steps[num_steps:]), compressed=False)
-        self._journalled = self._journal.append(block.getvalue(), end), len(self._steps)
+        try:
+            self._journalled = self._journal.append(block.getvalue(), end), len(self._steps)
+        except CheckpointError:
+            if not end:  # nothing in it can be read
+                self._journal.remove()
+                self._journal = None
+            raise

@@ -84,6 +84,19 @@ class FieldError(ApiError):
         super().__init__(f"{param}: {problem}", param=param, code=code or "invalid_value")
 
 
+class TooLongError(ApiError):
+    """In the words that agents look for, which then shorten their conversation."""
+
+    def __init__(self, message: str, length: str, most: int, param: str) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.of_anthropic = f"prompt is too long: {length} > {most} maximum"
+
+
+def too_long(length: str, most: int, param: str) -> TooLongError:
+    limit = f"this model's maximum context length is {most} tokens, prompt and answer together"
+    return TooLongError(f"{param}: has {length}; {limit}", length, most, param)
+
+
 def internal_error(error: Exception) -> ApiError:
     """The error that a client gets for a bug of the server.
 
@@ -114,7 +127,8 @@ def of_engine(error: Exception) -> ApiError:
     if isinstance(error, EngineClosedError):
         return ApiError(str(error), status=503, code="shutting_down")
     if isinstance(error, RequestTooLongError):
-        return ApiError(str(error), param="max_tokens", code="context_length_exceeded")
+        length = f"{error.num_tokens} tokens"
+        return TooLongError(str(error), length, error.most_tokens, "max_tokens")
     # Messages of `SamplingOptions` and `GenerationRequest` begin with the field's name.
     word = str(error).partition(" ")[0]
     return ApiError(str(error), param=word if word.replace("_", "").isalpha() else None)

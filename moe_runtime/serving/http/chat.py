@@ -7,7 +7,7 @@ import itertools
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from moe_runtime.serving.http.answer_text import (
     HarmonySections,
     Piece,
 )
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, too_long, unsupported
 from moe_runtime.serving.http.generating import (
     AnswerChoice,
     ChoiceAnswers,
@@ -41,7 +41,6 @@ from moe_runtime.serving.http.generating import (
     check_tokens,
     choices_for,
     encode_text,
-    too_long,
 )
 from moe_runtime.serving.http.schema import (
     ChatBody,
@@ -51,6 +50,8 @@ from moe_runtime.serving.http.schema import (
     NamedTool,
     TokenizeBody,
     Tool,
+    TranslatedBody,
+    named,
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
@@ -90,7 +91,7 @@ def pictures_of(messages: Sequence[Message], model: ServedModel) -> list[Picture
                 raise unsupported(place, str(error)) from None
             num_tokens = sum(len(picture.ids) for picture in found)
             if num_tokens > most:  # before memory is taken for more of them
-                raise too_long(f"messages: has {num_tokens} tokens of pictures", most, "messages")
+                raise too_long(f"{num_tokens} tokens of pictures", most, "messages")
     return found
 
 
@@ -219,7 +220,7 @@ def prompt_of(
         raise FieldError("continue_final_message", "needs a last message of the assistant")
     most = model.engine.most_request_tokens
     if len(messages) > most:  # surely too long, before its template is rendered
-        raise too_long(f"messages: has {len(messages)} messages", most, "messages")
+        raise too_long(f"{len(messages)} messages", most, "messages")
     pictures = pictures_of(messages, model)
     prompt = template_of(model).render(
         messages,
@@ -234,6 +235,17 @@ def prompt_of(
         return model.pictures.write(prompt, pictures), pictures
     except PictureError as error:
         raise FieldError("messages", str(error)) from None
+
+
+def count_tokens(
+    to_chat: Callable[..., ChatBody], body: TranslatedBody, model: ServedModel, owner: str
+) -> int:
+    """Tokens of the prompt that a conversation makes."""
+    with named(body.names):
+        asked = to_chat(body, model, owner)
+        variables = asked.chat_template_kwargs
+        prompt, _ = prompt_of(asked, asked.messages, asked.tools or (), model, variables)
+        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:

@@ -232,7 +232,7 @@ class SlotSharing:
         self._members: list[_Member] = []
         self._working: list[_Member] | None = None  # for whom the budget was divided last
         self._budget_bytes = budget_bytes
-        self._room_bytes = 0  # set aside for a model that is being loaded
+        self._room_bytes = 0  # set aside for a model that is being loaded, or of one that closes
 
     def add(self, handle: RuntimeHandle, adapter_bytes: int = 0) -> Turns:
         """Adds a model with its budget; gives the turns of its engine."""
@@ -245,10 +245,11 @@ class SlotSharing:
         return _MemberTurns(self._turns, lambda: self._turn(member))
 
     def remove(self, handle: RuntimeHandle) -> None:
-        """What a closed model took is for the others from now on."""
+        """Sets aside what a model that closes took, until `leave_room` says that it is back."""
         with self._turns.turn():
-            self._members = [some for some in self._members if some.handle is not handle]
-            self._working = None
+            (gone,) = (some for some in self._members if some.handle is handle)
+            self._members.remove(gone)
+            self._room_bytes, self._working = self._room_bytes + gone.taken_bytes, None
 
     def make_room(self, need: Need) -> int:
         """Takes slots of models for one that is to be loaded, and sets their bytes aside.
@@ -269,7 +270,7 @@ class SlotSharing:
             return self._room_bytes
 
     def leave_room(self) -> None:
-        """Gives back what was set aside for a model that could not be loaded."""
+        """Gives back what was set aside: a model could not be loaded, or is closed."""
         with self._turns.turn():
             self._room_bytes, self._working = 0, None
 

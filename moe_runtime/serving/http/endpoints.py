@@ -170,10 +170,13 @@ class Endpoints:
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
-            Route("/v1/chat/completions", self.chat, methods=post),
+            # clients that are given the address alone ask without the version, too
+            *(Route(f"{at}/chat/completions", self.chat, methods=post) for at in ("/v1", "")),
+            *(Route(f"{at}/responses", self.respond, methods=post) for at in ("/v1", "")),
             Route("/v1/completions", self.complete, methods=post),
-            Route("/v1/responses", self.respond, methods=post),
+            Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{name}/cancel", self.cancel_response, methods=post),
             Route(_MESSAGES, self.message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
@@ -211,15 +214,30 @@ class Endpoints:
             return json_response({"id": name, "object": "response.deleted", "deleted": True})
         return json_response(self._server.kept.response(owner, name))
 
+    async def cancel_response(self, request: Request) -> Response:
+        self._server.kept.response(Asked.of(request.scope).owner, request.path_params["name"])
+        message = "Cannot cancel a synchronous response: it has ended, or its stream is closed"
+        raise ApiError(message, code="invalid_value")
+
     async def message(self, request: Request) -> Response:
         return await self._answer(request, MessagesBody, messages.prepare)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await self._body(request, MessagesBody)
+        return json_response(await self._count(request, MessagesBody, messages.chat_of))
+
+    async def count_input(self, request: Request) -> Response:
+        to_chat = partial(responses.chat_of, kept=self._server.kept)
+        found = await self._count(request, ResponsesBody, to_chat)
+        return json_response({"object": "response.input_tokens", **found})
+
+    async def _count(
+        self, request: Request, kind: type[TranslatedBody], to_chat: Callable[..., ChatBody]
+    ) -> dict[str, int]:
+        body = await self._body(request, kind)
         asked = Asked.of(request.scope)
         model = await self._hold(request, body.model)
-        found = await self._server.prepare(asked, messages.count_tokens, body, model)
-        return json_response({"input_tokens": found})
+        work = chat.count_tokens, to_chat, body, model, asked.owner
+        return {"input_tokens": await self._server.prepare(asked, *work)}
 
     async def models(self, request: Request) -> Response:
         found = [self._described(name) for name in self._server.models.names]
@@ -420,9 +438,6 @@ def _note_common(asked: Asked, body: object) -> None:
     options = body.stream_options
     if options is not None and not body.stream:
         raise FieldError("stream_options", "needs stream: true")
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        field = "stream_options.continuous_usage_stats"
-        raise FieldError(field, "needs include_usage: true")
 
 
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:

@@ -26,7 +26,13 @@ from moe_runtime.serving.http.answer_text import (
     Piece,
     Vocabulary,
 )
-from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine, shutting_down
+from moe_runtime.serving.http.api_errors import (
+    ApiError,
+    FieldError,
+    of_engine,
+    shutting_down,
+    too_long,
+)
 from moe_runtime.serving.http.metrics import RequestTimes
 from moe_runtime.serving.http.schema import GenerationFields
 from moe_runtime.serving.http.served_model import ServedModel
@@ -235,7 +241,7 @@ def encode_text(
         len(text.encode(errors="replace")) > most * vocabulary.longest_token
     )
     if is_too_long or vocabulary.is_longer(text, most):
-        raise too_long(f"{param}: has {len(text)} characters", most, param)
+        raise too_long(f"{len(text)} characters", most, param)
     return vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -256,12 +262,7 @@ def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     if wrong is not None:
         raise FieldError(param, f"has token {wrong}, expected ids from 0 to {size - 1}")
     if len(ids) > most:
-        raise too_long(f"{param}: has {len(ids)} tokens", most, param)
-
-
-def too_long(what: str, most: int, param: str) -> ApiError:
-    message = f"{what}; prompt and answer may have {most} tokens together"
-    return ApiError(message, param=param, code="context_length_exceeded")
+        raise too_long(f"{len(ids)} tokens", most, param)
 
 
 def choices_for(

@@ -12,8 +12,13 @@ from pydantic import Field
 
 from moe_runtime.serving.http import chat
 from moe_runtime.serving.http.answer_text import AnswerToken, Part, Piece
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.generating import Generation, PartAnswers, Prepared, Sections
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, TooLongError
+from moe_runtime.serving.http.generating import (
+    Generation,
+    PartAnswers,
+    Prepared,
+    Sections,
+)
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
@@ -30,7 +35,7 @@ from moe_runtime.serving.http.schema import (
     named,
     part_of,
 )
-from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
 
 _NAMES = {
@@ -81,6 +86,9 @@ class ImageBlock(_Block):
         return f"data:{source.media_type};base64,{source.data}"
 
 
+_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
@@ -98,7 +106,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_Shown], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
@@ -157,6 +165,8 @@ class Metadata(Body):
 class MessagesBody(TranslatedBody):
     """``max_tokens`` is needed where an answer is asked for, and not to count tokens."""
 
+    names = _NAMES
+
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Count | None = None
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
@@ -192,8 +202,8 @@ def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: st
     """What the engine is asked. Takes a while: not in the loop."""
     if body.max_tokens is None:
         raise FieldError("max_tokens", "is missing", code="missing_required_parameter")
-    with named(_NAMES):
-        asked = _chat(body, chat.template_of(model))
+    with named(body.names):
+        asked = chat_of(body, model)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     is_omitted = body.thinking is not None and body.thinking.display == "omitted"
     return choices, partial(
@@ -205,19 +215,9 @@ def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: st
     )
 
 
-def count_tokens(body: MessagesBody, model: ServedModel) -> int:
-    """Tokens of the prompt that a conversation makes."""
-    with named(_NAMES):
-        template = chat.template_of(model)
-        asked = _chat(body, template)
-        tools = asked.tools or ()
-        variables = asked.chat_template_kwargs
-        prompt, _ = chat.prompt_of(asked, asked.messages, tools, model, variables)
-        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
-
-
-def _chat(body: MessagesBody, template: ChatTemplate) -> ChatBody:
-    messages = _conversation(body).messages
+def chat_of(body: MessagesBody, model: ServedModel, owner: str = "") -> ChatBody:
+    template = chat.template_of(model)
+    messages = _conversation(body).end()
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
@@ -300,7 +300,9 @@ def _conversation(body: MessagesBody) -> ChatMessages:
                     found.say("user", _parts(texts))
                     texts = []
                 lead = "Error: " if block.is_error else ""
-                found.say("tool", lead + _text(block.content), tool_call_id=block.tool_use_id)
+                shown = block.content or ""
+                parts = shown if isinstance(shown, str) else _parts(shown)
+                found.result(parts, block.tool_use_id, lead)
             else:
                 raise FieldError(where, f"{block.type} is no block of the role {message.role}")
         if texts:
@@ -330,7 +332,8 @@ _KINDS |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's form."""
     kind = _KINDS.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.of_anthropic if isinstance(error, TooLongError) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessageAnswers(PartAnswers):
@@ -384,7 +387,7 @@ class MessageAnswers(PartAnswers):
 
     def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
         yield from self._close()
-        if not self._blocks:  # clients look for one
+        if not self._blocks and piece.finish != "length":  # clients look for one
             yield from self._open({"type": "text", "text": ""})
             yield from self._close()
         reason = "end_turn"

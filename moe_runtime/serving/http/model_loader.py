@@ -236,9 +236,10 @@ class ModelLoader:
         del self._adapters[model][name]
 
     def unload(self, name: str) -> None:
-        """Closes a model, and gives its memory back to the system."""
+        """Closes a model, and gives its memory back to the system, then to other models."""
         self._open.pop(name)[1].close()
         _collect()
+        self._sharing.leave_room()
 
     def cancel(self) -> None:
         """Ends loading that is under way with an error; from any thread."""
@@ -306,13 +307,14 @@ class ModelLoader:
 
 def _collect() -> None:
     """Gives the memory of a closed model back to the system. Objects of the start are frozen, and
-    some of a model's are part of cycles."""
-    is_frozen = gc.get_freeze_count() > 0
+    some of a model's are part of cycles. The server freezes again when no request runs."""
     gc.unfreeze()
     gc.collect()
-    if is_frozen:
-        gc.freeze()
     give_back_free_pages()
+
+
+def user_cache(name: str) -> Path:
+    return platformdirs.user_cache_path("moe-runtime") / name
 
 
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
@@ -327,5 +329,6 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
         "exact" if settings.engine.exact else "",
         *(str(settings.loading.get(name, "")) for name in ("routing", "skip_below", "misses")),
     )
-    folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
-    return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))
+    return PrefixDisk(
+        user_cache("prefixes"), settings.prefix_disk_bytes, identity_of(checkpoint, *computing)
+    )

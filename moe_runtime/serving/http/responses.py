@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -25,6 +23,7 @@ from moe_runtime.serving.http.generating import (
     chat_logprobs,
     sampling_of,
 )
+from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
@@ -44,9 +43,8 @@ from moe_runtime.serving.http.schema import (
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.tool_formats import ParsedCall
+from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
 
-_KEPT_BYTES = 64 << 20
 _NAMES = {
     "response_format": "text.format",
     "messages": "input",
@@ -79,14 +77,14 @@ class InputImage(Body):
     detail: Unused = None
 
 
-_Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
 _Part = Annotated[InputText | InputImage, Field(discriminator="type")]
+_Parts = str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)]
+    content: _Parts
     phase: Unused = None
 
 
@@ -98,10 +96,23 @@ class FunctionCallItem(_Item):
     namespace: str | None = None
 
 
-class FunctionOutputItem(_Item):
-    type: Literal["function_call_output"]
+class CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: _Texts
+    name: str
+    input: str
+    namespace: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        """Those of the function that stands for the tool."""
+        return json_text({"input": self.input})
+
+
+class FunctionOutputItem(_Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: _Parts
 
 
 class ReasoningItem(_Item):
@@ -117,7 +128,7 @@ def _typed(item: Any) -> Any:
 
 
 _AnyItem = Annotated[
-    InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem,
+    InputMessage | FunctionCallItem | CustomCallItem | FunctionOutputItem | ReasoningItem,
     Field(discriminator="type"),
 ]
 _Items = Annotated[list[Annotated[_AnyItem, BeforeValidator(_typed)]], Field(fail_fast=True)]
@@ -132,6 +143,34 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
+class CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes a text. The model is told its grammar, and not held to it."""
+
+    droppable = None
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def function(self) -> FunctionTool:
+        """A function whose one argument is the text."""
+        text, about = {"type": "string"}, self.description
+        if self.format is not None and self.format.definition:
+            grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
+            about = joined(about, grammar, "\n\n")
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return FunctionTool(type="function", name=self.name, description=about, parameters=schema)
+
+
+_Callable = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
 class NamespaceTool(Body):
     """Functions under one name; what it says of them all is told with the first."""
 
@@ -139,14 +178,14 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Annotated[list[FunctionTool], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[_Callable], Field(min_length=1, fail_fast=True)]
 
 
 def _runnable(tools: Any) -> Any:
     for at, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "namespace"):
-            problem = f"expected 'function' or 'namespace', got {clipped(kind)}"
+        if isinstance(kind, str) and kind not in ("function", "custom", "namespace"):
+            problem = f"expected 'function', 'custom' or 'namespace', got {clipped(kind)}"
             raise FieldError(
                 f"tools.{at}.type",
                 f"{problem}; this server runs no tools: turn it off in the client",
@@ -154,12 +193,12 @@ def _runnable(tools: Any) -> Any:
     return tools
 
 
-_AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
+_AnyTool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
 _Tools = Annotated[list[_AnyTool], Field(fail_fast=True), BeforeValidator(_runnable)]
 
 
 class FunctionChoice(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -189,6 +228,8 @@ class Reasoning(Body):
 
 class ResponsesBody(TranslatedBody):
     """Fields that name a request, or concern what OpenAI keeps and bills, change no answer."""
+
+    names = _NAMES
 
     input: str | _Items
     instructions: str | None = None
@@ -228,66 +269,19 @@ class ResponsesBody(TranslatedBody):
         return {"type": "json_schema", "json_schema": fields}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    response: bytes
-    messages: bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages)
-
-
-class KeptResponses:
-    """The latest responses and their conversations, in memory; each key finds its own."""
-
-    def __init__(self, most_bytes: int = _KEPT_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._num_bytes = 0
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
-
-    def put(self, owner: str, response: dict[str, Any], messages: Sequence[Message]) -> None:
-        plain = [message.model_dump(exclude_none=True) for message in messages]
-        kept = _Kept(json.dumps(response).encode(), json.dumps(plain).encode())
-        self._kept[owner, response["id"]] = kept
-        self._num_bytes += kept.num_bytes
-        while self._num_bytes > self._most_bytes:
-            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-
-    def response(self, owner: str, name: str) -> dict[str, Any]:
-        return json.loads(self._find(owner, name, "response_id").response)
-
-    def messages(self, owner: str, name: str) -> list[Message]:
-        found = json.loads(self._find(owner, name, "previous_response_id").messages)
-        return [Message(**message) for message in found]
-
-    def delete(self, owner: str, name: str) -> None:
-        self._num_bytes -= self._find(owner, name, "response_id").num_bytes
-        del self._kept[owner, name]
-
-    def _find(self, owner: str, name: str, param: str) -> _Kept:
-        found = self._kept.get((owner, name))
-        if found is None:
-            remedy = "; send the whole conversation as input" * (param == "previous_response_id")
-            raise ApiError(
-                f"{param}: expected a response that this server keeps (the latest ones, until it "
-                f"ends), got {clipped(name)}{remedy}",
-                status=404,
-                param=param,
-                code="response_not_found",
-            )
-        return found
+_KINDS: dict[str, type[_Item]] = {
+    **{"message": InputMessage, "reasoning": ReasoningItem},
+    **{"function_call": FunctionCallItem, "custom_tool_call": CustomCallItem},
+}
+"""Of what an answer has."""
 
 
 def prepare(
     body: ResponsesBody, model: ServedModel, most_choices: int, owner: str, kept: KeptResponses
 ) -> Prepared:
     """What the engine is asked. Takes a while: not in the loop."""
-    messages: list[Message] = []
-    if body.previous_response_id is not None:
-        messages = kept.messages(owner, body.previous_response_id)
-    messages += _conversation(body).messages
-    with named(_NAMES):
+    messages = _all_messages(body, owner, kept)
+    with named(body.names):
         asked = _chat(body, model, messages)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     return choices, partial(
@@ -295,9 +289,22 @@ def prepare(
         sections=sections[0],
         echoed=_echoed(body, asked, model),
         has_logprobs=bool(asked.logprobs),
-        names={tool.name: named_as for tool, named_as in _functions(body)},
+        items={tool.name: item for tool, item in _functions(body)},
         keep=None if body.store is False else partial(_keep, kept, owner, messages),
     )
+
+
+def chat_of(
+    body: ResponsesBody, model: ServedModel, owner: str, *, kept: KeptResponses
+) -> ChatBody:
+    return _chat(body, model, _all_messages(body, owner, kept))
+
+
+def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
+    before: list[Message] = []
+    if body.previous_response_id is not None:
+        before = kept.messages(owner, body.previous_response_id)
+    return [*before, *_conversation(body).end()]
 
 
 def _keep(
@@ -308,8 +315,7 @@ def _keep(
 ) -> None:
     answer = ChatMessages()
     for item in response["output"]:
-        kind = {"message": InputMessage, "reasoning": ReasoningItem}.get(item["type"])
-        _add_item(answer, (kind or FunctionCallItem).model_validate(item))
+        _add_item(answer, _KINDS[item["type"]].model_validate(item))
     kept.put(owner, response, [*messages, *answer.messages])
 
 
@@ -352,17 +358,24 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
 
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
-    """Functions by the names that they have in a chat, and by what a call names them here."""
+    """Functions by the names that they have in a chat, and what items of their calls have here."""
     for tool in body.tools or ():
-        if isinstance(tool, FunctionTool):
-            yield tool, {"name": tool.name}
+        if not isinstance(tool, NamespaceTool):
+            yield _function_of(tool)
             continue
         about = tool.description
-        for one in tool.tools:
+        for each in tool.tools:
+            one, item = _function_of(each)
             more = {"name": _flat(one.name, tool.name)}
             if about:
                 more["description"], about = joined(about, one.description or "", "\n\n"), None
-            yield one.model_copy(update=more), {"name": one.name, "namespace": tool.name}
+            yield one.model_copy(update=more), {**item, "namespace": tool.name}
+
+
+def _function_of(tool: FunctionTool | CustomTool) -> tuple[FunctionTool, dict[str, str]]:
+    if isinstance(tool, FunctionTool):
+        return tool, {"type": "function_call", "name": tool.name}
+    return tool.function(), {"type": "custom_tool_call", "name": tool.name}
 
 
 def _flat(name: str, namespace: str | None) -> str:
@@ -398,7 +411,7 @@ def _conversation(body: ResponsesBody) -> ChatMessages:
 
 def _add_item(found: ChatMessages, item: Any) -> None:
     if isinstance(item, FunctionOutputItem):
-        found.say("tool", _text(item.output), tool_call_id=item.call_id)
+        found.result(_parts(item.output), item.call_id)
     elif isinstance(item, InputMessage) and item.role != "assistant":
         to_parts = _parts if item.role == "user" else _text
         found.say(item.role, to_parts(item.content))
@@ -406,7 +419,7 @@ def _add_item(found: ChatMessages, item: Any) -> None:
         message = found.answer()
         assert not isinstance(message.content, list)
         message.content = joined(message.content, _text(item.content), "\n")
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, FunctionCallItem | CustomCallItem):
         message = found.answer()
         name = _flat(item.name, item.namespace)
         call = FunctionCall(name=name, arguments=item.arguments)
@@ -458,12 +471,12 @@ class ResponseAnswers(PartAnswers):
         sections: Sections,
         echoed: dict[str, Any],
         has_logprobs: bool,
-        names: Mapping[str, dict[str, str]],
+        items: Mapping[str, dict[str, str]],
         keep: Any,
     ) -> None:
         super().__init__(generation, sections)
         self._has_logprobs = has_logprobs
-        self._names = names
+        self._call_items = items
         self._keep = keep
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
@@ -486,13 +499,18 @@ class ResponseAnswers(PartAnswers):
     def add(self, part: Part, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
         if isinstance(part, ParsedCall):
             yield from self._close()
-            named_as = self._names.get(part.name, {"name": part.name})
-            call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", **named_as}
-            yield from self._open({"type": "function_call", "id": "fc", **call, "arguments": ""})
-            self._items[-1]["arguments"] = part.arguments
-            said = f"{_CALL_ARGUMENTS}.delta", f"{_CALL_ARGUMENTS}.done"
-            yield self._of_item(said[0], delta=part.arguments)
-            yield self._of_item(said[1], arguments=part.arguments, name=named_as["name"])
+            plain = {"type": "function_call", "name": part.name}
+            item = self._call_items.get(part.name, plain)
+            prefix, field = _CALLS[item["type"]]
+            given, about = part.arguments, {"name": item["name"]}
+            if field == "input":
+                given, about = _input_of(given), {}
+            call = {"id": prefix, "call_id": f"call_{uuid.uuid4().hex[:24]}"}
+            yield from self._open({**call, **item, field: ""})
+            self._items[-1][field] = given
+            stem = f"response.{item['type']}_{field}"
+            yield self._of_item(f"{stem}.delta", delta=given)
+            yield self._of_item(f"{stem}.done", **{field: given}, **about)
             yield from self._close()
             return
         kind, text = part
@@ -579,7 +597,15 @@ class ResponseAnswers(PartAnswers):
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
 
-_CALL_ARGUMENTS = "response.function_call_arguments"
+def _input_of(arguments: str) -> str:
+    """The text for a tool that takes one, as the model meant it."""
+    found = json.loads(arguments)
+    text = found.get("input") if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+_CALLS = {"function_call": ("fc", "arguments"), "custom_tool_call": ("ctc", "input")}
+"""Of each kind of call: the beginning of its id, and what is in it."""
 _PREFIXES = {"message": "msg", "reasoning": "rs"}
 _TEXTS = {
     "content": ("message", "output_text", "response.output_text"),

@@ -458,6 +458,8 @@ class TranslatedBody(Body):
     """A body that becomes a `ChatBody`; unknown fields of it may be null."""
 
     droppable = None
+    names: ClassVar[Mapping[str, str]] = {}
+    """Of fields of the chat, as `named` takes them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -480,19 +482,45 @@ class TranslatedBody(Body):
 
 
 class ChatMessages:
-    """Messages of a chat out of smaller items: those of one assistant's turn become one message."""
+    """Messages of a chat out of smaller items: those of one assistant's turn become one message.
+
+    Pictures that tools give follow their results in a message of the user, where templates and
+    models know them.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._is_open = False
+        self._pictures: list[Any] = []
 
     def say(self, role: Any, content: str | list[Any], **fields: Any) -> None:
+        if self._pictures and role != "tool":
+            parts = content if isinstance(content, list) else [part_of(content)]
+            shown, self._pictures = self._pictures, []
+            if role == "user":
+                content = [*shown, *parts]
+            else:
+                self.say("user", shown)
         self.messages.append(Message(role=role, content=content, **fields))
         self._is_open = False
+
+    def result(self, parts: str | list[Any], call: str, lead: str = "") -> None:
+        """What a tool gave."""
+        parts = [part_of(parts)] if isinstance(parts, str) else parts
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        self.say("tool", lead + "\n".join(texts), tool_call_id=call)
+        self._pictures += [part for part in parts if isinstance(part, ImagePart)]
+
+    def end(self) -> list[Message]:
+        """All messages."""
+        if self._pictures:
+            self.say("user", [])
+        return self.messages
 
     def answer(self) -> Message:
         """The assistant's message that further items belong to."""
         if not self._is_open:
+            self.end()
             self.messages.append(Message(role="assistant"))
             self._is_open = True
         return self.messages[-1]

@@ -17,9 +17,9 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
+from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.model_table import ModelTable, Place
-from moe_runtime.serving.http.responses import KeptResponses
 from moe_runtime.serving.http.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]

@@ -24,7 +24,14 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.model_loader import ModelLoader, ServeSettings, adapters_of, names_of
+from moe_runtime.serving.http.kept_responses import KeptResponses
+from moe_runtime.serving.http.model_loader import (
+    ModelLoader,
+    ServeSettings,
+    adapters_of,
+    names_of,
+    user_cache,
+)
 from moe_runtime.serving.http.model_table import ModelTable, Place
 from moe_runtime.serving.http.server import Asked, Log, Server
 
@@ -185,7 +192,7 @@ def serve(
 
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))
-        giving = asyncio.ensure_future(_give_back_memory())
+        giving = asyncio.ensure_future(_give_back_memory(server.models))
         while not is_stopping() and not serving.done():
             server.models.unload_idle()
             await asyncio.sleep(_LOOK_S)
@@ -210,11 +217,16 @@ def serve(
         asyncio.run(run())
 
 
-async def _give_back_memory() -> None:
+async def _give_back_memory(models: ModelTable) -> None:
     clock = asyncio.get_running_loop().time
     given_s, resident = clock(), resident_bytes()
+    freezes = gc.get_freeze_count() > 0
     while True:
         await asyncio.sleep(_CHURN_S)
+        if freezes and not gc.get_freeze_count() and not models.num_users:
+            # a model was unloaded; cycles of requests must not be frozen with what stays
+            gc.collect()
+            gc.freeze()
         if clock() - given_s >= _GIVE_BACK_S or resident_bytes() > resident + _CHURN_BYTES:
             await asyncio.to_thread(_collect_garbage)
             given_s, resident = clock(), resident_bytes()
@@ -295,6 +307,7 @@ def run_server(
             access=settings.access,
             log=log,
             loads_adapters=settings.loads_adapters,
+            kept=KeptResponses(user_cache("responses") if settings.prefix_disk_bytes else None),
         )
         # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)

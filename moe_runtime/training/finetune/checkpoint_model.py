@@ -25,6 +25,7 @@ from moe_runtime.checkpoints.gguf.architectures import SplitProjection
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import replace_folder, write_text
+from moe_runtime.inference.adapters import is_turned
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.examples import PADDING, TRAINED
@@ -244,6 +245,12 @@ def activation_bytes(
 
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
     """Refuses to train, or to merge into, weights that have to stay as they are."""
+    is_merged = config.lora is None or config.merge
+    if config.export_dtype != "auto" and not is_merged:
+        raise ValueError(
+            f"adapters are not merged into weights that could be {config.export_dtype}: "
+            "give merge too, or leave the export dtype out"
+        )
     if checkpoint.is_plain:
         return
     if config.lora is None:
@@ -252,10 +259,10 @@ def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
             "they are, so adapters alone can be trained beside them: give --lora RANK, or take a "
             "plain checkpoint in bf16, fp16 or fp32"
         )
-    if config.export_dtype != "auto":
+    if config.merge:
         raise ValueError(
             f"{checkpoint.folder}: adapters are not merged into quantised or packed weights; "
-            f"leave the export dtype {config.export_dtype} out, and they are written by themselves"
+            "leave merge out, and they are written by themselves"
         )
 
 
@@ -308,11 +315,14 @@ def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor
     """Adapters of stacked parameters, under the names that PEFT has for them.
 
     PEFT wraps a module once for each of its adapted parameters, the first one innermost. Its `A` is
-    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts.
+    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts. Of
+    Llama 4's experts PEFT takes the inputs for outputs.
     """
     found: dict[str, Tensor] = {}
     for depth, name in enumerate(_in_order(site, adapters)):
         first, second = (adapters.get_parameter(f"{name}_{part}").detach().cpu() for part in "AB")
+        if is_turned(site.module):
+            first, second = second.mT.contiguous(), first.mT
         place = site.name + ".base_layer" * (len(adapters.names) - 1 - depth)
         found[f"{place}.lora_A.weight"] = first.flatten(0, 1)
         found[f"{place}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1).contiguous()

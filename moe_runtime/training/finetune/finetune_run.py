@@ -371,6 +371,7 @@ def prepare(
     in_experts = sum(
         m.module.get_parameter(name).numel() for m in experts.modules for name in m.parameters
     )
+    is_merged = config.lora is None or config.merge
     idle = 1 - signature.top_k / signature.num_experts
     return FinetunePreparation(
         config=config,
@@ -383,7 +384,7 @@ def prepare(
         model=model,
         experts=experts,
         tokenizer=tokenizer,
-        exporter=LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None,
+        exporter=LikeCheckpoint(model, checkpoint, experts) if is_merged else None,
         sites=sites,
         memory=memory,
         device=device,
@@ -438,11 +439,13 @@ def start(
 def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
     """Writes what was trained, and `summary.json`; returns the summary.
 
-    The checkpoint goes into `model/`; of one that is quantised or packed, its adapters into
-    `adapters/`.
+    Adapters go into `adapters/`, the checkpoint with what was trained into `model/`.
     """
     output, config = preparation.output, preparation.config
     model = adapters = None
+    if export and config.lora is not None:
+        adapters = output / "adapters"
+        write_adapters(adapters, preparation.model, preparation.sites, config.lora, config.model)
     if export and preparation.exporter is not None:
         model = output / "model"
         optimizer = trainer.optimizer
@@ -450,10 +453,6 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         dtype = None if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
         with MergedAdapters(preparation.model) as state:
             preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
-    elif export:
-        assert config.lora is not None
-        adapters = output / "adapters"
-        write_adapters(adapters, preparation.model, preparation.sites, config.lora, config.model)
     return trainer.write_summary(model, adapters=adapters)
 
 

@@ -87,6 +87,7 @@ class FinetuneConfig:
     Attributes:
         model: folder of a checkpoint, or the name of a repository on the hub.
         lora: train adapters only; None trains every parameter.
+        merge: also write the checkpoint with the adapters as parts of its weights.
         export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
     """
 
@@ -95,6 +96,7 @@ class FinetuneConfig:
     data: DataConfig
     optimizer: OptimizerConfig
     lora: LoraConfig | None = None
+    merge: bool = False
     export_dtype: ExportDtype = "auto"
 
     @property

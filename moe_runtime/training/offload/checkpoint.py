@@ -19,11 +19,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedUseError
 from moe_runtime.memory.source import CheckpointFile, host_view
 from moe_runtime.training.checkpoint import (
     COUNT,
@@ -49,6 +49,7 @@ from moe_runtime.types import ExpertKey
 EXPERTS_FORMAT = 3
 """Rows name a folder since format 3; those of format 2 lie in the storage folder itself."""
 _READABLE = (2, EXPERTS_FORMAT)
+_NEEDS_FOLDER = "checkpoints need a storage_dir, where experts are saved"
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _OWN_FILES = ("experts-*.records", "gradients-*.scratch", "activations.scratch")
 _FOLDER = re.compile(r"rank-\d+-of-\d+")
@@ -157,6 +158,16 @@ def remove_own_files(folder: Path) -> None:
 S = TypeVar("S")
 
 
+class HeldExperts(dict[str, Any]):
+    """Experts of a state that `write` has not completed: saved otherwise, they would be missing."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedUseError(
+            "the state of offloaded experts is in their files and in memory, and would be missing "
+            "from what is saved so: `write` of the optimizer saves a checkpoint with it"
+        )
+
+
 class ExpertCheckpoints:
     """Saves the experts' versions in the background, one checkpoint at a time."""
 
@@ -178,22 +189,30 @@ class ExpertCheckpoints:
         self._kept: dict[ExpertKey, Version] = {}
         self._lent: list[tuple[RecordFile, int]] = []
         self._is_first = True
+        self._mark = object()
 
     def begin(self) -> dict[str, Any]:
-        """Holds every expert as it is now. The result is what the checkpoint says; `write`
-        completes it."""
-        if self._records.disk is None:
-            raise CheckpointError("checkpoints need a storage_dir, where experts are saved")
+        """Holds every expert as it is now, where there is a disk. The result is what the checkpoint
+        says; `write` completes it."""
         self.wait()
         if self._begun:
             self._records.drop_versions(self._begun)
-        self._begun = self._records.hold_versions()
-        return {
-            "format": EXPERTS_FORMAT,
-            "sites": self._shapes(),
-            "state": self._state_format,
-            "experts": {},
-        }
+        if self._records.disk is not None:
+            self._begun = self._records.hold_versions()
+        self._mark = object()
+        return HeldExperts(
+            {
+                "format": EXPERTS_FORMAT,
+                "sites": self._shapes(),
+                "state": self._state_format,
+                "experts": {},
+                "held": self._mark,
+            }
+        )
+
+    def holds(self, experts: Mapping[str, Any]) -> bool:
+        """Whether the last `begin` gave these; a copy of their mapping counts."""
+        return experts.get("held") is self._mark
 
     def write(
         self, state: S, experts_of: Callable[[S], dict[str, Any]], job: Callable[[S], object]
@@ -206,13 +225,17 @@ class ExpertCheckpoints:
             job: writes the state in the first process; must be atomic. Its errors come out of the
                 next `begin` or `wait`, in all processes.
         """
+        if self._records.disk is None:
+            raise CheckpointError(_NEEDS_FOLDER)
         is_writer = self._processes.rank == 0
         snapshot, versions = host_copy(state) if is_writer else state, self._begun
         self._begun = {}
 
         def write_whole(rows: dict[str, Any]) -> None:
             if is_writer:
-                experts_of(snapshot)["experts"] = rows
+                experts = experts_of(snapshot)
+                experts["experts"] = rows
+                del experts["held"]
                 job(snapshot)
 
         def save() -> None:
@@ -229,7 +252,12 @@ class ExpertCheckpoints:
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
         """
-        assert self._records.disk is not None, "checkpoints need a folder"
+        if "held" in saved:
+            raise CheckpointError(
+                "the state names experts that were not written: load what `write` saved"
+            )
+        if self._records.disk is None:
+            raise CheckpointError(_NEEDS_FOLDER)
         own = self._processes.folder_name
         folder = self._records.disk.folder
         experts = SavedExperts(folder.parent if own else folder, saved, last_step)

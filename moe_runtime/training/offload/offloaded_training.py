@@ -9,14 +9,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
 from moe_runtime.inference.budget import peak_resident_bytes
-from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
+from moe_runtime.training.checkpoint import (
+    AMOUNT,
+    MAPPING,
+    PLAIN,
+    require_kind,
+    require_kinds,
+)
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
@@ -207,10 +214,13 @@ def fill(
     records.commit()
 
 
+T = TypeVar("T")
 _KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
+_FIXED = ("betas", "eps", "weight_decay")
+_RATES = ("lr", "initial_lr")
 
 
-class OffloadedTraining(ExpertTraining):
+class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     """The optimizer of the whole model, offloaded experts included; `offload_training` makes it.
 
     A step is `backward` and `step`:
@@ -218,8 +228,13 @@ class OffloadedTraining(ExpertTraining):
         losses = training.backward([lambda part=part: loss_of(part) for part in micro_batches])
         outcome = training.step(rate)
 
-    `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
-    tiers, and experts are fetched once for every micro-batch.
+    `loss.backward()` followed by `step` works as well, as loops of others have it; then the
+    experts' gradients wait on their tiers, and experts are fetched once for every micro-batch.
+
+    Attributes:
+        param_groups: matrices around the experts, other parameters around them, and the experts;
+            groups without parameters are left out. Each step reads `lr` of every group. Other
+            settings of the experts are those of `offload_training`.
     """
 
     _executor: TrainedExpertsExecutor
@@ -257,6 +272,17 @@ class OffloadedTraining(ExpertTraining):
             site.put(model, module)
             self._modules.append(module)
         self.dense = settings.dense(trained_around_experts(model))
+        away = [
+            parameter
+            for parameter in model.parameters()
+            if isinstance(parameter, TrainedElsewhere) and parameter.requires_grad
+        ]
+        fixed = {name: getattr(settings, name) for name in _FIXED}
+        self._experts = [{"params": away, "lr": settings.lr, **fixed}] if away else []
+        # the same dictionaries: what a schedule writes into them, each part reads
+        torch.optim.Optimizer.__init__(
+            self, [*self.dense.groups, *self._experts], {"lr": settings.lr, **fixed}
+        )
 
     @property
     def num_steps(self) -> int:
@@ -274,7 +300,7 @@ class OffloadedTraining(ExpertTraining):
         Args:
             parts: each computes the loss of one micro-batch, divided by their number where a mean
                 is wanted.
-            rate: learning rate of the step; None means that of the settings.
+            rate: learning rate of the step; None means those of `param_groups`.
             is_last: whether these are all gradients of the step. If so, and unless the norm is
                 needed first, experts on the disk are updated within the backward pass.
 
@@ -288,7 +314,7 @@ class OffloadedTraining(ExpertTraining):
         self._require_open()
         if self._final_rate is not None:
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
-        rate = self._settings.lr if rate is None else rate
+        rate = self._rate if rate is None else rate
         self._executor.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
         work = [partial(self._part, part) for part in parts]
@@ -300,28 +326,40 @@ class OffloadedTraining(ExpertTraining):
                 self.discard()
         return losses
 
-    def step(self, rate: float | None = None) -> StepOutcome:
+    def step(  # type: ignore[override]
+        self, rate: float | Callable[[], Any] | None = None
+    ) -> StepOutcome | Any:
         """Clips, updates what has not been updated yet, and forgets the gradients.
 
         Args:
-            rate: learning rate; must be that of `backward`.
+            rate: learning rate of all groups, that of `backward`; None means those of
+                `param_groups`. A function is called first, as torch's optimizers do.
 
         Returns:
             The norm of the gradients, and those that were not finite: then the step is not taken,
-            and what the backward pass had updated is taken back.
+            and what the backward pass had updated is taken back. With a function, its result.
 
         Raises:
             RuntimeError: no backward pass came before, or the training is closed.
             ValueError: the rate is another than the backward pass had.
-            UnsupportedUseError: the model got parameters to train after `offload_training`.
+            UnsupportedUseError: the model got parameters to train after `offload_training`, or a
+                setting of the experts was changed.
             MoERuntimeError: an expert could not be read or written.
         """
         self._require_open()
+        if callable(rate):
+            with torch.enable_grad():
+                result = rate()
+            self.step()
+            return result
         has_gradient = self._executor.visits.went_back or bool(self.dense.gradients())
         if self._final_rate is None and not has_gradient:
             raise RuntimeError("step needs a backward pass before it: there are no gradients")
         require_no_new_parameters(self.model, self.dense.parameters())
-        rate = self._settings.lr if rate is None else rate
+        self._require_fixed()
+        for group in self.param_groups if rate is not None else ():
+            group["lr"] = rate
+        rate = self._rate
         if self._final_rate is not None and rate != self._final_rate:
             raise ValueError(
                 f"backward had a rate of {self._final_rate}, step has one of {rate}; "
@@ -338,7 +376,7 @@ class OffloadedTraining(ExpertTraining):
             self.skipped_steps += 1
             self._executor.copies.forget()
         else:
-            self.dense.step(rate, scale)
+            self.dense.step(scale=scale)
             self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
@@ -346,6 +384,75 @@ class OffloadedTraining(ExpertTraining):
         self._executor.begin()
         self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
+
+    @property
+    def _rate(self) -> float:
+        """Of the experts, or where none is trained, of the other parameters."""
+        return float(self.param_groups[-1]["lr"])
+
+    def _require_fixed(self) -> None:
+        for group in self._experts:
+            for name in _FIXED:
+                if group[name] != getattr(self._settings, name):
+                    raise UnsupportedUseError(
+                        f"{name} of the experts is {group[name]}, and their steps are taken with "
+                        f"{getattr(self._settings, name)}: give it to moe_runtime.AdamW, and "
+                        "cycle_momentum=False to a schedule"
+                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if len(self.param_groups) == len(self.dense.groups) + len(self._experts):
+            raise UnsupportedUseError(
+                "what is trained is read once, by offload_training: add parameters before it"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `discard`, where there are gradients."""
+        if self._final_rate is not None or self.optimizer.has_gradient or self.dense.gradients():
+            self.discard()
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Has the step to come clip by the true norm of all gradients, which it returns.
+
+        Raises:
+            UnsupportedUseError: `backward` may have updated experts already, or other processes
+                have gradients too.
+        """
+        is_late = self._final_rate is not None and not self._settings.waits_for_norm
+        if is_late or self._processes.size > 1:
+            raise UnsupportedUseError(
+                "the norm is known when all gradients are: give AdamW(clip_norm=...), which clips "
+                "in `step`"
+            )
+        if math.isfinite(max_norm):  # else the norm alone is asked for
+            self.optimizer.clip_norm = max_norm
+        return self.optimizer.norm(self.dense.norm())[0]
+
+    def attach(self, loop: T) -> T:
+        """Has a loop take its steps by this optimizer, and clip by the true norm.
+
+        Args:
+            loop: a Trainer of transformers or TRL, before `train`; or an Accelerator, which
+                prepares this optimizer with the others.
+
+        Returns:
+            The loop.
+        """
+        found: Any = loop
+
+        def clip_grad_norm(parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
+            del parameters  # of which some processes and files have a part
+            if norm_type != 2:
+                raise UnsupportedUseError(f"gradients are clipped by their 2-norm, not {norm_type}")
+            return torch.tensor(self.clip_grad_norm(float(max_norm)))
+
+        if hasattr(found, "accelerator"):
+            found.optimizer = self
+            found._mixed_mesh_grads = False  # what it would look at gradients for
+            found = found.accelerator
+        found.clip_grad_norm_ = clip_grad_norm
+        return loop
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
@@ -384,19 +491,24 @@ class OffloadedTraining(ExpertTraining):
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts, and which version of every expert belongs to them.
 
-        Part of a checkpoint that `write` saves; the experts themselves stay in `storage_dir`.
+        Part of a checkpoint that `write` saves; the experts themselves stay in `storage_dir`. It
+        cannot be pickled before that.
 
         Raises:
-            CheckpointError: there is no `storage_dir`.
             MoERuntimeError, OSError: the checkpoint before could not be written.
         """
+        rates = [
+            {name: float(group[name]) for name in _RATES if name in group}
+            for group in self.param_groups
+        ]
         return {
             "experts": self._checkpoints.begin(),
             "steps": self.optimizer.state_dict(),
             "dense": self.dense.state_dict(),
+            "rates": rates,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Takes up what a checkpoint has of `state_dict`, under any budget.
 
         Raises:
@@ -407,11 +519,23 @@ class OffloadedTraining(ExpertTraining):
             raise CheckpointError(
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
-        require_kinds(state, _KINDS, "the checkpoint's optimizer")
-        self.optimizer.load_state_dict(state["steps"])
-        self._checkpoints.restore(state["experts"], self.optimizer.step)
-        self._executor.copies.forget()
+        require_kinds(state, _KINDS, "the checkpoint's optimizer", optional={"rates": PLAIN})
+        # what was just asked for comes back, as accelerate does
+        is_own = self._checkpoints.holds(state["experts"])
+        if not (is_own and state["steps"]["step"] == self.optimizer.step):
+            self.optimizer.load_state_dict(state["steps"])
+            self._checkpoints.restore(state["experts"], self.optimizer.step)
+            self._executor.copies.forget()
         self.dense.load_state_dict(state["dense"])
+        self.param_groups = [*self.dense.groups, *self._experts]
+        rates = state.get("rates") or [{}] * len(self.param_groups)  # older versions kept none
+        if len(rates) != len(self.param_groups):
+            raise CheckpointError(f"the checkpoint has rates of {len(rates)} groups of parameters")
+        for group, own in zip(self.param_groups, rates, strict=True):
+            require_kinds(
+                own, {}, "rates of the checkpoint", optional=dict.fromkeys(_RATES, AMOUNT)
+            )
+            group.update(own)
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:
         loss = part()

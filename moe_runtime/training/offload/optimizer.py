@@ -41,6 +41,7 @@ class ExpertOptimizer:
 
     Attributes:
         step: steps taken, skipped ones not counted.
+        clip_norm: largest global norm of the gradients of the step to come; 0 does not clip.
         bad_experts: those with gradients that are not finite, since the last step.
     """
 
@@ -57,6 +58,7 @@ class ExpertOptimizer:
         self.settings = settings
         self.step = 0
         self.loss_scale = LossScale(settings.loss_scale)
+        self.clip_norm = settings.clip_norm
         self._rates: list[float] = []
         self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
@@ -122,10 +124,7 @@ class ExpertOptimizer:
             Global norm of the gradients, the factor for the other parameters' gradients, and
             whether the step was skipped because some gradient is not finite.
         """
-        square, num_bad = self.processes.sums(
-            [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
-        )
-        norm = math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2)
+        norm, num_bad = self.norm(dense_norm)
         is_skipped = dense_is_bad or num_bad > 0
         scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
         waiting = [key for key in sorted(self._norms) if self.records.experts[key].has_gradient]
@@ -149,9 +148,18 @@ class ExpertOptimizer:
             for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
                 self.records.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
+        self.clip_norm = self.settings.clip_norm
         self._norms.clear()
         self.bad_experts.clear()
         return norm, scale, is_skipped
+
+    def norm(self, dense_norm: float) -> tuple[float, float]:
+        """Global norm of the gradients, and experts whose gradients are not finite; as of
+        `take_step`."""
+        square, num_bad = self.processes.sums(
+            [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
+        )
+        return math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2), num_bad
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
@@ -231,7 +239,7 @@ class ExpertOptimizer:
 
     def _scale(self, norm: float | None) -> float:
         """Factor of gradients as they come out of the backward pass."""
-        clip = 1.0 if norm is None else clip_scale(norm, self.settings.clip_norm)
+        clip = 1.0 if norm is None else clip_scale(norm, self.clip_norm)
         return clip / self.loss_scale.value
 
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:

@@ -72,7 +72,7 @@ def test_drafts_are_what_the_model_itself_would_write(window, tmp_path):
     if window:
         kind, config = MistralForCausalLM, MistralConfig(**SIZES, sliding_window=window)
     model = dense(kind, config, tmp_path)
-    source = plan_of(tmp_path).load(256)
+    source = plan_of(tmp_path).load(None, 256)
     draw = torch.Generator().manual_seed(2)
     texts = [source.new() for _ in range(3)]
     for size, text in zip((1, 7, 30), texts, strict=True):
@@ -88,7 +88,7 @@ def test_drafts_are_what_the_model_itself_would_write(window, tmp_path):
 
 
 def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
-    source = plan_of(folder).load(256)
+    source = plan_of(folder).load(None, 256)
     model = LlamaForCausalLM.from_pretrained(folder)
     text = source.new()
     text.extend([(7 * index) % 4096 for index in range(90)])
@@ -103,7 +103,7 @@ def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
 
 
 def test_texts_share_the_memory_that_is_set_aside(folder):
-    source = plan_of(folder).load(64)
+    source = plan_of(folder).load(None, 64)
     texts = [source.new() for _ in range(3)]
     for text in texts:
         text.extend(range(40))

@@ -130,3 +130,26 @@ def test_times_that_are_not_known_come_from_those_that_are():
     control.measured(1, 16, 17.0)
     control.judged(4, 15, has_failed=False)
     assert control.choose(offer) == [0]  # it takes as long as a step
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.0, 1.02), (0.1, 1.02), (0.9, 0.7)])
+def test_a_text_is_caught_up_with_as_far_as_drafts_pay(share, most):
+    """Twenty texts of 200 tokens; a drafter needs four steps' time for each before it drafts."""
+    control, draw, spent = DraftControl(MOST), random.Random(4), 0.0
+    for _ in range(20):
+        place, behind = 0, 4
+        while place < 200:
+            (chosen,) = control.choose([Offer(4, 0)])
+            if chosen and behind and control.may_catch_up(1):
+                control.caught_up(1.0)
+                spent, behind = spent + 1, behind - 1
+            chosen = 0 if behind else chosen
+            seconds = 1 + 0.15 * chosen
+            spent += seconds
+            control.measured(1, 1 + chosen, seconds)
+            right = 0
+            while right < chosen and draw.random() < share:
+                right += 1
+            control.judged(0, right, has_failed=right < chosen)
+            place += 1 + right
+    assert spent <= 20 * 200 * most + 4

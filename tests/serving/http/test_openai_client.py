@@ -229,7 +229,7 @@ def test_errors_are_those_of_openai(client):
     asks_for_nothing = {"suffix": None, "best_of": None, "service_tier": None}
     client.completions.create(model="pocket", prompt="a", max_tokens=1, extra_body=asks_for_nothing)
     client.completions.create(model="pocket", prompt="a", max_tokens=1, best_of=1)
-    with pytest.raises(openai.BadRequestError, match="may have 512") as caught:
+    with pytest.raises(openai.BadRequestError, match="context length is 512 tokens") as caught:
         client.completions.create(model="pocket", prompt="a", max_tokens=512)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="a tool speaks first"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import picture_checkpoints as pc
@@ -179,6 +181,40 @@ def test_the_responses_api_gives_the_same_text(client):
 
 
 @of_one_family
+def test_pictures_that_tools_give_are_in_a_message_of_the_user(site):
+    url = pc.data_url(TURN[0])
+    function = {"name": "look", "arguments": "{}"}
+    plain = [{"role": "user", "content": "Look."}, None, None]
+    calls = [{"id": "1", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "Here"}
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": TURN[1]}]
+    plain[1:] = [{"role": "assistant", "tool_calls": calls}, result]
+    plain.append({"role": "user", "content": parts})
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shown = [{"type": "text", "text": "Here"}, {"type": "image", "source": source}]
+    blocks = [{"type": "tool_result", "tool_use_id": "1", "content": shown}]
+    use = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    of_anthropic = [plain[0], {"role": "assistant", "content": [use]}]
+    of_anthropic.append({"role": "user", "content": [*blocks, parts[1]]})
+    output = [{"type": "input_text", "text": "Here"}, {"type": "input_image", "image_url": url}]
+    items = [plain[0], {"type": "function_call", "call_id": "1", **function}]
+    items.append({"type": "function_call_output", "call_id": "1", "output": output})
+    items.append({"role": "user", "content": TURN[1]})
+    greedy = {"temperature": 0}
+    _, wanted = site.ask(
+        "/v1/chat/completions", {"messages": plain, "max_tokens": NUM_NEW, **greedy}
+    )
+    text = wanted["choices"][0]["message"]["content"]
+    body = {"messages": of_anthropic, "max_tokens": NUM_NEW, **greedy}
+    assert site.ask("/v1/messages", body)[1]["content"][0]["text"] == text
+    body = {"input": items, "max_output_tokens": NUM_NEW, **greedy}
+    assert site.ask("/v1/responses", body)[1]["output"][0]["content"][0]["text"] == text
+    counted = site.ask("/v1/responses/input_tokens", {"input": items})[1]
+    num_tokens = wanted["usage"]["prompt_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+@of_one_family
 def test_the_messages_api_gives_the_same_text(site, client):
     import anthropic
 
@@ -273,9 +309,10 @@ def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monk
                 max_tokens=NUM_NEW,
             )
             assert "cannot fetch" in refusal(site, [absent])["message"]
-            monkeypatch.setattr(chat, "_FETCH_S", 0.1)
+            clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second a part
+            monkeypatch.setattr(chat, "time", clock)
             slow = {"type": "image_url", "image_url": {"url": f"{url}/endless"}}
-            assert "not whole after 0.1 s" in refusal(site, [slow])["message"]
+            assert "not whole after 10 s" in refusal(site, [slow])["message"]
         finally:
             files.shutdown()
             thread.join()

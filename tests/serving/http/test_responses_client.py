@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pydantic
@@ -12,7 +13,7 @@ import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.responses import KeptResponses
+from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.schema import Message
 from moe_runtime.serving.http.server import Access
 from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
@@ -172,11 +173,14 @@ def test_a_conversation_is_continued_by_its_id(staged, tokenizer):
         client.responses.delete(second.id)
         for name in (second.id, "resp_x"):
             status, answer = site.ask(PATH, {"input": "Three", "previous_response_id": name})
-            assert (status, answer["error"]["code"]) == (404, "response_not_found")
+            assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
             assert "send the whole conversation" in answer["error"]["message"]
             status, answer = site.ask(f"{PATH}/{name}")
-            assert status == 404
-            assert answer["error"]["message"].endswith(f"got '{name}'")
+            assert (status, answer["error"]["code"]) == (404, "response_not_found")
+            assert answer["error"]["message"].startswith(f"Response with id '{name}' not found.")
+        status, answer = site.ask(f"{PATH}/{first.id}/cancel", {})
+        assert status == 400
+        assert "Cannot cancel a synchronous response" in answer["error"]["message"]
         unkept = client.responses.create(model="pocket", input="Four", store=False)
         assert site.ask(f"{PATH}/{unkept.id}")[0] == 404
     assert prompts[1].split() == [
@@ -193,7 +197,7 @@ def test_responses_of_one_key_are_not_those_of_another(tokenizer):
         assert site.ask(f"{PATH}/{name}", headers=mine)[0] == 200
         assert site.ask(f"{PATH}/{name}", headers=other)[0] == 404
         more = {"input": "Hi", "previous_response_id": name}
-        assert site.ask(PATH, more, headers=other)[0] == 404
+        assert site.ask(PATH, more, headers=other)[0] == 400
 
 
 def test_the_oldest_responses_go_first():
@@ -205,6 +209,38 @@ def test_the_oldest_responses_go_first():
         with contextlib.suppress(ApiError):
             found.append(kept.response("", str(number))["id"])
     assert found == ["4", "5"]
+
+
+def test_responses_on_the_disk_are_found_by_later_servers(tmp_path):
+    folder = tmp_path / "responses"
+    messages = [Message(role="user", content="naïve")]
+    made: list[set[str]] = []
+    for number in range(6):
+        kept = KeptResponses(folder, most_bytes=500)
+        kept.put("a key", {"id": str(number), "text": "x" * 60}, messages)
+        made.append({file.name for file in folder.iterdir()})
+        for age, file in enumerate(sorted(folder.iterdir(), key=os.path.getmtime)):
+            os.utime(file, (age, age))  # no clock tells two from one another
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 500
+    later = KeptResponses(folder, most_bytes=500)
+    assert later.messages("a key", "5") == messages
+    assert later.response("a key", "5")["id"] == "5"
+    for owner, name in (("", "5"), ("a key", "0")):
+        with pytest.raises(ApiError, match="others take their place"):
+            later.response(owner, name)
+    (newest,) = made[5] - made[4]
+    for content in (b"", (folder / newest).read_bytes()[:-1]):
+        (folder / newest).write_bytes(content)
+        with pytest.raises(ApiError):
+            later.messages("a key", "5")
+        assert not (folder / newest).exists()
+    later.delete("a key", "4")
+    with pytest.raises(ApiError):
+        KeptResponses(folder).response("a key", "4")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ValueError, match="--prefix-disk"):
+        KeptResponses(blocked / "responses")
 
 
 def test_log_probabilities_are_those_of_a_chat(site):
@@ -277,6 +313,44 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
         again = client.responses.create(
             model="pocket", input="And?", tools=given, previous_response_id=found.id
         )
+    assert again.status == "completed"
+
+
+def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
+    form: Any = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
+    patch: Any = {"type": "custom", "name": "patch", "description": "Changes files."}
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    about = "Changes files.\n\nThe input keeps to this lark:\nstart: WORD"
+    function = {"name": "patch", "description": about, "parameters": schema}
+    arguments = '{"input": "a\\n\\"b"}'
+    made = {"id": "1", "function": {"name": "patch", "arguments": arguments}}
+    chat = [
+        {"role": "user", "content": "Do it."},
+        {"role": "assistant", "tool_calls": [made]},
+        {"role": "tool", "content": "Done", "tool_call_id": "1"},
+    ]
+    items = [
+        {"role": "user", "content": "Do it."},
+        {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": 'a\n"b'},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "Done"},
+    ]
+    assert asked(PATH, {"input": items, "tools": [{**patch, "format": form}]}) == asked(
+        CHAT, {"messages": chat, "tools": [{"type": "function", "function": function}]}
+    )
+    site = speaking(f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>')
+    with client_of(site) as client:
+        choice: Any = {"type": "custom", "name": "patch"}
+        with client.responses.stream(
+            model="pocket", input="Hi", tools=[patch], tool_choice=choice
+        ) as stream:
+            events: list[Any] = [event for event in stream if "custom" in event.type]
+            (call,) = stream.get_final_response().output
+        again = client.responses.create(
+            model="pocket", input="Hi", previous_response_id=stream.get_final_response().id
+        )
+    assert [event.type.rpartition(".")[2] for event in events] == ["delta", "done"]
+    assert call.type == "custom_tool_call"
+    assert call.input == events[-1].input == 'a\n"b'
     assert again.status == "completed"
 
 

@@ -25,6 +25,7 @@ from moe_runtime.serving.http.dividing import Need, divide, server_bytes
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
 OTHERS = {"dtype": "auto", "cache_code": "none", "kv_cache": "exact", "misses": "device"}
+OTHERS |= {"draft": "none"}
 PROMPT = [5, 7, 11]
 ASKED = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
 

@@ -123,6 +123,18 @@ def test_a_model_that_works_takes_slots_of_one_that_does_not(checkpoint, stack, 
     assert max(moved) <= site.budget_bytes
 
 
+def test_what_a_closed_model_took_is_for_others_when_it_is_back(checkpoint, stack):
+    site = Site(stack, checkpoint, ["lru"] * 2)
+    site.sharing.remove(site.models[1].moe)
+    found = []
+    for is_back in (False, True):
+        if is_back:
+            site.sharing.leave_room()
+        site.step(0, 10)
+        found.append(site.models[0].moe.stats().expert_slots)
+    assert found == [FAIR, ALL]
+
+
 def test_models_whose_steps_take_long_keep_their_slots(checkpoint, stack):
     """Longer than the time after which a model is idle: all work that wait for their turn."""
     queue = Queue()

@@ -1,0 +1,129 @@
+"""A checkpoint's own head for further tokens drafts what transformers' module of it would."""
+
+from pathlib import Path
+from typing import Any
+
+import moe_families
+import pytest
+import torch
+from engine_events import ask_all, drained, request_of
+from safetensors.torch import load_file, save_file
+from scripted_drafts import EveryDraft
+from tiny_checkpoints import PROMPT, randomise, save, tiny_model
+
+import moe_runtime
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.engine import Engine
+
+modeling_layers = pytest.importorskip("transformers.modeling_layers")
+if not hasattr(modeling_layers, "MtpModel"):
+    pytest.skip("this version of transformers has no such heads", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are not used, as in transformers")
+NEW = 24
+SETTINGS = {"device": "cpu", "dtype": "float32", "host_memory": "64MiB", "max_tokens": 256}
+
+
+def with_head(name: str, folder: Path) -> tuple[Any, Any, Path]:
+    """A tiny model of transformers, its head, and the checkpoint of both."""
+    (family,) = [each for each in moe_families.FAMILIES if str(each) == name]
+    model = tiny_model(family)
+    save(model, folder, sharded=False)
+    torch.manual_seed(6)
+    head = modeling_layers.MtpModel(model, 1).float().eval()
+    randomise(head.layers)
+    place = f"model.layers.{model.config.num_hidden_layers}."
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in head.layers[0].state_dict().items():
+        name = key.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        stem = place + name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for expert, pair in enumerate(value):
+                for part, matrix in zip(("gate", "up"), pair.chunk(2), strict=True):
+                    tensors[f"{stem}.{expert}.{part}_proj.weight"] = matrix.clone()
+        elif name.endswith("experts.down_proj"):
+            for expert, matrix in enumerate(value):
+                tensors[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
+        else:
+            tensors[place + name] = value.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return model, head, folder
+
+
+@torch.no_grad()
+def expected(model: Any, head: Any, tokens: list[int], count: int) -> list[int]:
+    """What the head drafts, from the whole text anew for each token; after the first of them it
+    takes its own last state in the place of the model's."""
+    ids = torch.tensor([tokens])
+    states, text = model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:]
+    drafted = []
+    for _ in range(count):
+        places = torch.arange(1, 1 + text.shape[1])[None]
+        found = head.forward_layer(0, states, places, None, input_ids=text)[:, -1:]
+        token = head.shared_head(found).argmax(-1)
+        drafted.append(int(token))
+        states, text = torch.cat([states, found], 1), torch.cat([text, token[0][None]], 1)
+    return drafted
+
+
+class Noted(EveryDraft):
+    """Notes what is drafted for the texts of a model."""
+
+    def __init__(self, model: Any, most_rows: int) -> None:
+        super().__init__(most_rows)
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        source, draft = model._drafts.source, model._drafts.source.draft
+
+        def noted(drafters: Any, counts: Any) -> Any:
+            found = draft(drafters, counts)
+            for text, own in zip(drafters, found, strict=True):
+                self.drafts.append(([*text.tokens], own))
+            return found
+
+        source.draft = noted
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"])
+def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
+    reference, head, folder = with_head(name, tmp_path)
+    plain: Any = moe_runtime.load(folder, **SETTINGS)
+    model: Any = moe_runtime.load(folder, draft="mtp", **SETTINGS)
+    with plain.moe, model.moe:
+        options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+        whole = plain.generate(PROMPT, do_sample=False, **options)[0].tolist()
+        control = model._drafts.control = Noted(model, 6)
+        assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == whole
+        found = [draft for _, draft in control.drafts if draft]
+        assert len(found) > NEW // 5
+        for tokens, draft in control.drafts:
+            if draft:
+                text = [whole[0], *tokens]
+                assert draft == expected(reference, head, text, len(draft))
+        assert model.moe.stats().draft_bytes > 0
+        prompts = [(5, 7, 11, 13), (40, 3, 9, 3, 9, 3), (17, 2)]
+        with Engine(plain) as engine:
+            answers = [ask_all(engine, [request_of(one, NEW)])[0].ids for one in prompts]
+        control.drafts.clear()
+        with Engine(model) as engine:
+            together = ask_all(engine, [request_of(one, NEW) for one in prompts])
+            assert [one.ids for one in together] == answers
+            drained(engine)
+        texts = [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)]
+        kept = [(tokens, draft) for tokens, draft in control.drafts if draft]
+        assert len(kept) > len(prompts) * NEW // 6
+        for tokens, draft in kept[::4]:
+            (first,) = {text[0] for text in texts if text[1 : 1 + len(tokens)] == tokens}
+            assert draft == expected(reference, head, [first, *tokens], len(draft))
+        model.moe.check()
+
+
+def test_a_head_is_part_of_the_memory_plan_or_refused(tmp_path):
+    _, _, folder = with_head("Glm4MoeForCausalLM", tmp_path)
+    without = inspect_checkpoint(folder, max_tokens=128)
+    found = inspect_checkpoint(folder, max_tokens=128, draft="mtp")
+    assert found.draft_bytes == found.reserve_bytes - without.reserve_bytes > 0
+    with pytest.raises(UnsupportedModelError, match="found none in") as caught:
+        moe_runtime.load(pocket_path(), draft="mtp", **SETTINGS)
+    assert "\n" not in str(caught.value)
