@@ -37,6 +37,8 @@ _REASONS = {
         test_completion_unified test_completion_response_fields test_n_probs test_n_probs_stream
         test_n_probs_post_sampling test_n_probs_post_backend_sampling test_cancel_request
         test_completion_prompt_cache
+        test_completion_with_response_format[response_format0-6-"42"]
+        test_completion_with_response_format[response_format1-10-[
         test_router_props test_router_models_max_evicts_lru test_router_no_models_autoload
         test_router_queue_does_not_evict_busy_model test_router_queue_is_fifo
         test_router_queue_coalesces_requests_for_same_model

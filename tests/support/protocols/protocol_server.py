@@ -52,7 +52,8 @@ def skip_foreign(items: Sequence[pytest.Item], reasons: Mapping[str, str]) -> No
     """Skips tests that do not apply: by reasons, beginnings of their names or of their files'."""
     names = {name: why for why, text in reasons.items() for name in text.split()}
     for item in items:
-        own = item.name, item.name.partition("[")[0], item.path.name, item.path.parent.name
+        first = item.name.split()[0]
+        own = first, first.partition("[")[0], item.path.name
         found = next((names[name] for name in own if name in names), None)
         if found is not None:
             item.add_marker(pytest.mark.skip(reason=found))

@@ -29,7 +29,8 @@ _REASONS = {
         test_top_logprobs test_chat_with_enable_force_include_usage test_include_reasoning.py
         test_logprob_token_ids.py test_logprob_token_ids test_logprob_token_ids_stream
         test_prompt_logprobs_completion test_prompt_logprobs_chat test_root_path.py
-        test_batch_completions test_structured_outputs_choice_chat
+        test_batch_completions test_completion_truncation_side_controls_prompt_truncation
+        test_structured_outputs_choice_chat
         test_structured_outputs_json_chat test_structured_outputs_regex_chat
         test_structured_outputs_choice_chat_logprobs test_invocations
         test_enable_response_messages test_extra_sampling_params test_extra_fields_allowed
@@ -53,8 +54,10 @@ _REASONS = {
         test_parallel_streaming test_chat_streaming test_chat_completion_stream_options
         test_basic_completion_with_emoji test_anthropic_streaming
         test_anthropic_streaming_cache_usage""",
+    "functions of vLLM's own": """
+        test_load_prompt_embeds test_disable_prompt_embeds""",
     "adapters and pictures from the network": """
-        test_no_logprobs_chat[zephyr-lora] test_zero_logprobs_chat[zephyr-lora]
+        test_check_models test_no_logprobs_chat[zephyr-lora] test_zero_logprobs_chat[zephyr-lora]
         test_some_logprobs_chat[zephyr-lora] test_too_many_chat_logprobs[zephyr-lora]
         test_lora_adapters.py test_tokenization_vlm.py test_tokenize_then_chat_vlm.py""",
 }
