@@ -169,9 +169,10 @@ def draw(results: ScriptResults, path: Path) -> None:
     cases = dict.fromkeys(tuple(name.split("; ")[:2]) for name in results.systems)
     columns = list(dict.fromkeys(name.split("; ", 2)[2] for name in results.systems))
     with drawing() as new_figure:
-        figure = new_figure(figsize=(10, 1.6 * len(cases)))
+        rows = -(-len(cases) // len(SHARES))
+        figure = new_figure(figsize=(10, 2.6 * rows))
         for number, case in enumerate(cases, 1):
-            axes = figure.add_subplot(-(-len(cases) // 3), 3, number)
+            axes = figure.add_subplot(rows, len(SHARES), number)
             for place, kind in enumerate(("off_s", "enforce_s", "auto_s", "bound_s")):
                 values = [results.value("; ".join((*case, one)), kind) or 0.0 for one in columns]
                 heights = [1e3 * value for value in values]
@@ -184,7 +185,7 @@ def draw(results: ScriptResults, path: Path) -> None:
             axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=5)
             axes.set_ylabel("ms", fontsize=7)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4)
-        figure.savefig(path)
+        figure.savefig(path, dpi=100)
 
 
 def main() -> int:
