@@ -184,7 +184,9 @@ def draw(results: ScriptResults, path: Path) -> None:
             axes.set_title(", ".join(case), fontsize=8)
             axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=5)
             axes.set_ylabel("ms", fontsize=7)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=4)
+        figure.legend(
+            *figure.axes[-1].get_legend_handles_labels(), loc="outside upper right", ncols=4
+        )
         figure.savefig(path, dpi=100)
 
 

@@ -33,7 +33,7 @@ class Contexts:
     hidden: Any = None  # ``[B, D]`` what the gate of layer ``now`` was given, if that is known
     # what estimators derived from everything but ``path`` and ``hidden``, which alone change while
     # a step runs; by the estimator's name
-    memo: dict[str, np.ndarray] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)

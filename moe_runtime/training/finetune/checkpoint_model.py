@@ -22,6 +22,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.architectures import SplitProjection
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import replace_folder, write_text
@@ -80,8 +81,8 @@ def _masks(model: PreTrainedModel, positions_BC: Tensor) -> dict[str, Any]:
     }
     return {
         kind: make(
-            config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None,
-            position_ids=positions_BC,
+            config=config, inputs_embeds=embedded, attention_mask=None, position_ids=positions_BC,
+            **{cache_name(make): None},
         )
         for kind, make in made.items() if kind in config.layer_types
     }  # fmt: skip
