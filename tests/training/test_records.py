@@ -40,7 +40,7 @@ def tokenizer_of(form: Format) -> Any:
 def written(form: Format, record: dict[str, Any]) -> str:
     """A record as it is trained on, targets in double brackets."""
     tokenizer = tokenizer_of(form)
-    renderer = Renderer(tokenizer, tokenizer.convert_tokens_to_ids([*form.stops]), 128)
+    renderer = Renderer(tokenizer, tokenizer.convert_tokens_to_ids([*form.stops]), 999)
     document = renderer.document("here", record)
     parts = parts_of(tokenizer, Examples.of([document], shares_rows=True), 0)
     return "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)
@@ -92,8 +92,8 @@ def test_other_kinds_of_records():
         ({"input_ids": [1, 2], "labels": [1]}, "as many labels as input_ids, got 1 of 2"),
         ({"input_ids": 7}, "a list of numbers as input_ids, got 7"),
         *(
-            ({"input_ids": [1, own]}, f"here: input_ids has {own}, expected .* below 128")
-            for own in (-1, 2.5, True, None, 128)
+            ({"input_ids": [1, own]}, f"here: input_ids has {own}, expected .* below 999,")
+            for own in (-1, 2.5, True, None, 999)
         ),
         ({"input_ids": [1, 2], "labels": [1, 3]}, "got 3 at 2"),
         ({"messages": CONVERSATION, "tools": "{"}, "tools is text that is not JSON"),
