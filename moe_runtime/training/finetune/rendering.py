@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
 from moe_runtime.training.data import (
@@ -33,6 +34,8 @@ from moe_runtime.training.run_config import DataConfig
 
 Document = tuple[list[int], list[bool]]
 """Token ids, and which of them are targets."""
+Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+"""A `Document` in 5 bytes a token."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS = "messages, prompt and completion, text, or input_ids"
@@ -227,7 +230,7 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(given, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{place}: message {number} has no role; expected role and content")
-        found.append(message := dict(message))
+        found.append(message := {n: v for n, v in message.items() if v is not None})
         content = message.get("content")
         if isinstance(content, list):
             parts = [p.get("text") if isinstance(p, dict) else p for p in content]
@@ -236,6 +239,8 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
                 raise ValueError(f"{place}: message {number} has parts that are not text")
             message["content"] = "".join(texts)
         if calls := as_json(message.get("tool_calls"), place, "tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError(f"{place}: expected a list as tool_calls, got {calls!r:.60}")
             message["tool_calls"] = [_call(place, call) for call in calls]
     return found
 
@@ -260,12 +265,12 @@ def encode_records(
     """
     source = data.sources[name]
     training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
-    held_out: list[Document] = []
+    held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
         held_out = _fitting(paths, renderer, data.context)
     elif data.held_out_share:
-        places = [place_of(np.array(ids, np.int64).tobytes()) for ids, _ in training]
+        places = [place_of(ids.astype(np.int64).tobytes()) for ids, _ in training]
         both = list(zip(places, training, strict=True))
         held_out = [own for place, own in both if place < data.held_out_share]
         training = [own for place, own in both if place >= data.held_out_share]
@@ -276,9 +281,9 @@ def encode_records(
     return TokenStreams(sides[0], sides[1], found)
 
 
-def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Document]:
+def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Encoded]:
     """Documents that have targets, cut to the length of a row."""
-    found: list[Document] = []
+    found: list[Encoded] = []
     num_cut = num_empty = 0
     chat = ""
     for place, record in read_records(paths):
@@ -288,7 +293,7 @@ def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Do
         num_cut += len(ids) > context + 1
         ids, trained = ids[: context + 1], trained[: context + 1]
         if any(trained[1:]):
-            found.append((ids, trained))
+            found.append((np.array(ids, np.uint32), np.array(trained)))
         else:
             num_empty += 1
     if chat:
