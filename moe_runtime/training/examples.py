@@ -63,7 +63,7 @@ class Examples:
     def digest(self) -> bytes:
         found = hashlib.sha256()
         for part in (self.ids, self.trained, self.ends):
-            found.update(part)
+            found.update(part.data)
         found.update(bytes([self.shares_rows]))
         return found.digest()
 
