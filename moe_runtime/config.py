@@ -168,8 +168,12 @@ DRAFTS = ("none", "lookup", "mtp")
 
 def check_draft(name: str | os.PathLike[str]) -> None:
     """Refuses what can be no model, as a mistyped word."""
-    if os.sep not in os.fspath(name) and not os.path.exists(name):
-        require_known("draft", os.fspath(name), DRAFTS)
+    text = os.fspath(name)
+    if os.sep not in text and text not in DRAFTS and not os.path.exists(name):
+        raise ValueError(
+            f"unknown draft {text!r}: {nearest(text, DRAFTS)}; or a model: its folder, its file or "
+            "its name on the hub (OWNER/NAME)"
+        )
 
 
 _CACHE_AWARE = "cache-aware:"

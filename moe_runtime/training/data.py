@@ -87,28 +87,35 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
     training, held_out = _divide(documents, data.held_out_share)
     if not training:
         raise ValueError(
-            f"source {name!r}: held_out_share {data.held_out_share} leaves no text to train on"
+            f"source {name!r}: held_out_share {data.held_out_share} holds out all {len(documents)} "
+            "documents, which leaves no text to train on; hold out 0, or name files in "
+            "held_out_files (for `finetune`: --held-out-share 0, or --held-out FILE)"
         )
     return Corpus(tuple(training), tuple(held_out))
 
 
-def data_files(data: DataConfig, folder: Path) -> list[Path]:
+_ADVICE = "make the text first (a configuration file may say how at its head), or name another one"
+
+
+def data_files(data: DataConfig, folder: Path, advice: str = _ADVICE) -> list[Path]:
+    """Args: advice: for a pattern without files."""
     return [
         file
         for name, source in data.sources.items()
-        for file in find_files(name, (*source.files, *source.held_out_files), folder)
+        for file in find_files(name, (*source.files, *source.held_out_files), folder, advice)
     ]
 
 
-def find_files(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
+def find_files(
+    name: str, patterns: Sequence[str], folder: Path, advice: str = _ADVICE
+) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
         files = [folder / match for match in matches if (folder / match).is_file()]
         if not files:
             raise ValueError(
-                f"source {name!r}: no file matches {str(folder / pattern)!r}; make the text first "
-                "(a configuration file may say how at its head), or name another one"
+                f"source {name!r}: no file matches {str(folder / pattern)!r}; {advice}"
             )
         found.update(files)
     return sorted(found)

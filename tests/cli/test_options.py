@@ -224,7 +224,7 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         ("shares", "unknown shares 'bogus'"),
         ("cache-code", "unknown cache_code 'bogus'"),
         ("kv-cache", "unknown kv_cache 'bogus'"),
-        ("draft", "unknown draft 'bogus'"),
+        ("draft", "unknown draft 'bogus': known: lookup, mtp, none; or a model: its folder, its"),
         ("activations", "unknown activations 'bogus'"),
         ("misses", "unknown misses 'bogus'"),
         ("prefetch", "unknown prefetch mode 'bogus'"),

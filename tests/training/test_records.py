@@ -24,7 +24,8 @@ from moe_runtime.training.examples import PADDING, TRAINED, Examples, ExampleStr
 from moe_runtime.training.finetune.checkpoint_model import CheckpointModel, shares_rows
 from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.records import read_records
-from moe_runtime.training.finetune.rendering import Renderer, parts_of
+from moe_runtime.training.finetune.rendering import Renderer, encode_records, parts_of
+from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 CHAT = FORMATS["qwen2_moe"]
 
@@ -39,7 +40,7 @@ def tokenizer_of(form: Format) -> Any:
 def written(form: Format, record: dict[str, Any]) -> str:
     """A record as it is trained on, targets in double brackets."""
     tokenizer = tokenizer_of(form)
-    renderer = Renderer(tokenizer, tokenizer.convert_tokens_to_ids([*form.stops]))
+    renderer = Renderer(tokenizer, tokenizer.convert_tokens_to_ids([*form.stops]), 999)
     document = renderer.document("here", record)
     parts = parts_of(tokenizer, Examples.of([document], shares_rows=True), 0)
     return "".join(f"[[{text}]]" if is_trained else text for text, is_trained in parts)
@@ -58,8 +59,11 @@ def test_tools_and_earlier_answers():
     expected = CHAT.written.replace("[[", "", 1).replace("]]", "", 1)
     assert written(CHAT, asked) == expected
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    listed = [{"role": "user", "content": parts}, *CONVERSATION[1:]]
-    assert written(CHAT, {"messages": json.dumps(listed)}) == CHAT.written
+    listed, joined = (
+        [{"role": "user", "content": own}, CONVERSATION[1]] for own in (parts, "H\ni")
+    )
+    found = written(CHAT, {"messages": json.dumps(listed)})
+    assert found == written(CHAT, {"messages": joined})
 
 
 def test_other_kinds_of_records():
@@ -73,12 +77,24 @@ def test_other_kinds_of_records():
     ("record", "expected"),
     [
         ({"messages": CONVERSATION[:1]}, "here: has no message of the assistant"),
-        ({"messages": []}, "expected a list of messages"),
+        ({"messages": []}, "expected a list of messages, got an empty list"),
+        ({"messages": "hi"}, r"messages is text that is not JSON \(Expecting value: column 1\)"),
+        ({"messages": CONVERSATION, "text": "a"}, "here: has messages and text, .* keep only one"),
+        ({"prompt": "a", "completion": "b", "input_ids": [1]}, "prompt/completion and input_ids"),
+        ({"completion": "a"}, "prompt is missing; expected"),
         ({"messages": [{"content": "x"}]}, "message 1 has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
-        ({"prompt": "x"}, "expected messages, prompt and completion, .* got prompt"),
+        *(
+            ({"messages": [{"role": "user", "content": own}]}, f"message 1 has .*not text: {came}")
+            for own, came in [(["a", {"type": "image"}], "{'type': 'image'}"), (3, "3")]
+        ),
+        ({"prompt": "x"}, "completion is missing; expected messages, prompt and .* got prompt"),
         ({"text": 3}, "expected text as text, got int"),
-        ({"input_ids": [1, 2], "labels": [1]}, "as many labels"),
+        ({"input_ids": [1, 2], "labels": [1]}, "as many labels as input_ids, got 1 of 2"),
+        ({"input_ids": 7}, "a list of numbers as input_ids, got 7"),
+        *(
+            ({"input_ids": [1, own]}, f"here: input_ids has {own}, expected .* below 999,")
+            for own in (-1, 2.5, True, None, 999)
+        ),
         ({"input_ids": [1, 2], "labels": [1, 3]}, "got 3 at 2"),
         ({"messages": CONVERSATION, "tools": "{"}, "tools is text that is not JSON"),
     ],
@@ -119,9 +135,12 @@ def test_files_of_records(tmp_path):
         ("e.jsonl", '{"text": "a"}\n[1]', r"e\.jsonl: line 2 is no JSON object"),
         ("f.json", '[{"text": "a"}, 1]', r"f\.json: record 2 is no JSON object"),
         ("g.json", "[", r"g\.json: is not JSON"),
+        ("k.json", b"[\xe4]", r"k\.json: is not UTF-8 \(byte 2\)"),
+        ("i.jsonl", b"\x1f\x8b", r"i\.jsonl: line 1 is not UTF-8"),
+        ("j.jsonl", '{"text": "a"\n', r"line 1 is no JSON object \(Expecting [^;]*r: column 13\);"),
         ("h.parquet", "PAR1", r"h\.parquet: cannot be read as Parquet"),
     ]:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises((ValueError, CheckpointError), match=expected):
             list(read_records([tmp_path / name]))
 
@@ -298,7 +317,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     words += ["--host-memory", "1GiB", "-o", "out"]
     assert main([*words, "--dry-run", "--epochs", "2", "--json"]) == 0
     shown = capsys.readouterr()
-    assert "of 40 records are longer than 31 tokens and were cut" in shown.err
+    assert "of 40 records are longer than the context of 30 tokens and were cut" in shown.err
     plan = json.loads(shown.out)
     about = plan["examples"]
     assert (about["packed"], about["number"] + about["held_out"]) == (True, 40)
@@ -310,6 +329,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["held_out_mean"] > 0
     for more, expected in [
         (["data/notes.txt"], "error: data/notes.txt is a text file and others hold records"),
+        (["data/no.jsonl"], "no file matches 'data/no.jsonl'; name a file or folder that is there"),
         (["--steps", "2", "--epochs", "2"], "--epochs says how long a run is"),
         (["--epochs", "0"], "--epochs must be positive"),
         (["--held-out", "data", "--held-out-share", "0.5"], "--held-out-share is for runs without"),
@@ -319,6 +339,36 @@ def test_command(tmp_path, capsys, monkeypatch):
         assert main([*words[:place], *more, *words[place:], "--dry-run"]) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
         assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("texts", "share", "expected"),
+    [
+        (["ab"], 0.9, (1, 0, None)),
+        (["ab", "abc", "abcd"], 0.999999, (1, 2, None)),
+        (["ab"] * 3, 0.999999, (3, 0, None)),  # a share goes by what a record says
+        (["ab", ""], 0.0, (1, 0, "1 of 2 records have nothing to train on and were left out")),
+        (["a" * 9], 0.0, (1, 0, None)),
+        (["a" * 10], 0.0, (1, 0, "1 of 1 records are longer than the context of 8 tokens and")),
+        ([], 0.0, r"small\.jsonl: no record there"),
+        (["", ""], 0.0, r"small\.jsonl: none of 2 records has a target in the first 9 tokens"),
+    ],
+)
+def test_small_data_sets(tmp_path, recwarn, texts, share, expected):
+    path = tmp_path / "small.jsonl"
+    ids = [{"input_ids": [ord(own) for own in text] or [1]} for text in texts]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in ids))
+    source = SourceConfig(files=(str(path),))
+    data = DataConfig(sources={"a": source}, context=8, tokens_per_step=8, held_out_share=share)
+    renderer = Renderer(tokenizer_of(CHAT), (), 128)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            encode_records(data, "a", renderer, shares_rows=True)
+        return
+    found = encode_records(data, "a", renderer, shares_rows=True)
+    warned = "".join(str(warning.message) for warning in recwarn)
+    assert (len(found.training.ends), len(found.held_out.ends)) == expected[:2]
+    assert warned.startswith(expected[2]) if expected[2] else not warned
 
 
 def test_text_that_looks_like_chat_is_told(tmp_path):

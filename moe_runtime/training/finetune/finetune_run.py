@@ -95,7 +95,7 @@ from moe_runtime.training.train_plan import optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _WRITTEN_ON_DEVICE = 16
 """Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
@@ -335,7 +335,8 @@ def prepare(
     dtype = torch.float32 if config.lora is None else getattr(torch, config.run.precision)
     checkpoint = open_checkpoint(config.model, dtype, progress=progress)
     require_exportable(checkpoint, config)
-    files = data_files(config.data, Path())
+    advice = "name a file or folder that is there, or a data set of the hub (OWNER/NAME)"
+    files = data_files(config.data, Path(), advice)
     check_inputs_stay(output, trace, files, checkpoint.folder)
     check_outputs(output, trace)
     most = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
@@ -353,7 +354,10 @@ def prepare(
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
     if any(is_of_records(file) for file in files):
-        streams = _records(config, files, tokenizer, generation, shares_rows(model))
+        stops = generation.eos_token_id if generation is not None else None
+        stops = [stops] if isinstance(stops, int) else stops or ()
+        renderer = Renderer(tokenizer, stops, checkpoint.config.get_text_config().vocab_size)
+        streams = _records(config, files, renderer, shares_rows(model))
     else:
         corpora = read_corpora(config.data, Path())
         on_stage("encoding the text")
@@ -545,19 +549,13 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _records(
-    config: FinetuneConfig,
-    files: Sequence[Path],
-    tokenizer: Any,
-    generation: GenerationConfig | None,
-    shares: bool,
+    config: FinetuneConfig, files: Sequence[Path], renderer: Renderer, shares: bool
 ) -> dict[str, TokenStreams]:
     if others := [file for file in files if not is_of_records(file)]:
         raise ValueError(
             f"{others[0]} is a text file and others hold records ({', '.join(RECORD_FILES)}); "
             "give files of one kind"
         )
-    stops = generation.eos_token_id if generation is not None else None
-    renderer = Renderer(tokenizer, [stops] if isinstance(stops, int) else stops or ())
     return {
         name: encode_records(config.data, name, renderer, shares_rows=shares)
         for name in config.data.sources

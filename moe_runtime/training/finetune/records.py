@@ -43,12 +43,22 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(file, 1):
             if line.strip(b"\xef\xbb\xbf \t\r\n"):
                 try:
-                    yield f"line {number}", parse_object(line.removeprefix(b"\xef\xbb\xbf"))
+                    record = parse_object(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(
-                        f"{path}: line {number} is no JSON object ({error}); expected one record "
-                        "a line, or in a .json file a list of records"
+                        f"{path}: line {number} {_fault(error, 'no JSON object')}; expected one "
+                        "record a line, or in a .json file a list of records"
                     ) from None
+                yield f"line {number}", record
+
+
+def _fault(error: Exception, what: str) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 (byte {error.start + 1})"
+    if isinstance(error, json.JSONDecodeError):
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"is {what} ({error.msg}: {line}column {error.colno})"
+    return f"is {what} ({error})"
 
 
 def _begins_list(path: Path) -> bool:
@@ -61,7 +71,7 @@ def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         records = parse_value(raw.removeprefix(b"\xef\xbb\xbf"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from None
+        raise ValueError(f"{path}: {_fault(error, 'not JSON')}") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise ValueError(f"{path}: record {number} is no JSON object, expected records alone")
@@ -104,4 +114,4 @@ def as_json(value: Any, place: str, what: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: {what} is text that is not JSON ({error})") from None
+        raise ValueError(f"{place}: {what} {_fault(error, 'text that is not JSON')}") from None

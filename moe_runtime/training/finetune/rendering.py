@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
 from moe_runtime.training.data import (
     TokenStreams,
@@ -35,7 +36,7 @@ Document = tuple[list[int], list[bool]]
 """Token ids, and which of them are targets."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_KINDS = "messages, prompt and completion, text, or input_ids"
+_KINDS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 
 @dataclass
@@ -88,10 +89,12 @@ class Renderer:
 
     Args:
         stops: tokens that end an answer.
+        vocabulary: how many tokens the model has.
     """
 
-    def __init__(self, tokenizer: Any, stops: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Any, stops: Iterable[int], vocabulary: int) -> None:
         self._tokenizer, self._stops = tokenizer, frozenset((*stops, tokenizer.eos_token_id))
+        self._vocabulary = vocabulary
         added = added_tokens(tokenizer)
         middle = added.index(None)
         end = [] if added[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
@@ -104,8 +107,10 @@ class Renderer:
             place: of the record, for messages.
 
         Raises:
-            ValueError: the record is of no known kind, its template fails or has no clear answers.
+            ValueError: the record is not of one known kind, its template fails or has no clear
+                answers.
         """
+        _check_kind(place, record)
         if "messages" in record:
             return self._conversation(place, record, _messages(place, record["messages"]), 0)
         if "prompt" in record and "completion" in record:
@@ -118,14 +123,10 @@ class Renderer:
             answer = [*self._encode(_text(place, second, "completion")), *self._after]
             return [*ids, *answer], [False] * len(ids) + [True] * len(answer)
         if "input_ids" in record:
-            return _given(place, record)
-        if "text" in record:
-            text = self._encode(_text(place, record["text"], "text"))
-            ids = [*self._before, *text, *self._after]
-            return ids, [True] * len(ids)
-        raise ValueError(
-            f"{place}: expected {_KINDS}, got {', '.join(record) or 'an empty record'}"
-        )
+            return _given(place, record, self._vocabulary)
+        text = self._encode(_text(place, record["text"], "text"))
+        ids = [*self._before, *text, *self._after]
+        return ids, [True] * len(ids)
 
     def _encode(self, text: str) -> list[int]:
         with blamed_on("the tokenizer cannot encode the text"):
@@ -200,11 +201,36 @@ def parts_of(tokenizer: Any, examples: Examples, number: int) -> list[tuple[str,
         ]
 
 
-def _given(place: str, record: Mapping[str, Any]) -> Document:
+def _check_kind(place: str, record: Mapping[str, Any]) -> None:
+    found = ["/".join(kind) for kind in _KINDS if all(name in record for name in kind)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{place}: has {' and '.join(found)}, and each says what to train on; keep only one"
+        )
+    if not found:
+        pair = {"prompt": "completion", "completion": "prompt"}
+        missing = [f"{other} is missing; " for name, other in pair.items() if name in record]
+        raise ValueError(
+            f"{place}: {''.join(missing)}expected messages, prompt and completion, text, or "
+            f"input_ids, got {', '.join(record) or 'an empty record'}"
+        )
+
+
+def _given(place: str, record: Mapping[str, Any], vocabulary: int) -> Document:
     ids, labels = record["input_ids"], record.get("labels", record["input_ids"])
-    is_sound = isinstance(ids, list) and isinstance(labels, list) and len(ids) == len(labels)
-    if not is_sound or not all(type(own) is int and own >= 0 for own in ids) or not ids:
-        raise ValueError(f"{place}: expected input_ids, and as many labels where there are any")
+    for what, value in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{place}: expected a list of numbers as {what}, got {clipped(value)}")
+    if len(ids) != len(labels):
+        raise ValueError(
+            f"{place}: expected as many labels as input_ids, got {len(labels)} of {len(ids)}"
+        )
+    for own in ids:
+        if type(own) is not int or not 0 <= own < vocabulary:
+            raise ValueError(
+                f"{place}: input_ids has {clipped(own)}, expected whole numbers below "
+                f"{vocabulary}, the tokens of the model's vocabulary"
+            )
     trained = [label != -100 for label in labels]
     for own, label, is_target in zip(ids, labels, trained, strict=True):
         if is_target and own != label:
@@ -222,22 +248,30 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
     """Messages as templates take them: contents as text, arguments of tools as objects."""
     given = as_json(given, place, "messages")
     if not isinstance(given, list) or not given:
-        raise ValueError(f"{place}: expected a list of messages, got {type(given).__name__}")
+        came = "an empty list" if given == [] else type(given).__name__
+        raise ValueError(f"{place}: expected a list of messages, got {came}")
     found = []
     for number, message in enumerate(given, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{place}: message {number} has no role; expected role and content")
         found.append(message := dict(message))
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [p.get("text") if isinstance(p, dict) else p for p in content]
-            texts = [part for part in parts if isinstance(part, str)]
-            if len(texts) < len(parts):
-                raise ValueError(f"{place}: message {number} has parts that are not text")
-            message["content"] = "".join(texts)
+        if (content := message.get("content")) is not None:
+            message["content"] = _joined(f"{place}: message {number}", content)
         if calls := as_json(message.get("tool_calls"), place, "tool_calls"):
             message["tool_calls"] = [_call(place, call) for call in calls]
     return found
+
+
+def _joined(place: str, content: Any) -> str:
+    """One text of a message's parts, as the server gives it to the template."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            raise ValueError(f"{place} has content that is not text: {clipped(part)}")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:
@@ -254,7 +288,8 @@ def encode_records(
     """The documents of a source's files, those held out apart.
 
     Held out are the records of `held_out_files`, where given. Otherwise the share of the documents
-    that their digests choose, so that more records never move an old one to the other side.
+    that their digests choose, so that more records never move an old one to the other side. One
+    document stays in training at least.
 
     Warns of documents that are longer than a row and cut.
     """
@@ -267,16 +302,15 @@ def encode_records(
     elif data.held_out_share:
         places = [place_of(np.array(ids, np.int64).tobytes()) for ids, _ in training]
         both = list(zip(places, training, strict=True))
-        held_out = [own for place, own in both if place < data.held_out_share]
-        training = [own for place, own in both if place >= data.held_out_share]
-    if not training:
-        raise ValueError(f"source {name!r}: no record is left to train on")
+        share = min(data.held_out_share, max(places))
+        held_out = [own for place, own in both if place < share]
+        training = [own for place, own in both if place >= share]
     sides = [Examples.of(side, shares_rows=shares_rows) for side in (training, held_out)]
     found = hashlib.sha256(b"".join(side.digest() for side in sides)).hexdigest()[:16]
     return TokenStreams(sides[0], sides[1], found)
 
 
-def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Document]:
+def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Document]:
     """Documents that have targets, cut to the length of a row."""
     found: list[Document] = []
     num_cut = num_empty = 0
@@ -293,11 +327,14 @@ def _fitting(paths: Iterable[Path], renderer: Renderer, context: int) -> list[Do
             num_empty += 1
     if chat:
         warn_of_chat(chat)
-    if num_cut or num_empty:
-        warnings.warn(
-            f"{num_cut:,} of {len(found) + num_empty:,} records are longer than {context + 1:,} "
-            f"tokens and were cut; {num_empty:,} have nothing to train on and were left out",
-            MoERuntimeWarning,
-            stacklevel=2,
-        )
+    files = f"{paths[0]}" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
+    if not found and not num_empty:
+        raise ValueError(f"{files}: no record there, expected at least one")
+    number = f"of {len(found) + num_empty:,} records"
+    if not found:
+        raise ValueError(f"{files}: none {number} has a target in the first {context + 1:,} tokens")
+    told = [f"{num_cut:,} {number} are longer than the context of {context:,} tokens and were cut"]
+    told += [f"{num_empty:,} {number} have nothing to train on and were left out"]
+    if told := [line for line, count in zip(told, (num_cut, num_empty), strict=True) if count]:
+        warnings.warn("; ".join(told), MoERuntimeWarning, stacklevel=2)
     return found
