@@ -26,6 +26,8 @@ FOREIGN = {
     "first_in.py",
     "FILE.py",
     "PEER.py",
+    "GradScaler",
+    "LLAMA_CPP",
 }
 
 
