@@ -321,7 +321,7 @@ class OutputFile:
             for left in versions_of(place):
                 remove_unless_held(left)
             self._beside = partial_name(place)
-        self.file = _new_held(self._beside)
+        self.file = new_held(self._beside)
 
     def finish(self) -> None:
         """Flushes the content to the disk and puts the file in its place."""
@@ -376,11 +376,11 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _new_held(path: Path) -> BinaryIO:
+def new_held(path: Path, mode: int = 0o666) -> BinaryIO:
     """Makes a file that this process holds."""
     while True:
         with contextlib.ExitStack() as stack:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             stack.callback(path.unlink, missing_ok=True)
             stack.callback(os.close, descriptor)
             with contextlib.suppress(OSError):

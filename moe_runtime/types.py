@@ -136,6 +136,7 @@ class RuntimeStats(ExpertCounters):
         draft_steps: steps of one token of a text, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
+        draft_failures: errors of drafts; after one there are no more drafts.
     """
 
     bytes_read: int
@@ -156,3 +157,4 @@ class RuntimeStats(ExpertCounters):
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    draft_failures: int = 0

@@ -326,7 +326,7 @@ OWN_WRITERS = {
     "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/offline.py": "removes its own file, where it stayed empty",
-    "moe_runtime/serving/prefixes.py": "a cache, with a sum in each file",
+    "moe_runtime/serving/digest_files.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
     "moe_runtime/checkpoints/safetensors_index.py": "replace_folder",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ from moe_runtime.checkpoints.transformers_private import attention_names, cache_
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import context_step_bytes, known_positions, reserve_for
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
+from moe_runtime.inference.drafted_steps import MOST_ROWS
 from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.loading import finish_dense, load, signature_of
+from moe_runtime.inference.pieces import most_in_pass
 from moe_runtime.inference.rows_alone import can_join
 from moe_runtime.inference.sequence_cache import (
     BatchCache,
@@ -35,6 +39,14 @@ from moe_runtime.inference.sequence_cache import (
 )
 
 CPU = torch.device("cpu")
+MOST_DRAFTED = 8
+"""Tokens of a draft."""
+READY = 16
+"""Tokens that a draft may begin with; of more, pieces are computed before."""
+PIECE, CONTEXT = 64, 1024
+"""Tokens of such a piece; and latest tokens of a text that a model begins with."""
+IN_PASS = READY * MOST_ROWS // 2
+"""Most tokens of a pass: verifying takes a row of each text, and one of its draft at least."""
 
 
 class DraftPlan:
@@ -56,12 +68,18 @@ class DraftPlan:
                 f"each token and nothing else, got {type(self._model).__name__}"
             )
         self._experts = map_experts(self._model, self._checkpoint, may_be_dense=True)
+        # a mixture is loaded as any, with memory for passes of prompts
+        self._in_pass = most_in_pass(self._model, CPU) if self._experts.modules else IN_PASS
+        # embeddings of models with the same tokens may be padded to different sizes
+        both = (config, target.config)
+        self._num_known = min(each.get_text_config().vocab_size for each in both)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes of all its weights, and to set aside for so many tokens of its texts."""
         experts, signature = self._experts, signature_of(self._checkpoint, self._experts)
         dense_bytes = experts.dense_bytes(self._checkpoint.dtype)
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
+        sizes["in_pass"] = self._in_pass
         slots_bytes = len(experts.layouts) * experts.slot_bytes if experts.layouts else 0
         reserve_bytes = reserve_for(self._checkpoint, experts, signature, **sizes)
         return dense_bytes + slots_bytes + reserve_bytes
@@ -70,7 +88,7 @@ class DraftPlan:
     def context_step_bytes(self) -> int:
         """By which that grows with each `CONTEXT_STEP` more."""
         config, dtype = self._checkpoint.config, self._checkpoint.dtype
-        return context_step_bytes(config, dtype, self._experts.top_k)
+        return context_step_bytes(config, dtype, self._experts.top_k, in_pass=self._in_pass)
 
     def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> CachedDrafts:
         """Reads all weights; texts of the ``target`` have room for so many tokens together."""
@@ -88,7 +106,7 @@ class DraftPlan:
         else:
             finish_dense(model, self._checkpoint, self._experts, CPU, progress)
             self._checkpoint.require_unchanged()
-        return ModelDrafts(model, max_tokens)
+        return ModelDrafts(model, max_tokens, self._num_known)
 
     def _require_tokens_of(self, target: Checkpoint) -> None:
         own, theirs = read_vocabulary(self._checkpoint.folder), read_vocabulary(target.folder)
@@ -111,18 +129,15 @@ class DraftPlan:
             )
 
 
-MOST_DRAFTED = 8
-"""Tokens of a draft."""
-READY = 16
-"""Tokens that a draft may begin with; of more, pieces are computed before."""
-PIECE, CONTEXT = 64, 1024
-"""Tokens of such a piece; and latest tokens of a text that a model begins with."""
-
-
 class ModelText:
-    """One text, of which a model keeps the latest tokens."""
+    """One text, of which a model keeps the latest tokens.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_known: whether the model, which knows ``num_known`` tokens, knows those of the text.
+    """
+
+    def __init__(self, num_known: int = sys.maxsize) -> None:
+        self.is_known, self._num_known = True, num_known
         self.tokens: list[int] = []
         self.cache: Any = None
         self.first = self.num_cached = 0  # the cache has so many tokens, from that one on
@@ -130,6 +145,11 @@ class ModelText:
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
+        self.is_known &= max(tokens, default=0) < self._num_known
+
+    def drop(self) -> None:
+        """Gives up what is kept."""
+        self.cache, self.tail, self.num_cached, self.first = None, [], 0, 0
 
     @property
     def earliest(self) -> int:
@@ -142,7 +162,7 @@ class ModelText:
         return False
 
     def offer(self, most: int) -> Offer:
-        return Offer(min(most, MOST_DRAFTED), 0)
+        return Offer(min(most, MOST_DRAFTED) if self.is_known else 0, 0)
 
     @property
     def num_behind(self) -> int:
@@ -171,7 +191,7 @@ def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
         is_done = True
     finally:
         for text in () if is_done else texts:
-            text.cache, text.tail = None, []
+            text.drop()
 
 
 class CachedDrafts:
@@ -186,7 +206,8 @@ class CachedDrafts:
         known = known_positions(model.config)
         self._most = max_tokens if known is None else min(max_tokens, known)
         self.context = min(CONTEXT, self._most // 2)
-        self._texts: weakref.WeakSet[ModelText] = weakref.WeakSet()
+        # most tokens that a text's cache ever had; those used last are last
+        self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
         """Gives up what the model keeps in memory."""
@@ -199,24 +220,25 @@ class CachedDrafts:
 
     def catch_up(self, drafters: Sequence[Any]) -> bool:
         with _kept_whole(drafters):
-            return sum(map(self._piece_of, drafters)) > 0
+            return sum(self._piece_of(text, drafters) for text in drafters) > 0
 
     def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
         with _kept_whole(drafters):
             return self._drafted(drafters, counts)
 
-    def _piece_of(self, text: Any) -> bool:
+    def _piece_of(self, text: Any, kept: Sequence[Any]) -> bool:
         if self._is_ready(text) or text.lacks_states:
             return False
-        if text.cache is None:
-            text.cache = new_cache(self._model, grows=True)
-            text.first = max(len(text.tokens) - self.context, text.earliest)
+        is_new = text.cache is None
+        first = max(len(text.tokens) - self.context, text.earliest) if is_new else text.first
+        if not self._has_place(text, len(text.tokens) - first + MOST_DRAFTED, kept):
+            return False
+        if is_new:
+            text.cache, text.first = new_cache(self._model, grows=True), first
             text.num_cached = 0
         size = min(PIECE, max(text.num_behind - 1, 1))  # the first pass makes the cache
-        self._make_place(text, size)
         self._pass([text], [text.tokens[text.first + text.num_cached :][:size]])
         text.num_cached += size
-        self._texts.add(text)
         return True
 
     def _drafted(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
@@ -227,8 +249,13 @@ class CachedDrafts:
             if count and self._is_ready(text) and text.num_behind and not text.lacks_states
         }
         new = {index: drafters[index].tokens[-drafters[index].num_behind :] for index in left}
-        for index, count in left.items():
-            make_room(drafters[index].cache, len(new[index]) + count - 1)
+        chosen = [drafters[index] for index in left]
+        for index, count in [*left.items()]:
+            text, size = drafters[index], len(new[index]) + count - 1
+            if self._has_place(text, text.num_cached + size, chosen):
+                make_room(text.cache, size)
+            else:
+                del left[index]
         while left:
             texts = [drafters[index] for index in left]
             found = self._pass(texts, [new[index] for index in left])
@@ -249,18 +276,25 @@ class CachedDrafts:
             text.settle()
             num_tokens = len(text.tokens) - text.first + MOST_DRAFTED
             if num_tokens > self._most or text.num_behind > self.context:
-                text.cache = None
+                text.drop()
         return text.cache is not None and text.num_behind <= READY
 
-    def _make_place(self, text: ModelText, num_tokens: int) -> None:
-        """Drops what is kept of other texts, if memory is not set aside for all."""
-        others = [other for other in self._texts if other is not text and other.cache is not None]
-        held = text.num_cached + num_tokens + sum(other.num_cached for other in others)
-        for other in others:
-            if held <= self._max_tokens:
-                break
-            held -= other.num_cached
-            other.cache, other.tail, other.num_cached, other.first = None, [], 0, 0
+    def _has_place(self, text: Any, num_tokens: int, kept: Sequence[Any]) -> bool:
+        """Gives a text's cache room for so many tokens, or drops it where memory is not set aside
+        for them. Texts but the ``kept`` ones give way, first what was used longest ago."""
+        held = self._held.pop(text, 0)
+        most = num_tokens if text.cache is None else max(num_tokens, held)
+        others = {other: held for other, held in self._held.items() if other.cache is not None}
+        left = room_for(self._max_tokens) - sum(map(room_for, (most, *others.values())))
+        for other, held in others.items():
+            if left < 0 and other not in kept:
+                other.drop()
+                left += room_for(held)
+        if left < 0:
+            text.drop()
+        else:
+            self._held[text] = most
+        return left >= 0
 
     def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
         """Computes tokens of each text; gives what most likely follows."""
@@ -270,13 +304,17 @@ class CachedDrafts:
 class ModelDrafts(CachedDrafts):
     """The `Source` of texts that a model drafts for."""
 
-    def __init__(self, model: Any, max_tokens: int) -> None:
+    def __init__(self, model: Any, max_tokens: int, num_known: int) -> None:
+        """Texts have the first ``num_known`` tokens of the model."""
         super().__init__(model, max_tokens)
+        self._num_known = num_known
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._adds_mask = attention_names(model) == {EAGER_ATTENTION}
         self._can_join = can_join(model)
-        self._vocab_size = model.config.get_text_config().vocab_size
+
+    def new(self) -> ModelText:
+        return ModelText(self._num_known)
 
     def close(self) -> None:
         if hasattr(self._model, "moe"):
@@ -306,4 +344,4 @@ class ModelDrafts(CachedDrafts):
             inputs["logits_to_keep"] = ends_B if rows == (1, -1) else 1
         logits_NV = self._model(**inputs, use_cache=True, return_dict=True).logits.flatten(0, 1)
         found_BV = logits_NV if self._keeps_rows else logits_NV[ends_B]
-        return found_BV[:, : self._vocab_size].argmax(-1).tolist()
+        return found_BV[:, : self._num_known].argmax(-1).tolist()

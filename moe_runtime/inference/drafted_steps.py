@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
@@ -83,6 +83,8 @@ class DraftedSteps:
     Attributes:
         control: chooses how many tokens are drafted, and counts.
         source: makes what drafts for a text.
+        turn: the lock of the model's passes.
+        has_failed: whether a draft ended with an error: then there are no more.
         adds_mask: as for `BatchCache`.
     """
 
@@ -107,7 +109,7 @@ class DraftedSteps:
         self.source, self.clock = source, clock
         self._most_tokens = most_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
-        self._turn = threading.RLock()
+        self.turn, self.has_failed = model._steps.turn, False
         most_rows = exact_rows(model, MOST_ROWS)
         if most_rows < 2:
             raise UnsupportedModelError(
@@ -119,7 +121,7 @@ class DraftedSteps:
 
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model's answer; ``run`` computes a pass."""
-        with self._turn:
+        with self.turn:
             given = {**kwargs, **dict(zip(self._names, args, strict=False))}
             cache: Any = given.get(self._cache_name)
             token = self._single_token(given)
@@ -206,19 +208,34 @@ class DraftedSteps:
         return out
 
     def propose(
-        self, drafters: Sequence[Drafter], offers: Sequence[Offer]
+        self,
+        drafters: Sequence[Drafter],
+        offers: Sequence[Offer],
+        has_room: Callable[[int, int], bool] = lambda index, count: True,
     ) -> tuple[list[list[int]], float]:
-        """What the next pass verifies of each text, and seconds that drafting took."""
-        counts = self.control.choose(offers)
+        """What the next pass verifies of each text, and seconds that drafting took. ``has_room``
+        says of a text, by its index, whether there is room for so many drafted tokens."""
+        none: list[list[int]] = [[] for _ in offers]
+        counts = [0] * len(offers) if self.has_failed else self.control.choose(offers)
+        counts = [
+            count if count and has_room(index, count) else 0 for index, count in enumerate(counts)
+        ]
         if not any(counts):
-            return [[] for _ in counts], 0.0
+            return none, 0.0
         began = self.clock()
         chosen = [one for one, count in zip(drafters, counts, strict=True) if count]
-        if self.control.may_catch_up(len(counts)) and self.source.catch_up(chosen):
-            self.control.caught_up((now := self.clock()) - began)
-            began = now
-        drafted = self.source.draft(drafters, counts)
-        return drafted, self.clock() - began
+        try:
+            if self.control.may_catch_up(len(counts)) and self.source.catch_up(chosen):
+                self.control.caught_up((now := self.clock()) - began)
+                began = now
+            return self.source.draft(drafters, counts), self.clock() - began
+        except _OF_DRAFTS as error:
+            self.has_failed = True
+            self.control.failed()
+            found = " ".join(str(error).split()) or type(error).__name__
+            message = f"the model goes on without drafts, since one failed: {found}"
+            warnings.warn(message, MoERuntimeWarning, stacklevel=2)
+            return none, 0.0
 
     def _verify(
         self,
@@ -281,6 +298,7 @@ def _is_kept(text: _Text, cache: Any, places: torch.Tensor | None) -> bool:
 
 
 _OF_UNKNOWN_CODE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_OF_DRAFTS = (*_OF_UNKNOWN_CODE, AssertionError, MemoryError, MoERuntimeError, OSError)
 
 
 def exact_rows(model: Any, most: int) -> int:

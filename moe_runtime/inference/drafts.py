@@ -129,7 +129,7 @@ _MOST_GAINED = 4
 """Steps whose time, once gained, may be lost again at once."""
 
 
-COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts")
+COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts", "draft_failures")
 
 
 class _Time:
@@ -231,6 +231,10 @@ class DraftControl:
         self._total_s += seconds
         self._debt_s += seconds
 
+    def failed(self) -> None:
+        """Nothing could be drafted."""
+        self._counts["draft_failures"] += 1
+
     def passed(self, seconds: float) -> None:
         """A pass that no draft may go with took so long, as one for a prompt does."""
         self._total_s += seconds
@@ -275,3 +279,5 @@ class DraftControl:
         old = [rows for rows, time in self._times.items() if self._num_passes - time.latest > _AGE]
         for rows in old:
             del self._times[rows]
+        if self._num_passes - self._of_token.latest > _AGE:
+            self._of_token = _Time()

@@ -21,8 +21,8 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.transformers_private import head_of_further_tokens
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.draft_models import CPU, CachedDrafts, DraftPlan, ModelText
+from moe_runtime.inference.budget import CONTEXT_STEP, MemoryPlan
+from moe_runtime.inference.draft_models import CPU, IN_PASS, CachedDrafts, DraftPlan, ModelText
 from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.loading import (
@@ -70,11 +70,19 @@ class HeadPlan(DraftPlan):
         )
         self._model: Any = head
         self._experts = map_experts(head, self._checkpoint, may_be_dense=True)
+        self._in_pass = IN_PASS
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes of all its weights, and of hidden states and a cache for so many tokens."""
-        width_bytes = self._checkpoint.config.hidden_size * self._checkpoint.dtype.itemsize
-        return super().bytes_for(num_tokens) + num_tokens * width_bytes
+        return super().bytes_for(num_tokens) + num_tokens * self._width_bytes
+
+    @property
+    def context_step_bytes(self) -> int:
+        return super().context_step_bytes + CONTEXT_STEP * self._width_bytes
+
+    @property
+    def _width_bytes(self) -> int:
+        return self._checkpoint.config.hidden_size * self._checkpoint.dtype.itemsize
 
     def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> HeadDrafts:
         head, experts, store = self._model, self._experts, None
@@ -139,7 +147,7 @@ class HeadText(ModelText):
         needless = max(len(self.states) - most, next_pair - self.first_state, 0)
         self.states, self.first_state = self.states[needless:], self.first_state + needless
         if self.first_state > next_pair:
-            self.cache, self.tail = None, []
+            self.drop()
 
     def settle(self) -> None:
         """Takes all drafted tokens out: the head had its own states for them, not the model's."""

@@ -211,20 +211,24 @@ class Steps:
     Listeners have a state for the running pass, so calls of several threads take turns; a pass may
     call the model again. However a pass ends, Ctrl-C included, other threads may go on, torch has
     its threads, and no lease is left open.
+
+    Attributes:
+        turn: the lock that a pass holds, and what must not come between passes.
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
         self.listeners = Listeners()
         self._names = tuple(names)
         self._stores = list(stores)
-        self._turn: Any = threading.RLock()
+        self.turn = threading.RLock()
+        self._is_passing = False
         self._known = threading.local()  # threads whose number of torch's threads is their own
         self._known.is_known = True
 
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Mutes the listeners within a ``with`` block of this thread; other threads wait."""
-        with self._turn, self.listeners.muted():
+        with self.turn, self.listeners.muted():
             yield
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -234,10 +238,11 @@ class Steps:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:
             raise MoERuntimeError(CLOSED)
-        is_inner, is_done = self._turn._is_owned(), False
-        with self._turn:
+        with self.turn:
+            is_inner, is_done = self._is_passing, False
             num_threads = self._num_threads()
             try:
+                self._is_passing = True
                 named = dict(zip(self._names, args, strict=False)) if args else {}
                 self.listeners.begin({**kwargs, **named} if named else kwargs)
                 result = call(*args, **kwargs)
@@ -245,6 +250,7 @@ class Steps:
                 is_done = True
                 return result
             finally:
+                self._is_passing = is_inner
                 if torch.get_num_threads() != num_threads:
                     torch.set_num_threads(num_threads)
                 if not is_done:

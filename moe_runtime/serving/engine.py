@@ -471,13 +471,21 @@ class Engine:
     def _decode(self, group: list[Sequence]) -> None:
         """One token more of each, and those drafted tokens that are right."""
         drafts = self._drafts
-        if drafts is None or any(one.drafter is None for one in group):
+        if drafts is None or drafts.has_failed or any(one.drafter is None for one in group):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
+        with drafts.turn:  # other threads may call the model too
+            self._decode_drafted(group)
+
+    def _decode_drafted(self, group: list[Sequence]) -> None:
+        drafts = self._drafts
         offers = [self._offer(sequence) for sequence in group]
-        drafted, drafting_s = [[] for _ in group], 0.0
-        with Failure():  # texts go on without
-            drafted, drafting_s = drafts.propose([sequence.drafter for sequence in group], offers)
+
+        def has_room(index: int, count: int) -> bool:
+            return self._account.reserve(group[index], group[index].num_computed + 1 + count)
+
+        drafters = [sequence.drafter for sequence in group]
+        drafted, drafting_s = drafts.propose(drafters, offers, has_room)
         began = drafts.clock()
         if not any(drafted):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
@@ -487,9 +495,9 @@ class Engine:
         with Failure() as failure:
             for sequence in group:
                 self._fit(sequence)
-            logits_RV = self._passes.verify(group, drafted)
-            self._show_drafts(
-                [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)]
+            logits_RV = self._shown(
+                [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)],
+                lambda: self._passes.verify(group, drafted),
             )
         self._counts["steps"] += 1
         if logits_RV is None:
@@ -503,21 +511,26 @@ class Engine:
             has_failed = not sequence.is_finished and num_right < len(draft)
             drafts.control.judged(offer.grade, num_right, has_failed=has_failed, num_base=num_base)
 
-    def _show_drafts(self, chosen: list[tuple[Sequence, int]]) -> None:
-        if self._drafts is not None:
+    def _shown(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Logits of a pass that drafters see, before that of another thread."""
+        if self._drafts is None:
+            return compute()
+        with self._drafts.turn:
+            logits = compute()
             drafters = [sequence.drafter for sequence, _ in chosen]
             firsts = [sequence.num_computed for sequence, _ in chosen]
             self._drafts.source.passed(drafters, firsts, [size for _, size in chosen])
+            return logits
 
     def _offer(self, sequence: Sequence) -> Offer:
-        """What may be verified with a sequence's next token, where there is room for it."""
+        """What may be verified with a sequence's next token."""
         most = min(
             self._drafts.control.most_rows, sequence.request.max_new_tokens - len(sequence.answer)
         )
         assert sequence.drafter is not None
-        offer = sequence.drafter.offer(max(most - 1, 0))
-        needed = sequence.num_computed + 1 + offer.most
-        return offer if self._account.reserve(sequence, needed) else Offer(0, offer.grade)
+        return sequence.drafter.offer(max(most - 1, 0))
 
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
         """Goes on by one token, and by drafted ones while the sampler chooses them too."""
@@ -585,8 +598,7 @@ class Engine:
         with Failure() as failure:
             for sequence, _ in chosen:
                 self._fit(sequence)
-            logits_BV = compute()
-            self._show_drafts(chosen)
+            logits_BV = self._shown(chosen, compute)
         self._counts["steps"] += 1
         if logits_BV is None:
             self._fail([sequence for sequence, _ in chosen], failure)

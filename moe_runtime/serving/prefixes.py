@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import importlib.metadata
 import itertools
 import os
-import re
 import secrets
-import stat
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -25,25 +19,14 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cache_copies import BlockCopies, drop_after
 from moe_runtime.inference.sequence_cache import set_room
+from moe_runtime.serving.digest_files import DIGEST_BYTES, SUM_BYTES, DigestFiles, on_disk
 from moe_runtime.serving.kv_account import KVAccount, digests_of
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.scheduling import Sequence
 
-_DIGEST_BYTES = 32
-_SUM_BYTES = 16
-_DISK_BLOCK = 4096
-"""Files take a multiple of so many bytes of a disk."""
-_SHARE = 16
-"""A sixteenth of the room is made where there is none left."""
-_COUNT = "bytes"
-"""The file that says how much all the others take."""
-_MOST_DIGITS = 20
-_LOCK_TRIALS, _LOCK_TRIAL_S = 20, 0.01
-_OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
 _CHECKPOINT_FILES = ("*.safetensors", "*.gguf", "*.json")
 _PACKAGES = ("moe-runtime", "torch", "transformers")
 
@@ -75,14 +58,12 @@ def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
         found = file.stat()
         facts.append(f"{file.name} {found.st_size} {found.st_mtime_ns}")
     text = "\n".join((*facts, *settings))
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-class PrefixFiles:
-    """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end.
-
-    Several processes may use the folder: a file is whole or absent, and a damaged one is an unknown
-    block. The files used longest ago give way.
+class PrefixFiles(DigestFiles):
+    """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end. A
+    damaged one is an unknown block.
 
     Raises:
         ValueError: there is no room for a single block, or the folder cannot be made.
@@ -92,29 +73,19 @@ class PrefixFiles:
         self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int, state_bytes: int = 0
     ) -> None:
         """``state_bytes`` are of what is kept of a state; 0 where there are none."""
-        self._folder = disk.folder
-        self._most_bytes = disk.most_bytes
         self._block_tokens = block_tokens
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
-        state = _on_disk(state_bytes) if state_bytes else 0
-        self.most_blocks = (disk.most_bytes - state) // _on_disk(block_bytes)
+        state = on_disk(state_bytes) if state_bytes else 0
+        self.most_blocks = (disk.most_bytes - state) // on_disk(block_bytes)
         if self.most_blocks <= 0:
-            least = _on_disk(block_bytes) + state
+            least = on_disk(block_bytes) + state
             raise ValueError(
                 f"--prefix-disk must be at least {format_bytes(least)}, which "
                 f"{block_tokens} tokens take, got {format_bytes(disk.most_bytes)}"
             )
         text = f"{block_tokens} {block_bytes} {state_bytes}".encode()
-        self._root = hashlib.blake2b(disk.identity + text, digest_size=_DIGEST_BYTES).digest()
-        self.num_failures = 0
-        try:
-            self._make_folder()
-        except OSError as error:
-            raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
-        try:
-            self._take_place(0)  # the files may be from a time of a larger size
-        except OSError as error:
-            self._failed(error)
+        self._root = hashlib.blake2b(disk.identity + text, digest_size=DIGEST_BYTES).digest()
+        super().__init__(disk.folder, disk.most_bytes, "prefixes")
 
     def find(
         self, tokens: Items[int], first: int, owner: str = "", *, with_rest: bool = False
@@ -128,12 +99,12 @@ class PrefixFiles:
         for index, file in enumerate(self._files(tokens, owner, with_rest=with_rest)):
             if index < first:
                 continue
-            block = self._read(file, self._block_bytes)
+            block = self.read(file, self._block_bytes)
             if block is None:
                 break
             path.append(file)
             yield block
-        self._use(path)
+        self.use(path)
 
     def knows(self, tokens: Items[int], index: int, owner: str) -> bool:
         """Whether there is a file of the block with a number."""
@@ -154,8 +125,8 @@ class PrefixFiles:
         """The state after some tokens, whole blocks, as bytes; or after all of them."""
         *_, last = self._files(tokens, owner, with_rest=with_rest)
         file = _state_file(last)
-        self._use([file])
-        return self._read(file, self._state_bytes)
+        self.use([file])
+        return self.read(file, self._state_bytes)
 
     def keep(
         self,
@@ -174,19 +145,19 @@ class PrefixFiles:
         files = self._files(tokens, owner, with_rest=with_rest)
         path = list(itertools.islice(files, self.most_blocks))
         try:
-            self._use([file for file in path if file.exists()])  # or they give way to what follows
+            self.use([file for file in path if file.exists()])  # or they give way to what follows
             for index, file in enumerate(path):
                 if not file.exists():
-                    self._write(file, make(index))
+                    self.write(file, make(index).cpu().numpy().data)
             for end, state in (states or {}).items():
                 if (index := -(-end // self._block_tokens) - 1) < len(path):
                     file = _state_file(path[index])
                     if not file.exists():
-                        self._write(file, state)
-                    self._use([file])
+                        self.write(file, state.cpu().numpy().data)
+                    self.use([file])
         except OSError as error:
-            self._failed(error)
-        self._use(path)
+            self.failed(error)
+        self.use(path)
 
     def forget(self, tokens: Items[int], owner: str) -> None:
         """Removes what was kept of some tokens with their rest."""
@@ -195,140 +166,19 @@ class PrefixFiles:
                 with contextlib.suppress(OSError):
                     each.unlink(missing_ok=True)
 
-    def _failed(self, error: OSError) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            place = error.filename or self._folder
-            message = f"prefixes are not kept on the disk: {place}: {error.strerror}"
-            warnings.warn(message, MoERuntimeWarning, stacklevel=3)
-
-    def _make_folder(self) -> None:
-        make_folders(self._folder)
-        os.chmod(self._folder, 0o700)  # keys and values tell what was asked
-
     def _files(self, tokens: Items[int], owner: str, *, with_rest: bool = False) -> Iterator[Path]:
         root = self._root
         if owner:
-            root = hashlib.blake2b(root + owner.encode(), digest_size=_DIGEST_BYTES).digest()
+            root = hashlib.blake2b(root + owner.encode(), digest_size=DIGEST_BYTES).digest()
         size = self._block_tokens
-        for digest in digests_of(tokens, size, root, _DIGEST_BYTES, with_rest=with_rest):
-            yield self._folder / digest.hex()
-
-    def _read(self, file: Path, size: int) -> torch.Tensor | None:
-        """The bytes of a file; None where it is absent or memory for it is. A damaged one is
-        removed."""
-        num_bytes = size + _SUM_BYTES
-        try:
-            block = torch.empty(num_bytes, dtype=torch.uint8)
-            # what is no regular file must not be waited for
-            with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
-                found = os.fstat(source.fileno())
-                is_whole = stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
-                is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
-        except (OSError, MemoryError, RuntimeError):  # torch lacks memory with a RuntimeError
-            return None
-        data, expected = block[:size], block[size:]
-        if is_whole and _sum(file, data) == expected.numpy().tobytes():
-            return data
-        with contextlib.suppress(OSError):
-            file.unlink()
-        return None
-
-    def _write(self, file: Path, block: torch.Tensor) -> None:
-        """A file is renamed when it is written; a sum tells what a power cut left of it."""
-        data = block.cpu()
-        num_bytes = _on_disk(len(data))
-        try:
-            self._take_place(num_bytes)
-        except FileNotFoundError:  # another process emptied the cache
-            self._make_folder()
-            self._take_place(num_bytes)
-        partial = partial_name(file)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with open(descriptor, "wb", buffering=0) as target:
-                for part in (data.numpy().data, memoryview(_sum(file, data))):
-                    _write_all(target.fileno(), part)
-            os.replace(partial, file)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-
-    def _take_place(self, num_bytes: int) -> None:
-        """Counts one file more, or none but what lies there; all processes add to the same number,
-        one at a time."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
-            if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "expected a regular file", str(self._folder / _COUNT))
-            _lock(count.fileno())
-            written = count.read(_MOST_DIGITS)
-            total = int(written) if written.isdigit() else self._most_bytes + 1
-            if total + num_bytes > self._most_bytes:
-                # more than one, since looking at all of them takes a while
-                spare = max(self._most_bytes // _SHARE, num_bytes)
-                total = self._remove_down_to(self._most_bytes - spare)
-            os.pwrite(count.fileno(), b"%0*d" % (_MOST_DIGITS, total + num_bytes), 0)
-
-    def _remove_down_to(self, limit: int) -> int:
-        """Removes what was used longest ago; gives the bytes on the disk that are left."""
-        files: list[tuple[int, int, str]] = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # another process removed it
-                        found = entry.stat(follow_symlinks=False)
-                        size = -(-found.st_size // _DISK_BLOCK) * _DISK_BLOCK
-                        files.append((found.st_mtime_ns, size, entry.path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= limit:
-                break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            total -= size
-        return total
-
-    def _use(self, path: Items[Path]) -> None:
-        """The last block first, so that beginnings stay longest."""
-        for file in reversed(path):
-            with contextlib.suppress(OSError):
-                _set_time(file)
-
-
-def _on_disk(num_bytes: int) -> int:
-    """Bytes that a file takes, with its sum."""
-    return -(-(num_bytes + _SUM_BYTES) // _DISK_BLOCK) * _DISK_BLOCK
+        for digest in digests_of(tokens, size, root, DIGEST_BYTES, with_rest=with_rest):
+            yield self.folder / digest.hex()
 
 
 def _state_file(file: Path) -> Path:
     """The file of the state after a block, by the block's."""
-    name = hashlib.blake2b(b"state", digest_size=_DIGEST_BYTES, key=bytes.fromhex(file.name))
+    name = hashlib.blake2b(b"state", digest_size=DIGEST_BYTES, key=bytes.fromhex(file.name))
     return file.with_name(name.hexdigest())
-
-
-def _set_time(file: Path) -> None:
-    os.utime(file)
-
-
-def _lock(descriptor: int) -> None:
-    """Waits a moment for other processes; one that is stopped may hold the lock for ever."""
-    for _ in range(_LOCK_TRIALS):
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(_LOCK_TRIAL_S)
-    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock of the folder's size")
-
-
-def _sum(file: Path, data: torch.Tensor) -> bytes:
-    """A digest of a block and its name."""
-    key = bytes.fromhex(file.name)
-    return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES, key=key).digest()
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 LEAST_SHARED = 64
@@ -404,7 +254,7 @@ class Prefixes:
         self._copies = BlockCopies(account.block_tokens)
         self._states = passes.states if account.block_tokens else None
         self._files: PrefixFiles | None = None
-        self._secret = secrets.token_hex(_SUM_BYTES)
+        self._secret = secrets.token_hex(SUM_BYTES)
         self.num_disk_tokens = 0
         if disk is None:
             return

@@ -304,6 +304,7 @@ class EngineStatistics:
         draft_steps: of sequences, of a model that was loaded with a ``draft``.
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
+        draft_failures: errors of drafts; after one there are no more drafts.
     """
 
     running: int
@@ -325,6 +326,7 @@ class EngineStatistics:
     draft_steps: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    draft_failures: int = 0
 
     @property
     def kv_usage(self) -> float:

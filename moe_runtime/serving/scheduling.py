@@ -177,7 +177,7 @@ class Sequence:
     def stop(self) -> None:
         if self.arrival is not None:
             self.arrival.drop()
-        self.arrival = self.cache = None
+        self.arrival = self.cache = self.drafter = None
         self.num_computed = self.room = self.state_end = 0
         self.cut_ends.clear()
 

@@ -61,7 +61,7 @@ class TrackedPredictor:
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
             # the layers asked for were routed before it was first made, unless the horizon is wider
-            following = self._following if horizon < num_layers else None
+            following = self._following if 2 * horizon <= num_layers + 1 else None
             following = self._following = following or self._next_tokens(contexts)
             for layer in range(beyond):
                 guesses += self._guesses(following, -1, layer)

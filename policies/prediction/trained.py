@@ -460,6 +460,9 @@ class _Memo(NamedTuple):
     arrays: tuple[np.ndarray, ...]
 
 
+_VERSION = 1  # of what ``combined.c`` exports. A library left from another version is not used.
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled estimates; None where they were not built."""
@@ -467,8 +470,10 @@ def _library() -> ctypes.CDLL | None:
 
     try:
         library = ctypes.CDLL(str(LIBRARY_PATH))
-        is_built = library.moe_combined_version() == 1
+        version = library.moe_combined_version()
     except (OSError, AttributeError):
+        return None
+    if version != _VERSION:
         return None
     pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     library.moe_combined_token.restype = library.moe_combined_layer.restype = None
@@ -479,7 +484,7 @@ def _library() -> ctypes.CDLL | None:
     library.moe_combined_layer.argtypes = [
         *([number] * 5 + [pointer, ctypes.c_int64] + [pointer] * 3 + [number] + [pointer] * 3)
     ]
-    return library if is_built else None
+    return library
 
 
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:

@@ -172,7 +172,7 @@ def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("moe_runtime.files._new_held", full)
+        patch.setattr("moe_runtime.files.new_held", full)
         # Neither reading nor computing is reached.
         patch.setattr("moe_runtime.lab.traces.readers.read_any_trace", None)
         patch.setattr("moe_runtime.lab.traces.read_trace", None)

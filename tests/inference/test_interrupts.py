@@ -96,7 +96,7 @@ class Trial:
         assert torch.equal(run(self.model), self.expected), where
 
     def _locks_are_free(self) -> bool:
-        locks = [self.model._steps._turn, self.model.moe._store._monitor._lock]
+        locks = [self.model._steps.turn, self.model.moe._store._monitor._lock]
         for lock in locks:
             # a reading thread of the interpreter holds it for a moment, who lost it for ever
             if not lock.acquire(timeout=600):

@@ -4,12 +4,13 @@ from typing import Any
 
 import moe_families
 import pytest
+import torch
 from engine_events import Answer, ask_all, drained, request_of
 from scripted_drafts import EveryDraft, Scripted, Told
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import EngineOptions, SamplingOptions
@@ -129,7 +130,7 @@ def test_windows_and_latents_go_back_where_drafts_were_wrong(name, tmp_path):
 
 
 def test_answers_go_on_without_drafts_that_fail(pair, monkeypatch):
-    """A model that drafts for itself; every third of its passes ends with an error."""
+    """A model that drafts for itself until one of its passes ends with an error."""
     plain, _ = pair
     asked = [request_of(prompt, NEW) for prompt in PROMPTS]
     with Engine(plain) as engine:
@@ -144,21 +145,19 @@ def test_answers_go_on_without_drafts_that_fail(pair, monkeypatch):
         def fail(*given: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls % 3 == 0:
+            if calls == 4:
                 raise MoERuntimeError("no memory")
             return compute(*given)
 
         monkeypatch.setattr(source, "_pass", fail)
         with Engine(drafted) as engine:
+            with pytest.warns(MoERuntimeWarning, match="without drafts.*no memory"):
+                assert [answer.ids for answer in ask_all(engine, asked)] == expected
             assert [answer.ids for answer in ask_all(engine, asked)] == expected
-            monkeypatch.undo()
-            again = ask_all(engine, asked)
-            assert [answer.ids for answer in again] == expected
             drained(engine)
-        counts = control.counts()
-        assert calls > 6
-        # what is drafted after an error is right again
-        assert counts["drafted_tokens"] - counts["accepted_drafts"] < 2 * len(PROMPTS) * 8
+        text = drafted.generate(torch.tensor([PROMPTS[0]]), do_sample=False, max_new_tokens=NEW)
+        assert text[0, len(PROMPTS[0]) :].tolist() == expected[0][: text.shape[1] - len(PROMPTS[0])]
+        assert (calls, control.counts()["draft_failures"]) == (4, 1)
 
 
 def test_sequences_that_lose_their_room_go_on(pair):

@@ -15,7 +15,8 @@ import torch
 from engine_events import Answer, ask, drained, greedy, request_of
 
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.serving import prefixes
+from moe_runtime.files import new_held
+from moe_runtime.serving import digest_files
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.prefixes import PrefixDisk, PrefixFiles, identity_of
 from moe_runtime.serving.requests import EngineOptions
@@ -89,7 +90,7 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
         now += 1
         os.utime(file, ns=(now, now))
 
-    monkeypatch.setattr(prefixes, "_set_time", touch)
+    monkeypatch.setattr(digest_files, "_set_time", touch)
     chance = random.Random(1)
     texts = texts_of(chance, 50)
     both = [files_in(tmp_path, num_files=40), files_in(tmp_path, num_files=40)]
@@ -168,6 +169,15 @@ def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path):
     assert other.exists()
 
 
+def test_what_another_process_is_writing_stays(tmp_path):
+    files = files_in(tmp_path, num_files=2)
+    left = tmp_path / f"{'0' * 64}.12345678.partial"
+    with new_held(left, 0o600):
+        os.utime(left, ns=(1, 1))
+        keep(files, list(range(3 * BLOCK)))
+        assert left.exists()
+
+
 def test_full_disk_is_said_once_and_nothing_half_stays(tmp_path, monkeypatch):
     def full(descriptor: int, data: memoryview) -> None:
         os.write(descriptor, data[:7])
@@ -175,7 +185,7 @@ def test_full_disk_is_said_once_and_nothing_half_stays(tmp_path, monkeypatch):
 
     files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
     with monkeypatch.context() as patch:
-        patch.setattr(prefixes, "_write_all", full)
+        patch.setattr(digest_files, "_write_all", full)
         with pytest.warns(MoERuntimeWarning, match=f"{tmp_path}: No space left"):
             keep(files, tokens)
         with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -22,10 +23,9 @@ from moe_runtime.serving.sampling import Sampler
 SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--policy", "lru"]
 
 
-def completion(address: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+def completion(address: str, body: dict[str, Any], path: str = "completions", key: str = "") -> Any:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{address}/v1/{path}", json.dumps(body).encode(), headers)
     return urllib.request.urlopen(request)
 
 
@@ -176,17 +176,34 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypat
     assert "pip install 'moe-runtime[serve]'" in refused()
 
 
-def test_a_later_server_finds_prefixes_on_the_disk(tmp_path, monkeypatch):
+def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monkeypatch):
+    """A key finds its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "keys").write_text("one\ntwo")
+    model = tmp_path / "model"
+    shutil.copytree(pocket_path(), model, ignore=shutil.ignore_patterns("*.py"))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": template})
+    )
     announce = command.announce
     body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     threads: list[threading.Thread] = []
     found: list[tuple[str, int]] = []
+    said: list[dict[str, Any]] = []
 
     def ask(address: str) -> None:
         try:
-            with completion(address, body) as response:
+            with completion(address, body, key="one") as response:
                 answer = json.load(response)
+            asked = {"input": "Hi", "max_output_tokens": 2}
+            if said:
+                asked["previous_response_id"] = said[-1]["id"]
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    completion(address, asked, "responses", "two")
+            with completion(address, asked, "responses", "one") as response:
+                said.append(json.load(response))
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             found.append((answer["choices"][0]["text"], cached))
         finally:
@@ -200,10 +217,12 @@ def test_a_later_server_finds_prefixes_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "announce", ready)
     for dtype in ("float32", "float32", "bfloat16"):
         words = [*SMALL, "--prefix-disk", "64MiB", "--dtype", dtype]
-        assert main(["serve", str(pocket_path()), *words]) == 143
+        assert main(["serve", str(model), *words, "--api-keys", str(tmp_path / "keys")]) == 143
         threads[-1].join()
     assert found[0][0] == found[1][0]
     assert [cached for _, cached in found] == [0, 32, 0]
+    assert said[1]["usage"]["input_tokens"] > said[0]["usage"]["input_tokens"]
+    assert len(said) == 3
 
 
 def test_lines_of_a_file_of_keys_may_be_comments(tmp_path):

@@ -80,7 +80,7 @@ def test_a_full_disk_is_known_before_the_text_is_read(tmp_path, capsys, monkeypa
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moe_runtime.files._new_held", full)
+    monkeypatch.setattr("moe_runtime.files.new_held", full)
     monkeypatch.setattr("moe_runtime.training.train_run.read_corpora", None)
     assert train(path, *FEW) == 2
     assert "the run's output cannot be written: No space left" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def serve(
             Their users can tell by cached_tokens and by time what others sent.
         prefix_disk: Also keep the prefix cache on disk, up to this size, for later servers too, and
             requests that others preempt: in $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...
-            So are up to 64 MiB of responses, in .../responses.
+            So are responses, within the same size.
         max_body: Longest body of a request. 1MiB by default, a text of 200,000 tokens; 64MiB if a
             model takes pictures.
         allow_remote_images: Fetch pictures from the http addresses in requests, as this machine

@@ -9,7 +9,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError, blamed_on
@@ -55,10 +55,6 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
-
-if TYPE_CHECKING:
-    from moe_runtime.serving.http.served_model import ServedModel
-
 
 _FETCH_S = 10.0
 """For the addresses of a request together: texts of all other requests wait meanwhile."""

@@ -210,12 +210,13 @@ class Endpoints:
     async def one_response(self, request: Request) -> Response:
         name, owner = request.path_params["name"], Asked.of(request.scope).owner
         if request.method == "DELETE":
-            self._server.kept.delete(owner, name)
+            await asyncio.to_thread(self._server.kept.delete, owner, name)
             return json_response({"id": name, "object": "response.deleted", "deleted": True})
-        return json_response(self._server.kept.response(owner, name))
+        return json_response(await asyncio.to_thread(self._server.kept.response, owner, name))
 
     async def cancel_response(self, request: Request) -> Response:
-        self._server.kept.response(Asked.of(request.scope).owner, request.path_params["name"])
+        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        await asyncio.to_thread(self._server.kept.response, owner, name)
         message = "Cannot cancel a synchronous response: it has ended, or its stream is closed"
         raise ApiError(message, code="invalid_value")
 

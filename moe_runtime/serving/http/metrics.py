@@ -52,6 +52,7 @@ _COUNTERS = {
     "moe:draft_steps": ("draft_steps", "Steps of an answer that drafts may go with."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_drafts", "Those that were right."),
+    "moe:draft_failures": ("draft_failures", "Errors after which nothing more is drafted."),
 }
 _EXPERT_COUNTERS = {
     "moe:expert_hits": ("hits", "Experts that were in memory when they were asked for."),

@@ -219,8 +219,7 @@ class ModelLoader:
             (budget,) = divide_host_memory({name: need}, loading)
             return self._load(name, budget)
         finally:
-            if name not in self._open:
-                _collect()  # what the start of a model that failed has left
+            _collect()  # also what the start of a model that failed has left
             self._sharing.leave_room()
             self._room_bytes = 0
 
@@ -237,9 +236,12 @@ class ModelLoader:
 
     def unload(self, name: str) -> None:
         """Closes a model, and gives its memory back to the system, then to other models."""
-        self._open.pop(name)[1].close()
-        _collect()
-        self._sharing.leave_room()
+        stack = self._open.pop(name)[1]
+        try:
+            stack.close()
+        finally:
+            _collect(unfreezes=True)
+            self._sharing.leave_room()
 
     def cancel(self) -> None:
         """Ends loading that is under way with an error; from any thread."""
@@ -305,11 +307,18 @@ class ModelLoader:
         return PictureReader.of(folder, read_config(folder), None) is not None
 
 
-def _collect() -> None:
-    """Gives the memory of a closed model back to the system. Objects of the start are frozen, and
-    some of a model's are part of cycles. The server freezes again when no request runs."""
-    gc.unfreeze()
+def _collect(*, unfreezes: bool = False) -> None:
+    """Gives the memory of a closed model, of which some is in cycles, back to the system.
+
+    A server's objects are frozen again at once, so that no later look passes over them. Cycles of
+    requests that run now may so stay until the next model is unloaded.
+    """
+    freezes = gc.get_freeze_count() > 0
+    if unfreezes:
+        gc.unfreeze()
     gc.collect()
+    if freezes:
+        gc.freeze()
     give_back_free_pages()
 
 

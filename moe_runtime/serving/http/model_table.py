@@ -191,11 +191,6 @@ class ModelTable(Mapping[str, ServedModel]):
                 self._begin(self._unload(place, unused_since_s=end_s))
                 return  # another one next time
 
-    @property
-    def num_users(self) -> int:
-        """Requests that hold a model."""
-        return sum(place.num_users for place in self.places)
-
     def _free(self) -> list[Place]:
         """Loaded models that no request holds."""
         return [one for one in self.places if one.served and not one.num_users]

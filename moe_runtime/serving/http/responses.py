@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import chat
@@ -148,6 +150,14 @@ class CustomFormat(Body):
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        for name, value in (("syntax", self.syntax), ("definition", self.definition)):
+            if bool(value) != (self.type == "grammar"):
+                problem = "is needed by" if self.type == "grammar" else "is no field of"
+                raise FieldError(f"tools.format.{name}", f"{problem} a format of {self.type}")
+        return self
+
 
 class CustomTool(Body):
     """A tool that takes a text. The model is told its grammar, and not held to it."""
@@ -161,7 +171,7 @@ class CustomTool(Body):
     def function(self) -> FunctionTool:
         """A function whose one argument is the text."""
         text, about = {"type": "string"}, self.description
-        if self.format is not None and self.format.definition:
+        if self.format is not None and self.format.type == "grammar":
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
@@ -340,6 +350,10 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     effort = body.reasoning and body.reasoning.effort
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
+        kind = "custom_tool_call" if choice.type == "custom" else "function_call"
+        if all(tool.name != choice.name or item["type"] != kind for tool, item in _functions(body)):
+            problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
+            raise FieldError("tool_choice.name", problem)
         choice = NamedTool(type="function", function=FunctionName(name=choice.name))
     return ChatBody(
         messages=messages,
@@ -492,6 +506,13 @@ class ResponseAnswers(PartAnswers):
             "usage": None,
         }
 
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with contextlib.aclosing(super().chunks()) as events:
+            async for event in events:
+                if self._keep is not None and event["type"] in _LAST:
+                    await asyncio.to_thread(self._keep, self.result())  # before clients hear of it
+                yield event
+
     def begin(self) -> Iterator[dict[str, Any]]:
         for word in ("created", "in_progress"):
             yield self._event(f"response.{word}", response=self.result())
@@ -552,8 +573,6 @@ class ResponseAnswers(PartAnswers):
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
-        if self._keep is not None:
-            self._keep(self.result())
         yield self._event(f"response.{status}", response=self.result())
 
     def result(self) -> dict[str, Any]:
@@ -604,6 +623,7 @@ def _input_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
+_LAST = ("response.completed", "response.incomplete")
 _CALLS = {"function_call": ("fc", "arguments"), "custom_tool_call": ("ctc", "input")}
 """Of each kind of call: the beginning of its id, and what is in it."""
 _PREFIXES = {"message": "msg", "reasoning": "rs"}

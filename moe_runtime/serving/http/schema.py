@@ -551,12 +551,9 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         for old, new in names.items():
             if param.startswith(old) or old[0] == ".":
                 param = param.replace(old, new, 1)
-        if param == given:
-            raise
-        message = error.message.replace(given, param, 1)
-        raise ApiError(
-            message, status=error.status, param=param, code=error.code, headers=error.headers
-        ) from None
+        if param != given:
+            error.param, error.message = param, error.message.replace(given, param, 1)
+        raise
 
 
 def part_of(text: str = "", *, url: str | None = None) -> TextPart | ImagePart:

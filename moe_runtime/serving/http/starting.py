@@ -23,6 +23,7 @@ from moe_runtime.checkpoints.opening import find_checkpoint
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
+from moe_runtime.serving.digest_files import DigestFiles
 from moe_runtime.serving.http.endpoints import make_app
 from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.model_loader import (
@@ -192,7 +193,7 @@ def serve(
 
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))
-        giving = asyncio.ensure_future(_give_back_memory(server.models))
+        giving = asyncio.ensure_future(_give_back_memory())
         while not is_stopping() and not serving.done():
             server.models.unload_idle()
             await asyncio.sleep(_LOOK_S)
@@ -217,16 +218,11 @@ def serve(
         asyncio.run(run())
 
 
-async def _give_back_memory(models: ModelTable) -> None:
+async def _give_back_memory() -> None:
     clock = asyncio.get_running_loop().time
     given_s, resident = clock(), resident_bytes()
-    freezes = gc.get_freeze_count() > 0
     while True:
         await asyncio.sleep(_CHURN_S)
-        if freezes and not gc.get_freeze_count() and not models.num_users:
-            # a model was unloaded; cycles of requests must not be frozen with what stays
-            gc.collect()
-            gc.freeze()
         if clock() - given_s >= _GIVE_BACK_S or resident_bytes() > resident + _CHURN_BYTES:
             await asyncio.to_thread(_collect_garbage)
             given_s, resident = clock(), resident_bytes()
@@ -301,13 +297,16 @@ def run_server(
         if body_bytes is None:
             is_seeing = any(place.takes_pictures for place in loader.places)
             body_bytes = _BODY_WITH_PICTURES if is_seeing else limits.body_bytes
+        responses = None
+        if (disk_bytes := settings.prefix_disk_bytes) is not None:
+            responses = DigestFiles(user_cache("prefixes"), disk_bytes, "responses")
         server = Server(
             models=ModelTable(loader.places, loader, idle_s=settings.idle_s, log=log),
             limits=replace(limits, body_bytes=body_bytes),
             access=settings.access,
             log=log,
             loads_adapters=settings.loads_adapters,
-            kept=KeptResponses(user_cache("responses") if settings.prefix_disk_bytes else None),
+            kept=KeptResponses(responses),
         )
         # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)

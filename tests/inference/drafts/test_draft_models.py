@@ -18,6 +18,7 @@ from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.draft_models import MOST_DRAFTED, DraftPlan, ModelDrafts
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
 
 NEW = 40
@@ -111,6 +112,54 @@ def test_texts_share_the_memory_that_is_set_aside(folder):
         held = [one.num_cached for one in texts if one.cache is not None]
         assert sum(held) <= 64
         assert len(source.draft([text], [3])[0]) == 3
+
+
+def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(folder):
+    source = plan_of(folder).load(None, 128)
+    texts = [source.new() for _ in range(4)]
+    for text in texts[:2]:
+        text.extend(range(20))
+    texts[2].extend(range(3))
+    num_drafts = 0
+    for step in range(12):
+        for text in texts:
+            text.extend(range(7))
+        caught_up(source, texts)
+        num_drafts += sum(map(bool, source.draft(texts, [3] * 4)))
+        layers = [one.cache.layers[0] for one in texts if one.cache is not None]
+        rooms = [layer.keys.untyped_storage().nbytes() // (4 * 2 * 8) for layer in layers]
+        assert 0 < sum(rooms) <= room_for(128), step
+    assert num_drafts > 12
+    texts[0].extend(range(20))  # nothing is kept of the others if it needs their place
+    caught_up(source, texts[:1])
+    assert len(source.draft(texts[:1], [3])[0]) == 3
+
+
+@pytest.mark.parametrize("size", [5000, 4000])
+def test_a_draft_with_embeddings_of_another_size_drafts_what_both_know(size, tmp_path):
+    model = dense(LlamaForCausalLM, LlamaConfig(**{**SIZES, "vocab_size": size}), tmp_path)
+    model.lm_head.weight.data[4096:] *= 9
+    model.save_pretrained(tmp_path)
+    source = plan_of(tmp_path).load(None, 256)
+    text, other = source.new(), source.new()
+    text.extend(list(range(30)))
+    caught_up(source, [text])
+    for draft in (source.draft([text], [8])[0], source.draft([text], [1])[0]):
+        model.lm_head.weight.data[4096:] = 0.0
+        assert draft == expected(model, text.tokens, len(draft))
+        text.extend([9])
+    other.extend([5, 4050])
+    assert other.offer(4).most == (4 if size > 4096 else 0)
+
+
+def test_what_is_set_aside_grows_with_the_cache_alone(folder):
+    """Passes of drafts have few tokens, however long the texts are."""
+    plan = plan_of(folder)
+    per_token = 2 * 2 * 8 * 4  # keys and values of a layer: two heads of eight fp32 values
+    grown = (room_for(9216) - room_for(8192)) * per_token * (2 + 1)  # and a copy of one layer
+    assert plan.bytes_for(9216) - plan.bytes_for(8192) == grown == plan.context_step_bytes
+    mixture = plan_of(pocket_path())
+    assert mixture.bytes_for(9216) - mixture.bytes_for(8192) == mixture.context_step_bytes
 
 
 @pytest.fixture(scope="module")

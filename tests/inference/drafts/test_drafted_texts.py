@@ -1,5 +1,6 @@
 """With drafts, texts and logits have the bits that they have without."""
 
+import threading
 from typing import Any
 
 import moe_families
@@ -248,3 +249,33 @@ def test_drafts_that_nothing_could_verify_are_refused(options, message, tmp_path
     with pytest.raises(ValueError, match=message):
         moe_runtime.load(pocket_path(), **options)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_trial_calls_the_model_while_another_thread_waits_for_it(drafted):
+    """The trials of an engine hold the passes of a model, and call it."""
+    entered, found = threading.Event(), []
+    single = drafted._drafts._single_token
+
+    def call() -> None:
+        found.append(drafted(PROMPT).logits)
+
+    def told_of(given: Any) -> Any:
+        entered.set()
+        return single(given)
+
+    drafted._drafts._single_token = told_of
+    other = threading.Thread(target=call, daemon=True)
+
+    def trial() -> None:
+        with drafted._steps.muted():
+            other.start()
+            entered.wait(0.2)  # where locks have two orders, the other thread has one of them now
+            call()
+
+    mine = threading.Thread(target=trial, daemon=True)
+    mine.start()
+    for thread in (mine, other):
+        thread.join(60)
+        assert not thread.is_alive()
+    del drafted._drafts._single_token
+    assert torch.equal(*found)

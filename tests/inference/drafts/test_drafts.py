@@ -114,6 +114,19 @@ def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
     assert spent < begun + 1000 * 0.6
 
 
+def test_one_slow_draft_is_not_held_against_later_ones():
+    """The first one reads weights from a disk, which takes as long as five steps."""
+    control, num_drafts = DraftControl(MOST), 0
+    for _ in range(1200):
+        (count,) = control.choose([Offer(8, 0)])
+        drafting_s = 0.02 * count if num_drafts else 5.0
+        control.measured(1, 1 + count, 1 + 0.05 * count, drafting_s if count else 0.0)
+        if count:
+            control.judged(0, count, has_failed=False)
+        num_drafts += bool(count)
+    assert num_drafts > 400
+
+
 def test_several_sequences_share_the_rows():
     spent, control = run(lambda rows: 1 + 0.05 * rows, lambda _: True, 200, num_sequences=3)
     assert spent < 200 * 1.15 * 0.45

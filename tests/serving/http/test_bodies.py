@@ -8,12 +8,13 @@ import pytest
 from http_server import ScriptedEngine, Served
 
 from moe_runtime.serving.http import endpoints
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, TooLongError, too_long
 from moe_runtime.serving.http.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Message,
+    named,
     parse_body,
 )
 from moe_runtime.serving.requests import (
@@ -291,3 +292,11 @@ def test_a_text_that_is_a_little_too_long_is_counted(refusing, tokenizer):
     status, found = site.ask("/v1/completions", {"prompt": text})
     assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
     assert f"has {num_tokens} tokens" in found["error"]["message"]
+
+
+def test_an_error_with_another_name_stays_what_it_is() -> None:
+    with pytest.raises(TooLongError) as caught, named({"messages": "input"}):
+        raise too_long("9 tokens", 4, "messages.0")
+    assert caught.value.param == "input.0"
+    assert caught.value.message.startswith("input.0: has 9 tokens; ")
+    assert caught.value.of_anthropic == "prompt is too long: 9 tokens > 4 maximum"

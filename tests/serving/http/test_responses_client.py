@@ -6,12 +6,16 @@ import contextlib
 import itertools
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pydantic
 import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.serving.digest_files import DigestFiles
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.schema import Message
@@ -211,36 +215,49 @@ def test_the_oldest_responses_go_first():
     assert found == ["4", "5"]
 
 
-def test_responses_on_the_disk_are_found_by_later_servers(tmp_path):
-    folder = tmp_path / "responses"
-    messages = [Message(role="user", content="naïve")]
-    made: list[set[str]] = []
-    for number in range(6):
-        kept = KeptResponses(folder, most_bytes=500)
-        kept.put("a key", {"id": str(number), "text": "x" * 60}, messages)
-        made.append({file.name for file in folder.iterdir()})
-        for age, file in enumerate(sorted(folder.iterdir(), key=os.path.getmtime)):
+def test_responses_on_the_disk_are_found_by_every_server(tmp_path, monkeypatch):
+    folder = tmp_path / "prefixes"
+    messages = [Message(role="user", content="naïve" * 1000)]
+
+    def server(most_bytes: int = 40960) -> KeptResponses:
+        return KeptResponses(DigestFiles(folder, most_bytes, "responses"))
+
+    def files() -> list[Path]:
+        return [file for file in folder.iterdir() if len(file.name) == 64]
+
+    both = server(), server()
+    for number in range(9):
+        both[number % 2].put("a key", {"id": str(number)}, messages)
+        for age, file in enumerate(sorted(files(), key=os.path.getmtime)):
             os.utime(file, (age, age))  # no clock tells two from one another
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 500
-    later = KeptResponses(folder, most_bytes=500)
-    assert later.messages("a key", "5") == messages
-    assert later.response("a key", "5")["id"] == "5"
-    for owner, name in (("", "5"), ("a key", "0")):
+        assert sum(-(-file.stat().st_size // 4096) * 4096 for file in files()) <= 40960
+    assert both[0].messages("a key", "8") == messages
+    assert both[1].response("a key", "7")["id"] == "7"
+    for owner, name in (("", "8"), ("a key", "0")):
         with pytest.raises(ApiError, match="others take their place"):
-            later.response(owner, name)
-    (newest,) = made[5] - made[4]
-    for content in (b"", (folder / newest).read_bytes()[:-1]):
-        (folder / newest).write_bytes(content)
+            both[0].response(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(13, "not allowed")))
+        with pytest.raises(ApiError, match="not allowed"):
+            both[0].delete("a key", "8")
+    for one in (server(), *both):
+        assert one.response("a key", "8")["id"] == "8"
+    both[0].delete("a key", "8")
+    for one in (server(), *both):
         with pytest.raises(ApiError):
-            later.messages("a key", "5")
-        assert not (folder / newest).exists()
-    later.delete("a key", "4")
+            one.response("a key", "8")
+    for file in files():
+        file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ApiError):
-        KeptResponses(folder).response("a key", "4")
-    blocked = tmp_path / "file"
-    blocked.touch()
-    with pytest.raises(ValueError, match="--prefix-disk"):
-        KeptResponses(blocked / "responses")
+        both[0].messages("a key", "7")
+    # what is larger than all may be, and what the disk refuses, stays in memory
+    large = [Message(role="user", content="x" * 50000)]
+    with pytest.warns(MoERuntimeWarning, match="responses are not kept on the disk"):
+        both[0].put("", {"id": "large"}, large)
+    assert both[0].messages("", "large") == large
+    both[0].delete("", "large")
+    with pytest.raises(ApiError):
+        both[0].messages("", "large")
 
 
 def test_log_probabilities_are_those_of_a_chat(site):
@@ -354,6 +371,13 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
     assert again.status == "completed"
 
 
+CHOICE = {"type": "custom", "name": "weather"}
+
+
+def tool_of(**form: str) -> dict[str, Any]:
+    return {"type": "custom", "name": "weather", "format": form}
+
+
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
 
@@ -366,6 +390,12 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": IMAGE}, "input.0"),
         ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": "Hi", "tools": [TOOL, TOOL]}, "tools"),
+        ({"input": "Hi", "tools": [TOOL, {"type": "custom", "name": "weather"}]}, "tools"),
+        ({"input": "Hi", "tools": [TOOL], "tool_choice": CHOICE}, "tool_choice.name"),
+        ({"input": "Hi", "tool_choice": CHOICE}, "tool_choice.name"),
+        ({"input": "Hi", "tools": [tool_of(type="grammar")]}, "tools.format.syntax"),
+        ({"input": "Hi", "tools": [tool_of(type="grammar", syntax="lark")]}, "tools.format.def"),
+        ({"input": "Hi", "tools": [tool_of(type="text", definition="x")]}, "tools.format.def"),
         ({"input": "Hi", "background": True}, "background"),
         ({"input": "Hi", "include": ["file_search_call.results"]}, "include"),
         ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),

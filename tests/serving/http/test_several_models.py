@@ -1,5 +1,6 @@
 """Several models behind one address: names, one budget, one computing at a time."""
 
+import gc
 import threading
 import time
 import weakref
@@ -126,6 +127,7 @@ def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
         for name in ("one", "two"):
             assert site.ask("/models/unload", {"model": name}) == (200, {"success": True})
             settled(site, name, "unloaded")
+            assert gc.get_freeze_count()  # or each look for cycles passes over the whole server
         assert [ref() for ref in models] == [None] * len(models)
         assert 'model_name="one"' not in site.ask("/metrics")[1].partition("vllm:time_to")[0]
         assert site.ask("/models/load", {"model": "two"}) == (200, {"success": True})

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engine_events import ask, greedy, request_of
@@ -16,6 +17,7 @@ from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.http import dividing
 from moe_runtime.serving.http.dividing import SlotSharing
+from moe_runtime.serving.http.model_loader import ModelLoader
 
 ALL = NUM_LAYERS * NUM_EXPERTS
 FAIR = 12
@@ -164,3 +166,14 @@ def test_what_no_working_model_has_use_for_stays_with_the_others(checkpoint, sta
     assert found[0] == ALL
     assert sum(found) >= number * FAIR - number  # less than a slot of each is too little for one
     assert min(found) >= MIN_SLOTS
+
+
+def test_others_get_the_room_of_a_model_whose_end_fails() -> None:
+    loader = ModelLoader.__new__(ModelLoader)
+    sharing = Mock()
+    vars(loader).update(_sharing=sharing, _open={"a": (None, stack := contextlib.ExitStack())})
+    stack.callback(Mock(side_effect=OSError("broken")))
+    with pytest.raises(OSError, match="broken"):
+        loader.unload("a")
+    sharing.leave_room.assert_called_once_with()
+    assert not loader.loaded()
