@@ -18,6 +18,8 @@ FOREIGN = {
     "manylinux_2_28",
     "GPU_ARGS",
     "NAME_OR_FILE",
+    "LLAMA_CPP",
+    "GradScaler",
     "TRITON_INTERPRET",
     "llama.cpp",
     "malloc.h",
