@@ -28,8 +28,6 @@ FOREIGN = {
     "first_in.py",
     "FILE.py",
     "PEER.py",
-    "GradScaler",
-    "LLAMA_CPP",
 }
 
 
