@@ -1,5 +1,5 @@
-/* Shared declarations of the native CPU kernels: the C interface that library.py loads with ctypes, the thread pool, and the
- * table of functions that every instruction set provides. Small integers stand for types and layouts, as ctypes passes them. */
+/* Shared declarations of the native CPU kernels: the C interface that __init__.py loads with ctypes, the thread pool, and
+ * the functions that every instruction set provides. Small integers stand for types and layouts, as ctypes passes them. */
 #pragma once
 
 #include "convert.h"
@@ -28,7 +28,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Raised with every incompatible change of this interface; library.py refuses another number. */
+/* Raised with every incompatible change of this interface; __init__.py refuses another number. */
 #define MOE_ABI_VERSION 31
 
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };

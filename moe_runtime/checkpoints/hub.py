@@ -226,7 +226,9 @@ _QUANTISATION = re.compile(
 _USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_0", "Q8_0")
 """Of several quantisations, the first of these is taken where none is named."""
 _ABOUT_DATA = re.compile(r"(?:^|/)(?:dataset_infos?|state)\.json$")
-_NOT_TRAINING = re.compile(r"test|valid|eval|dev", re.IGNORECASE)
+_PART_OF_DATA = re.compile(
+    r"(?i)(?<![a-z])(?:(?:train|test)(?:ing)?|valid(?:ation)?|val|dev|eval(?:uation)?)(?![a-z])"
+)  # the words of the datasets library; the last in a path says its part
 _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
 """GGUF files that hold no language model."""
 
@@ -438,7 +440,8 @@ def download(name: HubName, *, weights: bool, progress: Progress | None = None) 
 def download_files(
     name: HubName, kinds: tuple[str, ...], progress: Progress | None = None
 ) -> list[Path]:
-    """Downloads a data set's files of some kinds: of its parts, the one for training."""
+    """Downloads a data set's files of some kinds: of its parts, the one for training. Raises
+    CheckpointError: it has none, or several folders have some and none is named."""
     found = _ask(name)
     below = name.file.rstrip("/")
     own = [
@@ -447,8 +450,14 @@ def download_files(
         if file.lower().endswith(kinds) and not _ABOUT_DATA.search(file)
         if not below or file == below or file.startswith(f"{below}/")
     ]
-    chosen = [file for file in own if file == below or "train" in file]
-    chosen = chosen or [file for file in own if not _NOT_TRAINING.search(file)]
+    parts = {one: "".join(_PART_OF_DATA.findall(one[len(below) :])[-1:]).lower() for one in own}
+    chosen = [file for file in own if parts[file].startswith("train")]
+    chosen = chosen or [file for file in own if not parts[file]]
+    tops = {re.sub("/+[^/]*$|^/+", "", _PART_OF_DATA.sub("", f"/{file}")): file for file in chosen}
+    if not below and len(tops) > 1:
+        there = sorted(file.rpartition("/")[0] or file for file in tops.values())
+        advice = f"name one or several, such as {name.repository}/{there[0]}"
+        raise CheckpointError(f"{name.repository} has several sets, {clipped(there)}: {advice}")
     if not chosen:
         raise CheckpointError(
             f"{name.repository} has no files of {', '.join(kinds)}{' below ' * bool(below)}{below} "

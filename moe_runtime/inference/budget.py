@@ -133,10 +133,8 @@ def reserve_for(
     for many rows, and a part of an expert is copied while it is put in order.
     """
     config, dtype = checkpoint.config, checkpoint.dtype
-    kv_token, passed = (
-        kv_bytes_per_token(config, dtype, kv_cache),
-        min(max_tokens, in_pass or max_tokens),
-    )
+    kv_token = kv_bytes_per_token(config, dtype, kv_cache)
+    passed = min(max_tokens, in_pass or max_tokens)
     activations = passed * activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)

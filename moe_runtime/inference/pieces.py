@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from moe_runtime.checkpoints.transformers_private import cache_name
+from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.inference.sequence_cache import can_share_a_pass
 from moe_runtime.inference.steps import too_long
@@ -28,7 +30,8 @@ ANSWERS_MORE = ("output_attentions", "output_hidden_states", "output_router_logi
 """Settings with which a model answers more than logits."""
 _BY_TOKEN = ("input_ids", "inputs_embeds")
 _AS_THEY_ARE = ("return_dict", "tokenizer", "assistant_tokenizer")
-_OF_PICTURES = ("pixel_values", "image_")
+_OF_PICTURES = ("pixel_values", "image_", "mm_encoder_outputs")
+_PICTURE_MARKS = [f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")]
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -53,7 +56,8 @@ class Pieces:
 
     A piece's tokens attend to those before it through the cache, as those of a conversation do. A
     picture stays whole, and with it what comes before it. A call is one pass if gradients, a loss
-    or more than logits are asked for, and with a cache that is no ``DynamicCache``.
+    or more than logits are asked for, and with a cache that is no ``DynamicCache``. One that is
+    longer than memory was set aside for warns, unless what it asks for is known to take more.
     """
 
     def __init__(self, model: Any, most_tokens: int, max_tokens: int) -> None:
@@ -69,12 +73,24 @@ class Pieces:
         tokens than memory is set aside for."""
         given = {**kwargs, **dict(zip(self._names, args, strict=False))}
         given = {name: value for name, value in given.items() if value is not None}
+        if not given.get("mm_encoder_outputs", True):  # of a text without pictures
+            del given["mm_encoder_outputs"]
         tokens = next((given[name] for name in _BY_TOKEN if name in given), None)
         if tokens is None or tokens.shape[0] * tokens.shape[1] <= self.most_tokens:
             return run(*args, **kwargs)
         first, cache = self._first_end(model, given), given.pop(self._cache_name, None)
-        num_cached = int(cache.get_seq_length()) if first is not None and cache is not None else 0
-        if first is None or not _has_positions(model, given, num_cached):
+        is_known = isinstance(first, int) and cache is not None
+        num_cached = int(cache.get_seq_length()) if is_known else 0
+        if isinstance(first, int) and not _has_positions(model, given, num_cached):
+            first = "pictures whose places are unknown"
+        if not isinstance(first, int):
+            if first:
+                warnings.warn(
+                    f"more than {self.most_tokens} new tokens with {first} are one pass, which "
+                    "takes memory beyond the budget: give fewer at a time, or a smaller budget",
+                    MoERuntimeWarning,
+                    stacklevel=1,
+                )
             return run(*args, **kwargs)
         num_sequences, num_new = tokens.shape[:2]
         most = max(self.most_tokens // num_sequences, 1)
@@ -83,7 +99,8 @@ class Pieces:
             raise too_long(num_sequences, num_cached + num_new, self._max_tokens)
         text = model.config.get_text_config(decoder=True)
         is_cached = given.pop("use_cache", getattr(text, "use_cache", True))
-        keep = given.pop("logits_to_keep", 0) or num_new
+        keep = given.pop("logits_to_keep", 0)
+        keep = keep if keep > 0 else max(num_new + keep, 0)  # a negative one leaves out the first
         if cache is None:
             cache = DynamicCache(config=model.config)
             give_room(cache, model)
@@ -100,40 +117,46 @@ class Pieces:
         assert out is not None
         left_out = () if is_cached else (self._cache_name,)
         answer = {name: value for name, value in out.items() if name not in left_out}
+        kept = kept or [out.logits[:, :0]]
         return type(out)(**(answer | {"logits": kept[0] if len(kept) == 1 else torch.cat(kept, 1)}))
 
-    def _first_end(self, model: Any, given: Mapping[str, Any]) -> int | None:
-        """Tokens up to the end of the last picture; None where the call is not cut."""
+    def _first_end(self, model: Any, given: Mapping[str, Any]) -> int | str:
+        """Tokens up to the end of the last picture; or why the call is not cut, empty where it is
+        known to take more than was set aside."""
         cache, mask = given.get(self._cache_name), given.get("attention_mask")
-        is_other = cache is not None and type(cache) is not DynamicCache
-        if is_other or hasattr(cache, "number_requests"):  # whose owner cuts
-            return None
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
-            return None
-        keep, config = given.get("logits_to_keep", 0), model.config.get_text_config(decoder=True)
-        if not isinstance(keep, int) or given.get("return_dict") is False:
-            return None
-        if any(given.get(name, getattr(config, name, False)) for name in ANSWERS_MORE):
-            return None
-        if torch.is_grad_enabled() and any(
+        config = model.config.get_text_config(decoder=True)
+        more = [name for name in ANSWERS_MORE if given.get(name, getattr(config, name, False))]
+        has_gradients = torch.is_grad_enabled() and any(
             isinstance(one, torch.Tensor) and one.requires_grad
             for one in chain(given.values(), model.parameters())
-        ):
-            return None
+        )
+        is_served = hasattr(cache, "number_requests")  # whose owner cuts
+        if is_served or has_gradients or "labels" in given or "output_hidden_states" in more:
+            return ""
+        if more:
+            return more[0]
+        if cache is not None and type(cache) is not DynamicCache:
+            return f"a {type(cache).__name__}"
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+            return "an attention mask for each pair of tokens"
+        if not isinstance(given.get("logits_to_keep", 0), int):
+            return "logits_to_keep as a tensor"
+        if given.get("return_dict") is False:
+            return "return_dict=False"
         known = {*_BY_TOKEN, *_AS_THEY_ARE, *ANSWERS_MORE, self._cache_name, "attention_mask"}
         known |= {"use_cache", "logits_to_keep", "position_ids", "cache_position"}
         rest = [name for name in given if name not in known and not name.endswith("type_ids")]
-        if not all(name.startswith(_OF_PICTURES) for name in rest):
-            return None
+        if unknown := [name for name in rest if not name.startswith(_OF_PICTURES)]:
+            return unknown[0]
         if not rest:
             return 0
         kinds = next((given[name] for name in _KINDS if name in given), None)
         if kinds is None:
-            marks = (getattr(model.config, f"image_token_{end}", None) for end in ("id", "index"))
-            mark = next((one for one in marks if one is not None), None)
-            if mark is None or "input_ids" not in given:
-                return None
-            kinds = given["input_ids"] == mark
+            marks = [getattr(model.config, name, None) for name in _PICTURE_MARKS]
+            marks = [one for one in marks if one is not None]
+            if not marks or "input_ids" not in given:
+                return "pictures whose places are unknown"
+            kinds = torch.isin(given["input_ids"], torch.tensor(marks))
         places = kinds.any(0).nonzero()
         return int(places[-1]) + 1 if len(places) else 0
 
@@ -159,10 +182,13 @@ def _has_positions(model: Any, given: dict[str, Any], num_cached: int) -> bool:
     owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
     if owner is None or "position_ids" in given:
         return True
-    if num_cached or "input_ids" not in given:
+    if num_cached:  # the model counts on from the cache, as it does for the whole call
+        return owner.rope_deltas is not None or not any(n.startswith(_OF_PICTURES) for n in given)
+    if "input_ids" not in given:
         return False
     ids, names = given["input_ids"], ("image_grid_thw", "attention_mask")
-    kinds = next((given[name] for name in _KINDS if name in given), torch.zeros_like(ids))
+    told = [given[name] for name in _KINDS if name in given and "image_grid_thw" in given]
+    kinds = told[0] if told else torch.zeros_like(ids)
     known = {name: given[name] for name in names if name in given}
     found = owner.get_rope_index(input_ids=ids, mm_token_type_ids=kinds, **known)
     given["position_ids"], owner.rope_deltas = found

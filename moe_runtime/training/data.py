@@ -147,14 +147,16 @@ def _is_records(text: str) -> bool:
 
 
 _SPEAKER = re.compile(
-    r"^\W{0,5}(?:im_start\W+)?(user|human|instruction|assistant|gpt|bot|response)\W{1,4}",
+    r"^\W{0,5}(?:im_start\W+|(?=\w+[^\w\n]{0,3}[:>\])]))"
+    r"(user|human|instruction|assistant|gpt|bot|response)\b",
     re.IGNORECASE | re.MULTILINE,
 )
 _ASKS = ("user", "human", "instruction")
 
 
 def looks_like_chat(text: str) -> bool:
-    """Whether lines of a text begin with the names of those that talk, on both sides."""
+    """Whether lines of a text begin with the names of those that talk, on both sides, as
+    `User:`, `<|user|>` or `im_start` have them."""
     found = {match[1].lower() in _ASKS for match in _SPEAKER.finditer(text[:65536])}
     return len(found) == 2
 
@@ -535,6 +537,9 @@ def held_out_windows(
 def windows_of(
     streams: Mapping[str, TokenStreams], config: LoopConfig
 ) -> tuple[Batches, dict[str, npt.NDArray[np.int64]]]:
+    is_packed = any(isinstance(stream.training, Examples) for stream in streams.values())
+    if config.data.short_context and is_packed:
+        raise ValueError("short_context divides text, and records stay whole: leave it out")
     batches = Batches(
         {name: stream.training for name, stream in streams.items()},
         {name: source.weight for name, source in config.data.sources.items()},
@@ -546,7 +551,10 @@ def windows_of(
         name: held_out_windows(stream.held_out, context=context, most_tokens=most_tokens)
         for name, stream in streams.items()
     }
-    return batches, {name: windows for name, windows in held_out.items() if len(windows)}
+    held_out = {name: windows for name, windows in held_out.items() if len(windows)}
+    if config.run.patience and not held_out:
+        raise ValueError("patience needs held-out text: name a file of it, or a share")
+    return batches, held_out
 
 
 def check_groups(

@@ -27,26 +27,28 @@ class Examples:
     """Documents, none longer than a row.
 
     Attributes:
-        ids, trained: `[T]`: the documents one after another, and which tokens are targets.
+        ids, trained: `[T]`: the documents one after another, and which tokens are targets; ids are
+            uint16 where all of them fit, uint32 otherwise.
         ends: `[documents]`: where each of them ends.
         shares_rows: whether several documents may lie in a row.
     """
 
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.unsignedinteger[Any]]
     trained: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int64]
     shares_rows: bool
 
     @classmethod
     def of(
-        cls, documents: Iterable[tuple[Sequence[int], Sequence[bool]]], *, shares_rows: bool
+        cls, documents: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], *, shares_rows: bool
     ) -> Examples:
         """Joins documents: the ids of each, and which of them are targets."""
-        pairs = list(documents)
-        lengths = [len(ids) for ids, _ in pairs]
-        ids, trained = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
-        ends = np.cumsum(np.array(lengths, np.int64))
-        return cls(np.array(ids, np.int64), np.array(trained, np.bool_), ends, shares_rows)
+        empty = np.zeros(0, np.uint32), np.zeros(0, np.bool_)
+        pairs = [(np.asarray(ids, np.uint32), np.asarray(own, np.bool_)) for ids, own in documents]
+        ids, trained = (np.concatenate(parts) for parts in zip(empty, *pairs, strict=True))
+        is_narrow = not len(ids) or ids.max() < 1 << 16
+        ends = np.cumsum([len(own) for own, _ in pairs], dtype=np.int64)
+        return cls(ids.astype(np.uint16) if is_narrow else ids, trained, ends, shares_rows)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -61,7 +63,7 @@ class Examples:
     def digest(self) -> bytes:
         found = hashlib.sha256()
         for part in (self.ids, self.trained, self.ends):
-            found.update(part.tobytes())
+            found.update(part.data)
         found.update(bytes([self.shares_rows]))
         return found.digest()
 
@@ -149,10 +151,12 @@ def trimmed(windows: Tensor) -> Tensor:
 
 
 def held_out_rows(examples: Examples, *, context: int, most_tokens: int) -> npt.NDArray[np.int64]:
-    """Rows of held-out documents, each document once: `[N, C + 1, 3]`."""
-    rows = packed(examples, context, [0])[: max(1, most_tokens // context)]
+    """Rows of held-out documents, each document once: `[N, C + 1, 3]`; the same in every run."""
+    rows = packed(examples, context, [0])
+    # packed rows begin with the longest documents
+    order = np.random.default_rng(0).permutation(len(rows))[: max(1, most_tokens // context)]
     return (
-        np.stack([examples.row(row, context) for row in rows])
+        np.stack([examples.row(rows[number], context) for number in order])
         if rows
         else np.zeros((0, context + 1, 3), np.int64)
     )

@@ -209,11 +209,14 @@ class Trainer:
             OSError: a checkpoint or a record cannot be written.
         """
         run = self._config.run
-        while self.step < run.steps and not self._has_stalled():
+        measured = self._measured_before()
+        stalled = self._has_stalled(measured)
+        while self.step < run.steps and not stalled:
             self._emit(self._take_step(), on_record)
             is_last = self.step == run.steps
             if is_last or _is_due(self.step, run.evaluate_every):
-                self._evaluate(on_record)
+                measured += self._evaluate(on_record)
+                stalled = self._has_stalled(measured)
             # skipped steps change nothing, and would take the place of earlier checkpoints
             if is_last or (_is_due(self.step, run.checkpoint_every) and not self.skipped.in_a_row):
                 self.save()
@@ -221,20 +224,23 @@ class Trainer:
                 break
         self.save()
         self.optimizer.wait()
-        return self.step >= run.steps or self._has_stalled()
+        return self.step >= run.steps or stalled
 
-    def _has_stalled(self) -> bool:
+    def _measured_before(self) -> list[float]:
+        """The mean held-out losses before this run went on, in rank 0, which alone decides."""
+        if not self._config.run.patience or self._ranks.rank:
+            return []
+        records = read_records(self._run.output)
+        return [record["held_out_mean"] for record in records if "held_out_mean" in record]
+
+    def _has_stalled(self, measured: Sequence[float]) -> bool:
         """Whether the last `patience` measurements are no better than one before."""
         patience = self._config.run.patience
         if not patience:
             return False
-        measured = [
-            record["held_out_mean"]
-            for record in read_records(self._run.output)
-            if "held_out_mean" in record
-        ]
         before, last = measured[:-patience], measured[-patience:]
-        return bool(before) and min(last) >= min(before)
+        own = self._ranks.rank == 0 and bool(before) and min(last) >= min(before)
+        return self._ranks.any(own)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -376,10 +382,10 @@ class Trainer:
         return autocast_of(self._config.run.precision, self._run.device.type)
 
     @torch.no_grad()
-    def _evaluate(self, on_record: Callable[[Record], None]) -> None:
-        """Measures the held-out text, if any, and emits the record."""
+    def _evaluate(self, on_record: Callable[[Record], None]) -> list[float]:
+        """Measures the held-out text, emits the record and gives the mean; none without text."""
         if not self._run.held_out:
-            return
+            return []
         self._model.eval()
         nats: dict[str, float] = {}
         rows = self._config.data.windows_per_micro_batch
@@ -396,6 +402,7 @@ class Trainer:
             )
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)
+        return [mean]
 
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
         """Mean loss of windows in parts, which the data-parallel ranks compute in turn."""

@@ -583,6 +583,27 @@ def test_a_data_set_gives_its_files_for_training(hub, tmp_path, monkeypatch):
         found("maker/set/none")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert found("maker/set") == ["1"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def chosen(*names: str, below: str = "") -> list[str]:
+        own = f"maker/of-{len(hub.repositories)}"
+        for name in names:
+            (tmp_path / own / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / own / name).write_text(name)
+        hub.add(own, tmp_path / own)
+        return found(own + below)
+
+    for name in ("latest/constraints.jsonl", "devices.jsonl", "contest.jsonl", "train/a/0.jsonl"):
+        assert chosen(name, "train_eval.jsonl", "a/Validation-0.jsonl") == [name]
+    assert chosen("constraints.jsonl", "TRAIN2.jsonl", "training/3.jsonl") == [
+        "TRAIN2.jsonl",
+        "training/3.jsonl",
+    ]
+    several = ("main/train-0.jsonl", "socratic/train-0.jsonl", "main/test-0.jsonl")
+    with pytest.raises(CheckpointError, match=r"\['main', 'socratic'\]: .*/of-\d+/main"):
+        chosen(*several)
+    assert chosen(*several, below="/socratic") == ["socratic/train-0.jsonl"]
+    assert chosen("test/0.jsonl", "train/0.jsonl", below="/test") == ["test/0.jsonl"]
     for local in ("chats.jsonl", "texts/chats.jsonl", "texts/*", "/data/set"):
         assert data_set(local) is None
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 from moe_families import ADAPTED, FAMILIES
 from tiny_checkpoints import save, tiny_model
+from transformers import StaticCache
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
-from moe_runtime.errors import CapacityError
+from moe_runtime.errors import CapacityError, MoERuntimeWarning
 from moe_runtime.inference import pieces
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.pictures import PictureReader, Pictures, for_model
 from moe_runtime.models.pocket import pocket_path
 
-PASS, LENGTH, LIMIT = 7, 23, 96
+PASS, LENGTH, LIMIT = 7, 23, 128
 # as for families: sums in fp32 in another order, and a state's decay once more for each piece
 MAX_RELATIVE_ERROR = 2e-5
 WHOLE = {
@@ -111,17 +112,25 @@ def test_a_picture_stays_whole(name, tmp_path, monkeypatch):
     inputs = encode_messages(tokenizer, [{"role": "user", "content": content}], pictures)
     kinds = inputs["mm_token_type_ids"][0]
     rest = len(kinds) - 1 - int(kinds.nonzero()[-1])
-    logits = []
+    logits, texts = [], []
     for most in (LIMIT, PASS):
         with loaded(folder, monkeypatch, most, dtype="float32") as model:
             sizes = sizes_of(model, monkeypatch)
             begun = model(**for_model(model, inputs))
-            then = model(torch.tensor([[5]]), past_key_values=begun.past_key_values)
-            logits.append(torch.cat((begun.logits, then.logits), 1))
+            cache, text = begun.past_key_values, torch.arange(9)[None] + 5
+            calls = [begun, *(model(more, past_key_values=cache) for more in (text[:, :1], text))]
+            logits.append(torch.cat([call.logits for call in calls], 1))
+            # transformers makes the picture's rows before, or none
+            given = for_model(model, inputs), {"input_ids": text}
+            texts.append(
+                [model.generate(**one, max_new_tokens=2, do_sample=False) for one in given]
+            )
     expected = [len(kinds) - rest, *[PASS] * (rest // PASS), rest % PASS]
-    assert [size for _, size in sizes] == [*(size for size in expected if size), 1]
-    assert len(sizes) > 2
+    expected = [size for size in expected if size]
+    assert [size for _, size in sizes] == [*expected, 1, 7, 2, *expected, 1, 7, 2, 1]
+    assert len(expected) > 1
     assert error(*logits) < MAX_RELATIVE_ERROR
+    assert all(torch.equal(*each) for each in zip(*texts, strict=True))
 
 
 def test_int8_keys_and_drafts_go_on_from_pieces(monkeypatch):
@@ -140,10 +149,29 @@ def test_what_asks_for_more_than_logits_is_one_pass(monkeypatch):
         model(ids, labels=ids)
         assert len(model(ids, output_hidden_states=True).hidden_states[0][0]) == LENGTH
         assert sizes == [(1, LENGTH)] * 2
+        static = StaticCache(config=model.config, max_cache_len=LENGTH)
+        for name, value, said in (
+            ("output_router_logits", True, "output_router_logits"),
+            ("past_key_values", static, "a StaticCache"),
+            ("logits_to_keep", torch.arange(2), "logits_to_keep as a tensor"),
+        ):
+            with pytest.warns(MoERuntimeWarning, match=f"more than 7 new tokens with {said} are"):
+                model(ids, **{name: value})
+        assert sizes == [(1, LENGTH)] * 5
     with loaded(pocket_path(), monkeypatch, PASS) as model, torch.inference_mode(False):
         embeds = model.get_input_embeddings()(ids).clone().requires_grad_()
         model(inputs_embeds=embeds).logits.sum().backward()
         assert bool(embeds.grad.abs().sum(-1).bool().all())
+
+
+def test_the_first_logits_can_be_left_out(monkeypatch):
+    ids = torch.arange(LENGTH)[None] + 30
+    with loaded(pocket_path(), monkeypatch, PASS) as model:
+        logits = model(ids).logits
+        for keep in (-5, -PASS, 1 - LENGTH, -LENGTH, -LENGTH - 1, LENGTH + 1):
+            assert torch.equal(
+                model(ids, logits_to_keep=keep).logits, logits[:, slice(-keep, None)]
+            )
 
 
 def test_too_much_is_refused_before_a_token_is_computed(monkeypatch):

@@ -31,6 +31,12 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
+def test_vectors_are_shuffled_by_what_every_compiler_has():
+    sources = [*(ROOT / "kernels/native").rglob("*.[ch]")]
+    assert len(sources) > 20
+    assert not [path for path in sources if "__builtin_shuffle(" in path.read_text()]  # gcc alone
+
+
 def test_describe(library):
     found = describe()
     assert found.problem is None

@@ -129,7 +129,7 @@ def test_groups_have_rates_of_their_own():
 
 
 def test_gradients_are_clipped_by_the_norm_of_all():
-    """Asked for before a step, or by the settings."""
+    """Asked for before a step, or by the settings; by the smaller of both."""
     plain, models = stack(), [stack(), stack()]
     trainings = [
         offloaded(
@@ -140,9 +140,13 @@ def test_gradients_are_clipped_by_the_norm_of_all():
         )
         for model, clip_norm in zip(models, (0.0, 0.01), strict=True)
     ]
+    models[0].loss(batches(1)[0]).backward()
+    trainings[0].clip_grad_norm(1e-4)
+    trainings[0].zero_grad()  # with the gradients that were to be clipped
     for number, x in enumerate(batches(2)):
         for model in (plain, *models):
             model.loss(x).backward()
+        trainings[1].clip_grad_norm(1.0)
         found = trainings[0].clip_grad_norm(0.01)
         if number == 0:
             gradients = [p.grad for p in plain.parameters() if p.grad is not None]
@@ -154,6 +158,8 @@ def test_gradients_are_clipped_by_the_norm_of_all():
     for layer in range(3):
         one, other = (training.stacked(layer) for training in trainings)
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        experts: Any = models[0].layers[layer].experts
+        assert all(torch.equal(t, experts.get_parameter(n)) for n, t in one.items())
     trainings[0].backward([lambda: models[0].loss(batches(1)[0])])
     with pytest.raises(UnsupportedUseError, match=r"give AdamW\(clip_norm"):
         trainings[0].clip_grad_norm(1.0)

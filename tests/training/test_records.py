@@ -20,11 +20,20 @@ from torch.nn.functional import cross_entropy
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.training.examples import PADDING, TRAINED, Examples, ExampleStream, trimmed
+from moe_runtime.training.data import looks_like_chat
+from moe_runtime.training.examples import (
+    PADDING,
+    TRAINED,
+    Examples,
+    ExampleStream,
+    held_out_rows,
+    trimmed,
+)
 from moe_runtime.training.finetune.checkpoint_model import CheckpointModel, shares_rows
 from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.records import read_records
 from moe_runtime.training.finetune.rendering import Renderer, encode_records, parts_of
+from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 CHAT = FORMATS["qwen2_moe"]
@@ -93,10 +102,14 @@ def test_other_kinds_of_records():
         ({"input_ids": 7}, "a list of numbers as input_ids, got 7"),
         *(
             ({"input_ids": [1, own]}, f"here: input_ids has {own}, expected .* below 999,")
-            for own in (-1, 2.5, True, None, 999)
+            for own in (-1, 2.5, True, None, 999, 10**19)
         ),
         ({"input_ids": [1, 2], "labels": [1, 3]}, "got 3 at 2"),
         ({"messages": CONVERSATION, "tools": "{"}, "tools is text that is not JSON"),
+        (
+            {"messages": [*CONVERSATION, {"role": "assistant", "tool_calls": 5}]},
+            "tool_calls, got 5",
+        ),
     ],
 )
 def test_bad_records_are_named(record, expected):
@@ -131,6 +144,9 @@ def test_files_of_records(tmp_path):
         found = list(read_records([file]))
         assert [record for _, record in found] == records, file
         assert all(place.startswith(f"{file}: ") for place, _ in found)
+    nulls = {"messages": [{"arguments": {"unit": None}}]}  # a tool's arguments may have some
+    (tmp_path / "n.jsonl").write_text(json.dumps(nulls | {"text": None}))
+    assert [record for _, record in read_records([tmp_path / "n.jsonl"])] == [nulls]
     for name, text, expected in [
         ("e.jsonl", '{"text": "a"}\n[1]', r"e\.jsonl: line 2 is no JSON object"),
         ("f.json", '[{"text": "a"}, 1]', r"f\.json: record 2 is no JSON object"),
@@ -170,6 +186,19 @@ def test_an_epoch_has_every_document_once_and_whole(lengths, seed, shares):
     # any fit leaves at most one row half empty
     most = 2 * sum(lengths) // 11 + 1 if shares else len(lengths)
     assert stream.windows_per_epoch <= most
+
+
+def test_held_out_rows_are_of_all_lengths():
+    documents = [([70_000] * length, [True] * length) for length in [90] * 20 + [9] * 200]
+    examples = Examples.of(documents, shares_rows=True)
+    rows = held_out_rows(examples, context=99, most_tokens=10 * 99)
+    with_long = int((rows[..., 1] == 89).any(1).sum())
+    assert len(rows) == 10
+    assert 0 < with_long < 10, "20 of 37 rows have one, and packing places them first"
+    assert (rows[..., 0][rows[..., 2] != PADDING] == 70_000).all()
+    assert (examples.ids.dtype, examples.trained.dtype) == (np.uint32, np.bool_)
+    assert Examples.of([([65_535], [True])], shares_rows=True).ids.dtype == np.uint16
+    assert len(held_out_rows(Examples.of([], shares_rows=True), context=9, most_tokens=9)) == 0
 
 
 def rows_of(lengths: list[int], shares: bool) -> torch.Tensor:
@@ -293,7 +322,10 @@ def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):
     config = chat_config(MIXTRAL, tmp_path, run={"steps": 9, "evaluate_every": 1, "patience": 2})
     with pytest.raises(ValueError, match="patience needs held-out text"):
         prepare(config)
-    measured = iter([3.0, 2.0, 2.5, 2.0, 1.0])
+    short = dataclasses.replace(config.data, short_context=48)
+    with pytest.raises(ValueError, match="short_context divides text"):
+        prepare(dataclasses.replace(config, data=short))
+    measured = iter([3.0, 2.0, 2.5, 2.0, *[1.0] * 5])
     monkeypatch.setattr(
         "moe_runtime.training.loop.Trainer._held_out_loss", lambda *_: next(measured)
     )
@@ -305,6 +337,11 @@ def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):
         train(trainer, stop_after=stop)
         trainer.close()
     assert trainer.step == 4
+    monkeypatch.setattr(OneRank, "rank", 1)  # what rank 0 alone decides, others do not
+    trainer = start(prepare(config), resume=True)
+    train(trainer, stop_after=9)
+    trainer.close()
+    assert trainer.step == 9
 
 
 def test_command(tmp_path, capsys, monkeypatch):
@@ -339,6 +376,23 @@ def test_command(tmp_path, capsys, monkeypatch):
         assert main([*words[:place], *more, *words[place:], "--dry-run"]) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
         assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("text", "is_chat"),
+    [
+        ("User: a\nAssistant: b\n", True),
+        ("**User**: a\n**Assistant**: b\n", True),
+        ("### Instruction:\na\n\n### Response:\nb\n", True),
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb", True),
+        ("<|user|>\na\n<|assistant|>\nb", True),
+        ("User interfaces have grown.\nResponse times fell: by half.\n", False),
+        ("Users: three\nResponses: none\n", False),
+        ("User: a\nUser: b\n", False),
+    ],
+)
+def test_chat_is_told_from_prose(text, is_chat):
+    assert looks_like_chat(text) == is_chat
 
 
 @pytest.mark.parametrize(

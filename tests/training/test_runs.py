@@ -194,6 +194,10 @@ def test_a_run_starts_from_exported_weights(tmp_path, capsys):
         ),
         (["CONFIG", "--set", "tokenizer={ path = 'texts' }"], "has no tokenizer.json"),
         (["CONFIG", "--set", "model.vocab_size=10"], "at least the tokenizer's"),
+        (
+            ["CONFIG", "--set", "run.patience=1", "--set", "data.held_out_share=0"],
+            "patience needs held-out text",
+        ),
         (["CONFIG", "--rezume"], "--rezume"),
     ],
 )

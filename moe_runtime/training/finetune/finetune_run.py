@@ -364,8 +364,6 @@ def prepare(
         streams = encode_corpora(corpora, tokenizer, cache=output / DATA, keeps=keeps_text)
     _check_vocabulary(checkpoint, streams)
     batches, held_out = windows_of(streams, config)
-    if config.run.patience and not held_out:
-        raise ValueError("patience needs held-out text: name a file of it, or a share")
     if epochs is not None:
         windows = epochs * batches.windows_per_epoch
         steps = max(1, round(windows / config.data.sequences_per_step))

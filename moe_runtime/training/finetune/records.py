@@ -21,7 +21,7 @@ def is_of_records(path: Path) -> bool:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every record of some files, and where it is; fields that are null are left out.
+    """Every record of some files, and where it is; its own fields that are null are left out.
 
     Raises:
         ValueError: a file is not what its name says; names the file and the line or row.
@@ -35,7 +35,7 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             found = _lines(path)
         for place, record in found:
-            yield f"{path}: {place}", _without_nulls(record)
+            yield f"{path}: {place}", {n: v for n, v in record.items() if v is not None}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -97,7 +97,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 return
             for row in rows:
                 number += 1
-                yield f"row {number}", row
+                yield f"row {number}", _without_nulls(row)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
@@ -34,6 +35,8 @@ from moe_runtime.training.run_config import DataConfig
 
 Document = tuple[list[int], list[bool]]
 """Token ids, and which of them are targets."""
+Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+"""A `Document` in 5 bytes a token."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -254,10 +257,12 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(given, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{place}: message {number} has no role; expected role and content")
-        found.append(message := dict(message))
-        if (content := message.get("content")) is not None:
-            message["content"] = _joined(f"{place}: message {number}", content)
+        found.append(message := {n: v for n, v in message.items() if v is not None})
+        if "content" in message:
+            message["content"] = _joined(f"{place}: message {number}", message["content"])
         if calls := as_json(message.get("tool_calls"), place, "tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError(f"{place}: expected a list as tool_calls, got {clipped(calls)}")
             message["tool_calls"] = [_call(place, call) for call in calls]
     return found
 
@@ -295,12 +300,12 @@ def encode_records(
     """
     source = data.sources[name]
     training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
-    held_out: list[Document] = []
+    held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
         held_out = _fitting(paths, renderer, data.context)
     elif data.held_out_share:
-        places = [place_of(np.array(ids, np.int64).tobytes()) for ids, _ in training]
+        places = [place_of(ids.astype(np.int64).tobytes()) for ids, _ in training]
         both = list(zip(places, training, strict=True))
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
@@ -310,9 +315,9 @@ def encode_records(
     return TokenStreams(sides[0], sides[1], found)
 
 
-def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Document]:
+def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Encoded]:
     """Documents that have targets, cut to the length of a row."""
-    found: list[Document] = []
+    found: list[Encoded] = []
     num_cut = num_empty = 0
     chat = ""
     for place, record in read_records(paths):
@@ -322,7 +327,7 @@ def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Do
         num_cut += len(ids) > context + 1
         ids, trained = ids[: context + 1], trained[: context + 1]
         if any(trained[1:]):
-            found.append((ids, trained))
+            found.append((np.array(ids, np.uint32), np.array(trained)))
         else:
             num_empty += 1
     if chat:

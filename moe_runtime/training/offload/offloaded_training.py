@@ -415,6 +415,10 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     def clip_grad_norm(self, max_norm: float) -> float:
         """Has the step to come clip by the true norm of all gradients, which it returns.
 
+        Args:
+            max_norm: largest norm; a smaller `clip_norm` of the settings, or one that was asked
+                for before, stays. 0 and infinity ask for the norm alone.
+
         Raises:
             UnsupportedUseError: `backward` may have updated experts already, or other processes
                 have gradients too.
@@ -425,8 +429,8 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
                 "the norm is known when all gradients are: give AdamW(clip_norm=...), which clips "
                 "in `step`"
             )
-        if math.isfinite(max_norm):  # else the norm alone is asked for
-            self.optimizer.clip_norm = max_norm
+        if math.isfinite(max_norm) and max_norm:
+            self.optimizer.clip_norm = min(max_norm, self.optimizer.clip_norm or max_norm)
         return self.optimizer.norm(self.dense.norm())[0]
 
     def attach(self, loop: T) -> T:

@@ -148,9 +148,7 @@ class ExpertOptimizer:
             for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
                 self.records.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
-        self.clip_norm = self.settings.clip_norm
-        self._norms.clear()
-        self.bad_experts.clear()
+        self._forget_norms()
         return norm, scale, is_skipped
 
     def norm(self, dense_norm: float) -> tuple[float, float]:
@@ -169,6 +167,10 @@ class ExpertOptimizer:
                 self.records.forget_gradient(key)
         self.records.abandon()
         self.records.roll_back()
+        self._forget_norms()
+
+    def _forget_norms(self) -> None:
+        self.clip_norm = self.settings.clip_norm
         self._norms.clear()
         self.bad_experts.clear()
 

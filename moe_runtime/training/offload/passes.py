@@ -83,10 +83,21 @@ class ExpertsExecutor(abc.ABC):
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
 
-    def stacked(self, layer: int) -> dict[str, Tensor]:
-        """Copies of a layer's parameters as its module had them, this process's experts first."""
-        experts = [self.expert(ExpertKey(layer, e)) for e in self._sites[layer].experts_here]
-        return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
+    def stacked(self, layer: int, only: str | None = None) -> dict[str, Tensor]:
+        """Copies of a layer's parameters as its module had them, this process's experts first.
+
+        Args:
+            only: name of the one parameter that is wanted.
+        """
+        found: dict[str, Tensor] = {}
+        experts = self._sites[layer].experts_here
+        for place, number in enumerate(experts):
+            for name, tensor in self.expert(ExpertKey(layer, number)).items():
+                if only in (None, name):
+                    if not place:
+                        found[name] = tensor.new_empty(len(experts), *tensor.shape)
+                    found[name][place] = tensor
+        return found
 
 
 class LayerExecutor(ExpertsExecutor):
@@ -606,7 +617,7 @@ class OffloadedTrainingExperts(AbsentExperts):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A copy of a parameter as the module had it, for exporters; no part of the module."""
-        return nn.Parameter(self._executor.stacked(self.layer)[target], requires_grad=False)
+        return nn.Parameter(self._executor.stacked(self.layer, target)[target], requires_grad=False)
 
 
 @contextlib.contextmanager
