@@ -8,8 +8,7 @@ PACKAGES = ("moe-runtime", "torch", "transformers")
 VARIANTS = ("int8", "planes", "none", "lookup", "mtp", "lru", "reuse", "off", "enforce", "auto",
             "next-gate", "running-counts", "eam", "trained", "taught")  # fmt: skip
 DEVICES = ("cpu", "cuda")
-_OF = ("activations", "cache_code", *3 * ["draft"], *2 * ["policy"], *3 * ["prefetch"],
-       *3 * ["predictor"])  # fmt: skip
+_OF = f"activations cache_code {3 * 'draft '}{2 * 'policy '}{3 * 'prefetch '}{3 * 'predictor '}"
 
 
 class Peer:
@@ -20,7 +19,7 @@ class Peer:
         self._torch.set_num_threads(settings["num_threads"])
         names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant", "routes"}
         words = str(settings.get("variant")).split("+")
-        named = {option: word for option, word in zip(_OF, VARIANTS, strict=False) if word in words}
+        named = {of: word for of, word in zip(_OF.split(), VARIANTS, strict=False) if word in words}
         self._options: dict[str, Any] = {name: settings[name] for name in names} | named
         self._path, self._routes, self._cache = settings["model"], settings.get("routes"), {}
 

@@ -79,8 +79,8 @@ class Pieces:
         if tokens is None or tokens.shape[0] * tokens.shape[1] <= self.most_tokens:
             return run(*args, **kwargs)
         first, cache = self._first_end(model, given), given.pop(self._cache_name, None)
-        is_known = isinstance(first, int) and cache is not None
-        num_cached = int(cache.get_seq_length()) if is_known else 0
+        is_cut = isinstance(first, int)
+        num_cached = int(cache.get_seq_length()) if is_cut and cache is not None else 0
         if isinstance(first, int) and not _has_positions(model, given, num_cached):
             first = "pictures whose places are unknown"
         if not isinstance(first, int):

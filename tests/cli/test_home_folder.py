@@ -13,7 +13,7 @@ from training_runs import CONFIG, write_run
 
 from moe_runtime.benchmarks.suite.peers import split_peer
 from moe_runtime.checkpoints.opening import find_checkpoint
-from moe_runtime.cli.commands.finetune import _pattern
+from moe_runtime.cli.commands.finetune import _patterns
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
@@ -91,7 +91,7 @@ def test_a_dot_makes_it_a_plain_name(home):
     whole = Path("~/trace.npz").read_bytes()
     assert main(["report", "./~/trace.npz", "-o", "./~/trace.npz", "--predictor", "none"]) == 2
     assert Path("~/trace.npz").read_bytes() == whole
-    assert _pattern("./~") == "./~/**/*.txt"
+    assert _patterns("./~", print) == ["./~/**/*.txt"]
 
 
 def test_names_within_words(home, capsys):

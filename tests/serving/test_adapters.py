@@ -294,7 +294,7 @@ def test_adapters_are_models_of_the_server(
 ) -> None:
     words = [f"{name}={folder}" for name, folder in folders.items()]
     loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
-    loading["kv_cache"] = "exact"
+    loading |= {"kv_cache": "exact", "draft": "none"}
     with started([str(base)], loading, words) as (site, ready):
         assert ready.loaded[0].moe.stats().budget_bytes < 64 << 20  # the rest is the adapters'
         _, listed = site.ask("/v1/models")
@@ -323,7 +323,7 @@ def test_adapters_are_loaded_and_unloaded_on_request(
 ) -> None:
     """As vLLM's endpoints; requests under way keep the adapter that they began with."""
     loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
-    loading["kv_cache"] = "exact"
+    loading |= {"kv_cache": "exact", "draft": "none"}
     memory = 2 * sum(AdapterFolder(folder).num_bytes for folder in folders.values()) + (1 << 20)
     options = {"loads_adapters": True, "adapter_bytes": memory}
 

@@ -226,7 +226,7 @@ def test_the_longest_prompt_of_which_nothing_but_numbers_is_asked_has_room(check
     with loaded(checkpoint, is_fused=False, tokens=192) as model, Engine(model, options) as engine:
         most = engine.most_request_tokens
         assert most == 192 - engine._rows.room
-        with pytest.raises(RequestTooLongError, match=f"may have {most}"):
+        with pytest.raises(RequestTooLongError, match=f"maximum context length is {most}"):
             ask(engine, request_of(prompt_of(most), 0))
         assert ask(engine, request_of(prompt_of(most - 1), 0))[0].wait().ids == []
 
