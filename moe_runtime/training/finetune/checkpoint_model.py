@@ -82,7 +82,7 @@ def _masks(model: PreTrainedModel, positions_BC: Tensor) -> dict[str, Any]:
     return {
         kind: make(
             config=config, inputs_embeds=embedded, attention_mask=None, position_ids=positions_BC,
-            **{cache_name(make): None},
+            **dict[str, Any]({cache_name(make): None}),
         )
         for kind, make in made.items() if kind in config.layer_types
     }  # fmt: skip
