@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,16 @@ def settled(site: Served, name: str, status: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """What is there is frozen, as `serve` does before the first request."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("fit", [1, 2])
+@pytest.mark.usefixtures("frozen")
 def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
     checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, fit: int
 ) -> None:
