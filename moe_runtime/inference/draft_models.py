@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
             text.drop()
 
 
-class CachedDrafts:
+class CachedDrafts(ABC):
     """A `Source` that keeps something of each token, and drafts the most likely one.
 
     Attributes:
@@ -209,14 +210,17 @@ class CachedDrafts:
         # most tokens that a text's cache ever had; those used last are last
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
+    @abstractmethod
     def close(self) -> None:
         """Gives up what the model keeps in memory."""
 
-    def new(self) -> ModelText:
-        return ModelText()
+    @abstractmethod
+    def new(self) -> Any:
+        """What is kept of one text."""
 
+    @abstractmethod
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Looks at nothing but tokens."""
+        """Sees what the verifying model computed of some texts."""
 
     def catch_up(self, drafters: Sequence[Any]) -> bool:
         with _kept_whole(drafters):
@@ -296,9 +300,9 @@ class CachedDrafts:
             self._held[text] = most
         return left >= 0
 
+    @abstractmethod
     def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
         """Computes tokens of each text; gives what most likely follows."""
-        raise NotImplementedError
 
 
 class ModelDrafts(CachedDrafts):
@@ -315,6 +319,9 @@ class ModelDrafts(CachedDrafts):
 
     def new(self) -> ModelText:
         return ModelText(self._num_known)
+
+    def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Looks at nothing but tokens."""
 
     def close(self) -> None:
         if hasattr(self._model, "moe"):
