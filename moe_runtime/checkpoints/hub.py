@@ -686,7 +686,8 @@ class CachedModel:
         num_bytes: of its files on the disk, and of those that are not whole yet.
         family: ``model_type`` of its configuration; empty where it has none.
         formats: of its weights, such as ``bfloat16``, ``mxfp4`` or ``Q4_K_M``.
-        used_s: when a file of it was last read, seconds since the epoch.
+        used_s: when a file of it was last read, seconds since the epoch; its configuration does not
+            count, which a list reads too.
         folder: where it lies.
     """
 
@@ -781,7 +782,10 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
         unfinished_bytes=sum(part.stat().st_size for part in parts),
         family=str(config.get("model_type") or ""),
         formats=_formats(config, files),
-        used_s=repo.last_accessed,
+        used_s=max(
+            (file.blob_last_accessed for name, file in files.items() if name != "config.json"),
+            default=repo.last_accessed,
+        ),
         folder=repo.repo_path,
     )
 
