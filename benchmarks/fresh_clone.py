@@ -8,7 +8,6 @@ The exit code is 1 where a step fails; then nothing is saved.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
+from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.benchmarks.suite.results import Metric, facts
 
 WORDS = {
@@ -66,25 +66,13 @@ def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
     """Runs a command to its end; what it began ends with it, whatever happens."""
     with tempfile.TemporaryFile("w+") as complaints:
         began = time.perf_counter()
-        with subprocess.Popen(
-            words,
-            cwd=place,
-            env={**os.environ, **more},
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": complaints, "text": True}
+        with running(words, cwd=place, env={**os.environ, **more}, **pipes) as process:
             assert process.stdout is not None
-            try:
-                output = process.stdout.read(1)
-                first_s = time.perf_counter() - began
-                output += process.stdout.read()
-                code = process.wait()
-            except BaseException:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
+            output = process.stdout.read(1)
+            first_s = time.perf_counter() - began
+            output += process.stdout.read()
+            code = process.wait()
         seconds = time.perf_counter() - began
         if code:
             complaints.seek(0)

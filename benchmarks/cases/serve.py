@@ -10,16 +10,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
-import psutil
-
 from moe_runtime.benchmarks.cases.load import Level, MeasuredLevel, TimedAnswer, summarize
 from moe_runtime.benchmarks.suite.memory_cap import drop_page_cache, memory_cap
+from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.benchmarks.suite.results import (
     JOULES,
     Metric,
@@ -77,18 +76,12 @@ def started_server(
         if cap_bytes is not None:
             command = stack.enter_context(memory_cap(cap_bytes)).wrap(words)
             drop_page_cache()
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
         try:
-            # In a session of its own, so that Ctrl-C reaches this process alone.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            program = running(command, asked=signal.SIGTERM, grace_s=_END_S, **pipes)
+            process = stack.enter_context(program)
         except OSError as error:
             raise ValueError(f"--start: cannot run {words[0]}: {error.strerror}") from None
-        stack.callback(_end, process)
         begin = time.monotonic()
         while not is_stopping() and not _answers(url):
             if process.poll() is not None:
@@ -123,42 +116,6 @@ def _last_line(said: IO[bytes]) -> str:
     said.seek(max(0, said.seek(0, os.SEEK_END) - 4096))
     lines = said.read().decode(errors="replace").strip().splitlines()
     return f": {lines[-1]}" if lines else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGTERM to all processes of the group; kills those that are left after a while."""
-    is_over = False
-    try:
-        _signal(process, signal.SIGTERM)
-        is_over = _ends(process)
-    finally:
-        if not is_over:
-            _signal(process, signal.SIGKILL)
-            _ends(process)
-
-
-def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Whether all of its processes end within a while, which is waited for."""
-    begin = time.monotonic()
-    while process.poll() is None or _runs_in_group(process.pid):
-        if time.monotonic() - begin > _END_S:
-            return False
-        time.sleep(_LOOK_S / 4)
-    return True
-
-
-def _signal(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, sign)
-
-
-def _runs_in_group(group: int) -> bool:
-    """Whether a process of a group is left that has not ended: the first one may be gone before."""
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
-                return True
-    return False
 
 
 METRICS = {
