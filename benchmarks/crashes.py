@@ -6,8 +6,6 @@ other kill is a power cut as well: a random half of the blocks that were not flu
 content back. The losses must be those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing
@@ -33,7 +31,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     present_folder,
     results_parser,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
 from moe_runtime.training.offload.disk import RecordFile

@@ -12,8 +12,6 @@ its misses could take, whether logits have the bits of the resident model, and h
 fp32. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys
@@ -42,7 +40,7 @@ from moe_runtime.benchmarks.harness.gpu import (
     shape_of,
 )
 from moe_runtime.benchmarks.harness.scripting import positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")

@@ -6,8 +6,6 @@ part of them as 24 GB hold of the whole model's 60 GB. It measures tokens a seco
 link, waits, peak memory, and losses, which must agree. `--device cpu --tiny` is a rehearsal.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -29,7 +27,7 @@ from moe_runtime.benchmarks.harness.gpu import (
     wait_for,
 )
 from moe_runtime.benchmarks.harness.scripting import positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start

@@ -6,8 +6,6 @@ cache was before (`pip_cache`), and whether pip looks in folders of this machine
 The exit code is 1 where a step fails; then nothing is saved.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -27,8 +25,8 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.suite.programs import running
-from moe_runtime.benchmarks.suite.results import Metric, facts
 
 WORDS = {
     "clone_s": "git clone",

@@ -7,8 +7,6 @@ peak of both passes. Then single products and quantised layers, and what is aime
 `--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping
@@ -22,7 +20,7 @@ import moe_runtime
 from moe_runtime.benchmarks.harness.gpu import GpuResults, parse_options
 from moe_runtime.benchmarks.harness.gpu import median_s as wall_median_s
 from moe_runtime.benchmarks.harness.scripting import run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import ActivationSpec, QuantizedExperts, expert_mlp

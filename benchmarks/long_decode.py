@@ -5,8 +5,6 @@ length: what a step reads is as much as after a prompt of that length, which tak
 take turns, each loaded anew. The slots are those that `--host-memory` has for the same length.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time
@@ -23,7 +21,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 from moe_runtime.config import KV_CACHES, parse_bytes

@@ -6,8 +6,6 @@ of these tokens is weighed by that probability, and by how soon they come. A con
 the next tokens really go. Results are the shares of the way from LRU to the optimum.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 
@@ -21,7 +19,7 @@ from moe_runtime.benchmarks.prefetch_matrix import (
     taught,
     traces_parser,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares

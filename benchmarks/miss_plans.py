@@ -7,8 +7,6 @@ are copies of every missing expert, the CPU for every missing expert, and what t
 Shape suffixes: N sequences, S steps, L layers, K top-k.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys
@@ -26,7 +24,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
 from moe_runtime.lab.traces.readers import read_any_trace

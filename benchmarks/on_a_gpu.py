@@ -5,8 +5,6 @@ Each part is ended when its time is over; the next one gets what it leaves. `--t
 fails stops no other: the exit code is 1 then.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

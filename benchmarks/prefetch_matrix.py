@@ -6,8 +6,6 @@ used: the seconds follow from the machine. The policy, the predictor, the admiss
 the controller are the objects that run live.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools
@@ -23,7 +21,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.lab.replay.timed import Machine, TimedReplay, replay_timed
 from moe_runtime.lab.replay.untimed import DemandReplay, replay_demand

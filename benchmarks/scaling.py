@@ -6,8 +6,6 @@ the simulator's prediction beside each. Runs under `torchrun` as well, with one 
 Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.scaling import (
     LayerSchedule,

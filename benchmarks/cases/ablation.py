@@ -18,15 +18,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    Rules,
-    StoppedRepetitionError,
-    peer_failures,
-    run_in_turn,
-)
+from moe_runtime.benchmarks import suite
 from moe_runtime.errors import MoERuntimeError, named_failure
 from moe_runtime.files import read_toml, remove_or_warn
 from moe_runtime.training.config_tree import (
@@ -56,12 +48,12 @@ _OVERWRITTEN = {
 }
 """Keys that are the same in all trainings, and why."""
 METRICS = {
-    "loss": Metric("nats"),
-    "held_out_loss": Metric("nats"),
-    "max_load": Metric("share"),
-    "dropped_share": Metric("share"),
-    "state_bytes_per_parameter": Metric("bytes"),
-    "tokens_per_s": Metric("tokens/s", "more"),
+    "loss": suite.Metric("nats"),
+    "held_out_loss": suite.Metric("nats"),
+    "max_load": suite.Metric("share"),
+    "dropped_share": suite.Metric("share"),
+    "state_bytes_per_parameter": suite.Metric("bytes"),
+    "tokens_per_s": suite.Metric("tokens/s", "more"),
 }
 """Those of the steps are means of the last fifth of them; bytes are those of offloaded experts."""
 
@@ -140,7 +132,7 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
         raise ValueError(f"{file}{variant}{error}") from None
 
 
-class TrainedVariant(BenchSystem):
+class TrainedVariant(suite.BenchSystem):
     """A variant under training; losses are compared with those of the configuration as it is."""
 
     def __init__(
@@ -163,12 +155,12 @@ class TrainedVariant(BenchSystem):
             self._state_bytes = _state_bytes(preparation)
         self.device = preparation.device
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         records: list[Record] = []
-        with peer_failures(MoERuntimeError, OSError):
+        with suite.peer_failures(MoERuntimeError, OSError):
             is_complete = self._train(records)
         if not is_complete:
-            raise StoppedRepetitionError(f"{self.name}: stopped")
+            raise suite.StoppedRepetitionError(f"{self.name}: stopped")
         steps = [one for one in records if isinstance(one, StepRecord)]
         held_out = [one.held_out_mean for one in records if isinstance(one, EvaluationRecord)]
         self.losses.append([one.loss for one in steps])
@@ -265,13 +257,13 @@ def _systems(
 
 
 def measure_ablation(
-    variants: Sequence[Variant], place: Path, rules: Rules, settings: Mapping[str, Any]
+    variants: Sequence[Variant], place: Path, rules: suite.Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Trains every variant with every seed; the content of a results file."""
     # Every seed is wanted, however near to each other the losses are.
     rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
     with _systems(variants, place, rules.is_stopping) as systems:
-        found, ended = run_in_turn(systems, rules)
+        found, ended = suite.run_in_turn(systems, rules)
     for one in systems[1:]:
         one.compare(systems[0])
     config = variants[0].config
@@ -285,5 +277,5 @@ def measure_ablation(
         "configuration": _kept(dataclasses.asdict(config)),
         "variants": {one.name: _kept(one.changes) for one in variants[1:]},
     }
-    measured = [describe_compared(one, found[one.name], METRICS) for one in systems]
-    return make_results("ablation", {**settings, **about}, ended, measured)
+    measured = [suite.describe_compared(one, found[one.name], METRICS) for one in systems]
+    return suite.make_results("ablation", {**settings, **about}, ended, measured)

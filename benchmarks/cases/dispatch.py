@@ -27,9 +27,8 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from moe_runtime.benchmarks.suite import BenchSystem, Metric, Number, Rules, measure_systems
 from moe_runtime.benchmarks.suite.memory_cap import interruptions_held
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, Rules
 from moe_runtime.errors import RankFailureError
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch

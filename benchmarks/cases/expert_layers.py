@@ -26,17 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    peer_failures,
-)
 from moe_runtime.benchmarks.synthetic.config_shape import model_of
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
@@ -67,8 +60,8 @@ class CallsPlan:
                 name = "backward" if has_backward else "forward"
                 yield f"{name}_{num_tokens}_s", num_tokens, has_backward
 
-    def metrics(self) -> dict[str, Metric]:
-        return {name: Metric("s") for name, _, _ in self.calls()}
+    def metrics(self) -> dict[str, suite.Metric]:
+        return {name: suite.Metric("s") for name, _, _ in self.calls()}
 
 
 class TimedCall(NamedTuple):
@@ -78,7 +71,7 @@ class TimedCall(NamedTuple):
     judge: Callable[[Any], tuple[int, int]]
 
 
-class CallsSystem(BenchSystem):
+class CallsSystem(suite.BenchSystem):
     """Calls under test, by metric; `select` comes before each turn."""
 
     def __init__(
@@ -93,8 +86,8 @@ class CallsSystem(BenchSystem):
         self._calls, self._block_s, self._select = calls, block_s, select
         self._difference = difference
 
-    def repeat(self) -> Mapping[str, Number]:
-        with peer_failures():
+    def repeat(self) -> Mapping[str, suite.Number]:
+        with suite.peer_failures():
             self._select()
             if not self.compared:
                 for call in self._calls.values():
@@ -210,7 +203,7 @@ class ExpertLayer:
         if self.dtype != torch.bfloat16 or not is_plain:
             kind = str(self.dtype).removeprefix("torch.")
             given = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
-            raise PeerFailedError(
+            raise suite.PeerFailedError(
                 f"takes gate_up_proj and down_proj in bfloat16; this layer has {given}"
             )
         gate, up = found["gate_up_proj"].chunk(2, dim=1)
@@ -342,7 +335,7 @@ def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor])
     return CallsSystem(name, calls, plan.block_s, partial(plan.layer.select, name))
 
 
-class PeerSystem(BenchSystem):
+class PeerSystem(suite.BenchSystem):
     """A peer in a process of its own, which begins with its first turn."""
 
     def __init__(self, program: PeerProgram, running: ExitStack, **settings: Any) -> None:
@@ -372,7 +365,7 @@ class ExpertsPeer(PeerSystem):
         super().__init__(program, running)
         self._plan, self._expected, self._folder = plan, expected, folder
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         folder = str(self._folder)
         if self.process is None:
             write_layer(self._plan, self._folder)
@@ -416,7 +409,10 @@ def _bits(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def measure_experts(
-    plan: ExpertsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
+    plan: ExpertsPlan,
+    rules: suite.Rules,
+    settings: Mapping[str, Any],
+    peers: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
     """Measures this project, every implementation of transformers, and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers
@@ -424,7 +420,9 @@ def measure_experts(
     register_with_transformers()
     plan.layer.select(OURS)
     expected = {name: plan.call(tokens, trains=trains)(0) for name, tokens, trains in plan.calls()}
-    systems: list[BenchSystem] = [experts_system(name, plan, expected) for name in (OURS, *PEERS)]
+    systems: list[suite.BenchSystem] = [
+        experts_system(name, plan, expected) for name in (OURS, *PEERS)
+    ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
-        return measure_systems("experts", systems, plan.metrics(), rules, settings)
+        return suite.measure_systems("experts", systems, plan.metrics(), rules, settings)

@@ -18,6 +18,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import silu
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.expert_layers import (
     ROUTINGS,
     ExpertLayer,
@@ -29,22 +30,6 @@ from moe_runtime.benchmarks.cases.expert_layers import (
 )
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.peers import PeerProgram, describe_peer
-from moe_runtime.benchmarks.suite.results import (
-    Metric,
-    describe_compared,
-    describe_system,
-    make_results,
-)
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    MeasuredSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    middle,
-    peer_failures,
-    run_in_turn,
-)
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
@@ -248,15 +233,15 @@ class FormatsPlan:
     tokens: Sequence[int]
     block_s: float
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> dict[str, suite.Metric]:
         """Of each number of tokens: seconds, bytes of the experts, and the share of reading."""
-        kinds = {"s": Metric("s"), "bytes": Metric("bytes", is_judged=False)}
-        kinds["of_read"] = Metric("share", better="more")
+        kinds = {"s": suite.Metric("s"), "bytes": suite.Metric("bytes", is_judged=False)}
+        kinds["of_read"] = suite.Metric("share", better="more")
         words = [(number, what) for number in self.tokens for what in kinds]
         return {f"forward_{number}_{what}": kinds[what] for number, what in words}
 
 
-class PlainRead(BenchSystem):
+class PlainRead(suite.BenchSystem):
     """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
 
     def __init__(self, name: str, plan: ExpertsPlan, layer: FormatLayer) -> None:
@@ -268,8 +253,8 @@ class PlainRead(BenchSystem):
             visited = median(len(one.unique()) for one in ids)
             self._bytes[number] = int(visited * layer.expert_bytes)
 
-    def repeat(self) -> Mapping[str, Number]:
-        found: dict[str, Number] = {}
+    def repeat(self) -> Mapping[str, suite.Number]:
+        found: dict[str, suite.Number] = {}
         for number, num_bytes in self._bytes.items():
             places = len(self._memory) - num_bytes + 1
 
@@ -283,7 +268,10 @@ class PlainRead(BenchSystem):
 
 
 def measure_formats(
-    plan: FormatsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
+    plan: FormatsPlan,
+    rules: suite.Rules,
+    settings: Mapping[str, Any],
+    peers: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
     require_native().set_num_threads(torch.get_num_threads())
     begin, rows, ends, counts = rules.clock(), list[dict[str, Any]](), set[str](), dict[str, int]()
@@ -292,25 +280,25 @@ def measure_formats(
             ends.add("interrupted")
             break
         try:
-            with peer_failures():
+            with suite.peer_failures():
                 layer = make_format_layer(name, plan.sizes, plan.memory)
-        except PeerFailedError as error:
-            rows.append(describe_system(name, MeasuredSystem(failure=str(error)), {}))
+        except suite.PeerFailedError as error:
+            rows.append(suite.describe_system(name, suite.MeasuredSystem(failure=str(error)), {}))
             continue
         counts[name] = layer.num_experts
         own = ExpertsPlan(layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s)
         with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
             systems = [*_systems(own, layer, peers, Path(folder), running)]
             left_s = (rules.max_s - (rules.clock() - begin)) / (len(plan.names) - done)
-            found, ended = run_in_turn(systems, replace(rules, max_s=left_s))
+            found, ended = suite.run_in_turn(systems, replace(rules, max_s=left_s))
         ends.add(ended)
         reads = found[f"{_READ}, {name}"]
         rows += [
-            describe_compared(one, _of_read(found[one.name], reads), plan.metrics())
+            suite.describe_compared(one, _of_read(found[one.name], reads), plan.metrics())
             for one in systems
         ]
     ended = next((one for one in _ENDS if one in ends), "failed")
-    return make_results("experts", {**settings, "experts_made": counts}, ended, rows)
+    return suite.make_results("experts", {**settings, "experts_made": counts}, ended, rows)
 
 
 def _systems(
@@ -319,7 +307,7 @@ def _systems(
     peers: Sequence[PeerProgram],
     folder: Path,
     running: ExitStack,
-) -> Iterator[BenchSystem]:
+) -> Iterator[suite.BenchSystem]:
     name = layer.format_name
     expected = {
         metric: in_float64(layer, number, trains=False, count=number)
@@ -334,13 +322,13 @@ def _systems(
             yield ExpertsPeer(program, plan, expected, folder, running)
 
 
-def _of_read(measured: MeasuredSystem, reads: MeasuredSystem) -> MeasuredSystem:
+def _of_read(measured: suite.MeasuredSystem, reads: suite.MeasuredSystem) -> suite.MeasuredSystem:
     """Medians of repetitions, and the share of the speed of reading that each had."""
     found = []
     for own, read in zip(measured.repetitions, reads.repetitions, strict=False):
-        row = {name: middle(value) for name, value in own.items()}
+        row = {name: suite.middle(value) for name, value in own.items()}
         for name in [] if measured is reads else [*row]:
             if name.endswith("_s"):
-                row[name.removesuffix("s") + "of_read"] = middle(read[name]) / row[name]
+                row[name.removesuffix("s") + "of_read"] = suite.middle(read[name]) / row[name]
         found.append(row)
-    return MeasuredSystem(repetitions=found, failure=measured.failure)
+    return suite.MeasuredSystem(repetitions=found, failure=measured.failure)

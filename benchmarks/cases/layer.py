@@ -23,8 +23,7 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     output_or_gradient,
 )
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.suite.results import measure_systems
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite import Rules, measure_systems
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")

@@ -3,8 +3,6 @@
 A request is streamed, with the time of each piece of its answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import itertools
@@ -60,7 +58,7 @@ class LoadRequest(NamedTuple):
     said: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
 
-    def next_turn(self, answer: str) -> LoadRequest:
+    def next_turn(self, answer: str) -> "LoadRequest":
         prompt, *later = self.later
         return LoadRequest(prompt, self.max_tokens, (*self.said, self.prompt, answer), tuple(later))
 
@@ -72,7 +70,7 @@ class TokenCount(NamedTuple):
     around: float = 0.0
 
     @classmethod
-    def of(cls, short: tuple[int, int], long: tuple[int, int]) -> TokenCount:
+    def of(cls, short: tuple[int, int], long: tuple[int, int]) -> "TokenCount":
         """From words and tokens of two prompts; one token a word where these make no sense."""
         words, tokens = long[0] - short[0], long[1] - short[1]
         if words <= 0 or tokens <= 0:

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+from moe_runtime.benchmarks import suite
 from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import read_bounded
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
@@ -50,21 +49,21 @@ class PoliciesPlan:
         )
 
 
-def metrics_of(plan: PoliciesPlan) -> dict[str, Metric]:
+def metrics_of(plan: PoliciesPlan) -> dict[str, suite.Metric]:
     """Speed, share of hits, share of layer visits without a load, bytes, at each capacity."""
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, suite.Metric] = {}
     for capacity in plan.capacities:
         metrics |= {
-            f"accesses_per_s_at_{capacity:g}": Metric("accesses/s", better="more"),
-            f"hit_rate_at_{capacity:g}": Metric("share", better="more"),
-            f"all_resident_at_{capacity:g}": Metric("share", better="more"),
+            f"accesses_per_s_at_{capacity:g}": suite.Metric("accesses/s", better="more"),
+            f"hit_rate_at_{capacity:g}": suite.Metric("share", better="more"),
+            f"all_resident_at_{capacity:g}": suite.Metric("share", better="more"),
         }
         if plan.sizes is not None:
-            metrics[f"read_bytes_at_{capacity:g}"] = Metric("bytes")
+            metrics[f"read_bytes_at_{capacity:g}"] = suite.Metric("bytes")
     return metrics
 
 
-class PolicyReplays(BenchSystem):
+class PolicyReplays(suite.BenchSystem):
     """A policy under test; events that are served twice must have as many hits."""
 
     def __init__(self, name: str, plan: PoliciesPlan) -> None:
@@ -72,10 +71,10 @@ class PolicyReplays(BenchSystem):
         self.plan = plan
         self._experiment = plan.experiment(name)
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         if not self.compared:
             self._compare()
-        found: dict[str, Number] = {}
+        found: dict[str, suite.Number] = {}
         for row in run_experiment(self.plan.workload, self._experiment, bounds=False):
             found |= {
                 f"accesses_per_s_at_{row.capacity:g}": row.accesses_per_s,
@@ -98,7 +97,7 @@ class PolicyReplays(BenchSystem):
             self.compared += first.num_events
             self.equal += int((timed.hits == asked.hits).sum())
         if self.equal < self.compared:
-            raise PeerFailedError(
+            raise suite.PeerFailedError(
                 f"the replay and the policy differ at {self.compared - self.equal} of "
                 f"{self.compared} events"
             )
@@ -118,10 +117,10 @@ def beginning(workload: Workload, num_events: int) -> Workload:
 
 
 def measure_policies(
-    plan: PoliciesPlan, rules: Rules, settings: Mapping[str, Any]
+    plan: PoliciesPlan, rules: suite.Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     systems = [PolicyReplays(name, plan) for name in plan.policies]
-    return measure_systems("policies", systems, metrics_of(plan), rules, settings)
+    return suite.measure_systems("policies", systems, metrics_of(plan), rules, settings)
 
 
 _MAX_BYTES = 64 << 20

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from moe_runtime.benchmarks.suite.results import Metric, facts
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, peer_failures
+from moe_runtime.benchmarks.suite import BenchSystem, Metric, Number, facts, peer_failures
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
 
 METRICS = {"product_s": Metric("s"), **facts("TFLOP/s", "tflops", better="more")}

@@ -16,8 +16,7 @@ from statistics import fmean, median
 import numpy as np
 
 from moe_runtime.benchmarks.cases.io import QueueReads, ReadPlan
-from moe_runtime.benchmarks.suite.results import Metric, facts
-from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError
+from moe_runtime.benchmarks.suite import Metric, Number, PeerFailedError, facts
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.loading import signature_of

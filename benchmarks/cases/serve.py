@@ -16,17 +16,10 @@ from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.load import Level, MeasuredLevel, TimedAnswer, summarize
 from moe_runtime.benchmarks.suite.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.benchmarks.suite.programs import running
-from moe_runtime.benchmarks.suite.results import (
-    JOULES,
-    Metric,
-    describe_system,
-    facts,
-    make_results,
-)
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number, PeerFailedError
 
 _LOOK_S, _ANSWER_S, _END_S = 0.2, 5.0, 20.0
 
@@ -85,12 +78,14 @@ def started_server(
         begin = time.monotonic()
         while not is_stopping() and not _answers(url):
             if process.poll() is not None:
-                raise PeerFailedError(
+                raise suite.PeerFailedError(
                     f"the server ended with exit code {process.returncode} before it answered at "
                     f"{url}{_last_line(said)}"
                 )
             if time.monotonic() - begin > timeout_s:
-                raise PeerFailedError(f"the server does not answer at {url} after {timeout_s:g} s")
+                raise suite.PeerFailedError(
+                    f"the server does not answer at {url} after {timeout_s:g} s"
+                )
             time.sleep(_LOOK_S)
         yield StartedServer(process.pid)
 
@@ -119,22 +114,22 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 METRICS = {
-    "time_to_first_token_s": Metric("s"),
-    "later_first_token_s": Metric("s"),
-    "inter_token_s": Metric("s"),
-    **facts("s", "time_per_output_token_s"),
-    "end_to_end_s": Metric("s"),
-    **facts("s", "sent_s"),
-    **facts("count", "prompt_tokens", "output_tokens"),
-    **facts("count", "answered", better="more"),
-    **facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
-    **facts("requests/s", "requests_per_s", better="more"),
-    **facts("share", "within_bounds", better="more"),
-    **facts("s", "seconds"),
-    **facts("count", "failed", "unfinished"),
-    **facts("bytes", "read_call_bytes", "storage_bytes"),
-    "peak_rss_bytes": Metric("bytes"),
-    **JOULES,
+    "time_to_first_token_s": suite.Metric("s"),
+    "later_first_token_s": suite.Metric("s"),
+    "inter_token_s": suite.Metric("s"),
+    **suite.facts("s", "time_per_output_token_s"),
+    "end_to_end_s": suite.Metric("s"),
+    **suite.facts("s", "sent_s"),
+    **suite.facts("count", "prompt_tokens", "output_tokens"),
+    **suite.facts("count", "answered", better="more"),
+    **suite.facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
+    **suite.facts("requests/s", "requests_per_s", better="more"),
+    **suite.facts("share", "within_bounds", better="more"),
+    **suite.facts("s", "seconds"),
+    **suite.facts("count", "failed", "unfinished"),
+    **suite.facts("bytes", "read_call_bytes", "storage_bytes"),
+    "peak_rss_bytes": suite.Metric("bytes"),
+    **suite.JOULES,
 }
 
 
@@ -154,30 +149,35 @@ def serve_results(
     rows = [(one, summarize(one, bounds)) for one in found]
     has_answers = any(row["answered"] for _, row in rows)
     ended = "interrupted" if is_interrupted else "most" if has_answers else "failed"
-    return make_results(
+    return suite.make_results(
         "serve",
         settings,
         ended,
-        [describe_system(name_of(one.level), _measured(one, row), METRICS) for one, row in rows],
+        [
+            suite.describe_system(name_of(one.level), _measured(one, row), METRICS)
+            for one, row in rows
+        ],
     )
 
 
-def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> MeasuredSystem:
+def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> suite.MeasuredSystem:
     good = [answer for answer in one.answers if answer.error is None]
     if not good:
         said = [f"{what['count']} failed: {what['first']}" for what in row["errors"].values()]
-        return MeasuredSystem(failure="; ".join(said) or "no request was answered")
+        return suite.MeasuredSystem(failure="; ".join(said) or "no request was answered")
     names = ("answered", "input_tokens_per_s", "output_tokens_per_s", "requests_per_s")
     names += ("seconds", "failed", "unfinished")
-    whole: dict[str, Number] = {name: row[name] for name in names if row[name] is not None}
+    whole: dict[str, suite.Number] = {name: row[name] for name in names if row[name] is not None}
     if "goodput" in row:
         whole["within_bounds"] = row["goodput"]["share"]
     whole |= one.counts
-    return MeasuredSystem(repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole])
+    return suite.MeasuredSystem(
+        repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole]
+    )
 
 
-def _numbers(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
-    found: dict[str, Number] = {
+def _numbers(answer: TimedAnswer, began_s: float) -> dict[str, suite.Number]:
+    found: dict[str, suite.Number] = {
         "sent_s": answer.sent_s - began_s,
         "end_to_end_s": answer.whole_s,
         "prompt_tokens": answer.prompt_tokens,

@@ -155,8 +155,7 @@ def bench_kernels(
     from triton.runtime.errors import OutOfResources, PTXASError
 
     from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
-    from moe_runtime.benchmarks.suite.results import measure_systems
-    from moe_runtime.benchmarks.suite.runner import Rules
+    from moe_runtime.benchmarks.suite import Rules, measure_systems
     from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
@@ -222,7 +221,7 @@ def bench_ablation(
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
-    from moe_runtime.benchmarks.suite.runner import Rules
+    from moe_runtime.benchmarks.suite import Rules
     from moe_runtime.training.data import data_files
 
     def steps_of(configured: int) -> int:

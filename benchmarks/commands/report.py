@@ -37,13 +37,13 @@ def bench_report(
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()
+    from moe_runtime.benchmarks.suite import read_results
     from moe_runtime.benchmarks.suite.report_page import (
         result_rows,
         results_page,
         to_csv,
         to_markdown,
     )
-    from moe_runtime.benchmarks.suite.results import read_results
     from moe_runtime.lab.report.page import write_page, write_plots
 
     places = [os.path.realpath(path) for path in results]
@@ -94,13 +94,13 @@ def bench_compare(
         after: Results file of the same case.
         bound: Differences up to this share are noise.
     """
+    from moe_runtime.benchmarks.suite import read_results
     from moe_runtime.benchmarks.suite.comparing import (
         compare,
         differing_settings,
         heading_words,
         lost_systems,
     )
-    from moe_runtime.benchmarks.suite.results import read_results
 
     one, other = read_results(before), read_results(after)
     verdicts = compare(one, other, bound)

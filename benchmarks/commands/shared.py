@@ -21,8 +21,8 @@ from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
+    from moe_runtime.benchmarks.suite import Rules
     from moe_runtime.benchmarks.suite.peers import PeerProgram
-    from moe_runtime.benchmarks.suite.runner import Rules
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 Threads = Annotated[
@@ -139,7 +139,7 @@ class TimedRun(QuickRun):
     @contextmanager
     def rules(self, *judged: str) -> Iterator["Rules"]:
         """Rules of a measurement, which a signal stops within the block."""
-        from moe_runtime.benchmarks.suite.runner import Rules
+        from moe_runtime.benchmarks.suite import Rules
 
         max_s = self.max_s or (60.0 if self.quick else 300.0)
         self._facts = {"precision": self.precision, "max_s": max_s}
@@ -174,7 +174,7 @@ def say_repetition(name: str, number: int) -> None:
 
 def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
     """Writes what was measured before it is shown, so that neither is lost with the other."""
-    from moe_runtime.benchmarks.suite.results import write_results
+    from moe_runtime.benchmarks.suite import write_results
 
     results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
     if not any(one["repetitions"] for one in results["measurements"]):

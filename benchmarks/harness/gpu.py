@@ -3,8 +3,6 @@
 Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, results_parser
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     SHAPES,

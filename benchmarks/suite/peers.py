@@ -21,9 +21,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite.memory_cap import MemoryCap, forget, memory_cap
 from moe_runtime.benchmarks.suite.programs import running
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.files import at_home
 

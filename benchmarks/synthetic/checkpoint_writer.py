@@ -4,8 +4,6 @@ The files are laid out as Hugging Face publishes them. Weights are Gaussian numb
 or quantised to FP8 or MXFP4, so that codes have the statistics of real ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ fp32. Names, types and metadata are those of llama.cpp's `convert_hf_to_gguf.py`
 has them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -8,8 +8,6 @@ it quantised, and its names in a GGUF file. Dimensions: V vocabulary, D model wi
 E experts, K top-k, L layers, H heads, A heads of keys, d head, Q queries, KV keys, N norms.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

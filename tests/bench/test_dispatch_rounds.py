@@ -21,8 +21,7 @@ from moe_runtime.benchmarks.cases.dispatch import (
     meet,
     ranks_here,
 )
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
+from moe_runtime.benchmarks.suite import PeerFailedError, Rules, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.errors import RankFailureError
 

@@ -14,8 +14,7 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     layer_of_model,
     measure_experts,
 )
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
 from moe_runtime.cli.main import main
 

@@ -16,8 +16,7 @@ from moe_runtime.benchmarks.cases.formats import (
     measure_formats,
 )
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules, middle
+from moe_runtime.benchmarks.suite import Rules, middle, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 

@@ -15,8 +15,7 @@ from moe_runtime.benchmarks.cases.layer import (
     transformers_block,
 )
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=6, top_k=2, dim_model=32, dim_hidden=16)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.benchmarks.suite.comparing import (
-    heading_words,
-    require_same_work,
-    work_of,
-)
-from moe_runtime.benchmarks.suite.results import (
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite.comparing import (
+    heading_words,
+    require_same_work,
+    work_of,
+)
 from moe_runtime.cli.main import main
 
 LATENCY = {
@@ -155,7 +155,7 @@ def test_results_are_shown_where_their_file_cannot_be_written(tmp_path, monkeypa
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.write_text", full)
     words = ["bench", "io", "models/pocket", "--experts", "4", "--time", "1", "--quick"]
     assert main([*words, "--json", "-o", str(tmp_path / "r.json")]) == 2
     out, err = capsys.readouterr()

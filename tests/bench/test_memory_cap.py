@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite import memory_cap as caps
 from moe_runtime.benchmarks.suite.memory_cap import (
     CGROUP_ROOT,
@@ -24,7 +25,6 @@ from moe_runtime.benchmarks.suite.memory_cap import (
     why_unavailable,
 )
 from moe_runtime.benchmarks.suite.peers import find_peer, started
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 NO_CAPS = why_unavailable()

@@ -16,9 +16,8 @@ from moe_runtime.benchmarks.cases.policies import (
     measure_policies,
     require_golden,
 )
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.benchmarks.suite.comparing import work_of
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment

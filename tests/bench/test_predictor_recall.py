@@ -16,9 +16,8 @@ from moe_runtime.benchmarks.cases.predictors import (
     PredictorsPlan,
     measure_predictors,
 )
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.benchmarks.suite.comparing import heading_words
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.evaluation import Evaluation
 from moe_runtime.lab.replay.timed import Machine, replay_timed

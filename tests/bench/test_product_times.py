@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite import read_results
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.grouped_gemm import tile as tiles
 from moe_runtime.kernels.grouped_gemm import tuner
