@@ -131,11 +131,11 @@ def measure_predictors(
     plan: PredictorsPlan,
     rules: suite.Rules,
     settings: Mapping[str, Any],
-    on_count: Callable[[str], None] = lambda name: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     systems: list[MeasuredPredictor] = []
     for name in plan.predictors:
-        on_count(name)
+        say(f"{name}: fitting it, and counting its recall")
         systems.append(MeasuredPredictor(name, plan))
         if rules.is_stopping():
             break
