@@ -146,9 +146,9 @@ class ExpertLayer:
     def expert_bytes(self) -> int:
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
-    @property
-    def input_rounding(self) -> float:
+    def input_rounding(self, num_tokens: int) -> float:
         """How far roundings of what is multiplied by weights move a result, relative to it."""
+        del num_tokens
         return 0.0
 
     def select(self, implementation: str) -> None:
@@ -305,7 +305,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
     layer = plan.layer
     own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (layer.dtype, torch.float32))
     sums = (layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32
-    bound = (2 if trains else 1) * sums + layer.input_rounding
+    bound = (2 if trains else 1) * (sums + layer.input_rounding(len(found)))
     exact = in_float64(layer, len(found), trains=trains)
     return num_near(found.to(expected.device), expected, exact, bound)
 
@@ -413,16 +413,18 @@ def measure_experts(
     rules: suite.Rules,
     settings: Mapping[str, Any],
     peers: Sequence[PeerProgram] = (),
+    *,
+    case: str = "experts",
+    others: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Measures this project, every implementation of transformers, and peers."""
+    """Measures this project, implementations of transformers (all if not named), and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers
 
     register_with_transformers()
     plan.layer.select(OURS)
     expected = {name: plan.call(tokens, trains=trains)(0) for name, tokens, trains in plan.calls()}
-    systems: list[suite.BenchSystem] = [
-        experts_system(name, plan, expected) for name in (OURS, *PEERS)
-    ]
+    names = (OURS, *(PEERS if others is None else others))
+    systems: list[suite.BenchSystem] = [experts_system(name, plan, expected) for name in names]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
-        return suite.measure_systems("experts", systems, plan.metrics(), rules, settings)
+        return suite.measure_systems(case, systems, plan.metrics(), rules, settings)

@@ -84,10 +84,10 @@ class FormatLayer(ExpertLayer):
     def expert_bytes(self) -> int:
         return sum(matrix.nbytes for matrix in _matrices(self.experts[0]))
 
-    @property
-    def input_rounding(self) -> float:
+    def input_rounding(self, num_tokens: int) -> float:
         """Each number is half of a step from its own at most, and a step a 127th of the largest
         of a group: in the 2-norm no more than the root of the group's size as often."""
+        del num_tokens
         kind = FORMATS[self.format_name]
         is_rounded = kind is not None and kind.int8_activations
         return _ROUNDED_PRODUCTS * INT8_GROUP**0.5 / (2 * 127) if is_rounded else 0.0
