@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -35,7 +36,8 @@ from moe_runtime.parallel import FlatTransport, combine, dispatch
 from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.routing import Routing
 
-SIDES = ("moe_runtime", "padded")
+OURS = "moe_runtime"
+SIDES = (OURS, "padded")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class ExchangeShape:
     top_k: int
     load: str
     dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.load}_{self.dtype}"
 
     @property
     def row_bytes(self) -> int:
@@ -95,18 +101,13 @@ class RankExchange:
         self._x_TD = x_TD.to(getattr(torch, shape.dtype))
         self._routing = Routing(ids_TK, weights_TK, shape.num_experts)
         self._transport = CountingTransport(FlatTransport(group))
-        self.sides: dict[str, Callable[[], Tensor]] = dict(
-            zip(SIDES, (self.ours, self.padded), strict=True)
-        )
+        padded = partial(padded_round, self._x_TD, self._routing)
+        self.sides: dict[str, Callable[[], Tensor]] = {OURS: self.ours, "padded": padded}
 
     def ours(self) -> Tensor:
         """Dispatch and combine, ``[T, D]``."""
         dispatched = dispatch(self._x_TD, self._routing, self._transport)
         return combine(dispatched.rows_RD, dispatched)
-
-    def padded(self) -> Tensor:
-        """The same by equal parts, ``[T, D]``."""
-        return padded_round(self._x_TD, self._routing)
 
     def num_equal(self) -> int:
         """Tokens of this rank for which both sides give the same bits."""
@@ -121,7 +122,7 @@ class RankExchange:
         dist.all_reduce(num_slots, dist.ReduceOp.MAX)
         others = shape.num_experts - shape.num_experts // dist.get_world_size()
         padded = 2 * others * int(num_slots) * shape.row_bytes
-        return {"moe_runtime": self._transport.row_bytes, "padded": padded}
+        return {OURS: self._transport.row_bytes, "padded": padded}
 
 
 def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -157,9 +158,6 @@ def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
 class DispatchBenchPlan:
     shapes: Sequence[ExchangeShape]
     rounds: int
-
-    def name(self, shape: ExchangeShape) -> str:
-        return f"{shape.load}_{shape.dtype}"
 
 
 class RankRounds:
@@ -217,9 +215,8 @@ class DispatchSide(BenchSystem):
                 self.equal += int(tell("compare", number, self.name)[0])
             self.require_all_equal("tokens differ between the sides")
         for number, shape in enumerate(shapes):
-            name = self._rounds.plan.name(shape)
-            found[f"{name}_s"] = tell("time", number, self.name)
-            found[f"{name}_bytes"] = tell("bytes", number, self.name)[0]
+            found[f"{shape.name}_s"] = tell("time", number, self.name)
+            found[f"{shape.name}_bytes"] = tell("bytes", number, self.name)[0]
         return found
 
 
@@ -231,10 +228,8 @@ def measure_dispatch(
     if dist.get_rank():
         rounds.follow()
         return None
-    metrics = {}
-    for shape in plan.shapes:
-        metrics[f"{plan.name(shape)}_s"] = Metric("s")
-        metrics[f"{plan.name(shape)}_bytes"] = Metric("bytes")
+    every = [(shape.name, unit) for shape in plan.shapes for unit in ("s", "bytes")]
+    metrics = {f"{name}_{unit}": Metric(unit) for name, unit in every}
     systems = [DispatchSide(name, rounds) for name in SIDES]
     results = measure_systems("dispatch", systems, metrics, rules, settings)
     dist.broadcast_object_list([None], src=0)

@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
 from moe_runtime.benchmarks import suite
-from moe_runtime.benchmarks.cases.load import Level, MeasuredLevel, TimedAnswer, summarize
+from moe_runtime.benchmarks.cases.load import MeasuredLevel, numbers_of, summarize
 from moe_runtime.benchmarks.suite.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.benchmarks.suite.programs import running
 
@@ -133,12 +133,6 @@ METRICS = {
 }
 
 
-def name_of(level: Level) -> str:
-    if level.concurrency is None:
-        return f"{level.rate:g} requests/s"
-    return f"{level.concurrency} at a time"
-
-
 def serve_results(
     found: Sequence[MeasuredLevel],
     bounds: Mapping[str, float],
@@ -153,10 +147,7 @@ def serve_results(
         "serve",
         settings,
         ended,
-        [
-            suite.describe_system(name_of(one.level), _measured(one, row), METRICS)
-            for one, row in rows
-        ],
+        [suite.describe_system(str(one.level), _measured(one, row), METRICS) for one, row in rows],
     )
 
 
@@ -172,22 +163,5 @@ def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> suite.MeasuredSyste
         whole["within_bounds"] = row["goodput"]["share"]
     whole |= one.counts
     return suite.MeasuredSystem(
-        repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole]
+        repetitions=[*(numbers_of(answer, one.began_s) for answer in good), whole]
     )
-
-
-def _numbers(answer: TimedAnswer, began_s: float) -> dict[str, suite.Number]:
-    found: dict[str, suite.Number] = {
-        "sent_s": answer.sent_s - began_s,
-        "end_to_end_s": answer.whole_s,
-        "prompt_tokens": answer.prompt_tokens,
-        "output_tokens": answer.output_tokens,
-    }
-    if answer.pieces_s:
-        name = "later_first_token_s" if answer.turn else "time_to_first_token_s"
-        found[name] = answer.first_token_s
-    if answer.gaps_s:
-        found["inter_token_s"] = answer.gaps_s
-    if answer.per_token_s is not None:
-        found["time_per_output_token_s"] = answer.per_token_s
-    return found

@@ -113,7 +113,7 @@ def bench_dispatch(
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
-        times = [f"{plan.name(one)}_s" for one in plan.shapes]
+        times = [f"{one.name}_s" for one in shapes]
         rules = stack.enter_context(run.rules(*times))
         settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
         settings |= {"dtypes": dtypes, "rounds": plan.rounds}

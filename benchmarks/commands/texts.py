@@ -144,7 +144,8 @@ def _measure(
 
     names, shape = asked.peer or (), asked.shape
     find_peers(names, {}, case_name)  # an unknown one is refused before torch is imported
-    place = choose_device(run.ctx, asked.device, asked.device_memory)
+    device, gpus, memory = choose_device(run.ctx, asked.device, asked.device_memory)
+    setting = "cpu" if device == "cpu" else "cuda:0"  # a GPU is the first one that systems see
     if asked.prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(run.ctx, {"prompt_tokens", "batches"} & run.ctx.params.keys(), words)
@@ -152,11 +153,12 @@ def _measure(
         refuse_given(run.ctx, {"prompts"}, "has no effect: --routing says what is asked")
     texts = None if asked.prompts is None else read_prompts(None, None, asked.prompts)
     limit = cap_bytes(asked.cap)
-    peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
+    found = find_peers(names, {"device": setting}, case_name)
+    peers = [replace(one, gpus=gpus) for one in found]
     run.refuse_peer_files(peers)
     num_new = asked.max_new_tokens or (16 if run.quick else 32)
     batches = in_batches(range(num_built_in), batch)
-    refuse_unrouted(run, asked, peers, place, num_built_in, num_new)
+    refuse_unrouted(asked, peers, device, num_built_in, num_new)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.texts import CERTAIN, TextPlan, measure_texts
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -186,9 +188,9 @@ def _measure(
             "model": model.path,
             "num_threads": asked.threads or num_usable_cores(),
             "max_tokens": (max(map(len, given)) + num_new) * min(batch, len(given)),
-            "device": place.setting,
+            "device": setting,
             "host_memory": asked.host_memory,
-            "device_memory": place.memory,
+            "device_memory": memory,
             **{one: getattr(asked, one) for one in ("misses", "policy", "prefetch", "predictor")},
         }
         if routing is not None:
@@ -199,11 +201,11 @@ def _measure(
             ours["draft"] = asked.draft
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
-        measured, *others = model.with_files(place.seen_by(programs))
+        measured, *others = model.with_files([replace(one, gpus=gpus) for one in programs])
         settings = {
             **{name: value for name, value in ours.items() if name not in ("model", "routes")},
             **facts,
-            "device": place.name,
+            "device": device,
             "draft": Path(asked.draft).name,
             "cap_bytes": limit,
             **({"batch": batch} if case_name == "throughput" else {}),
@@ -237,10 +239,9 @@ def _words(program: "PeerProgram") -> list[str]:
 
 
 def refuse_unrouted(
-    run: TimedRun,
     asked: TextOptions,
     peers: "Sequence[PeerProgram]",
-    place: "ChosenDevice",
+    device: str,
     num_requests: int,
     num_new: int,
 ) -> None:
@@ -256,7 +257,7 @@ def refuse_unrouted(
         raise ValueError(
             f"--routing: {others[0]} follows its own gates; leave out --peer {others[0]}"
         )
-    if place.name != "cpu":
+    if device != "cpu":
         raise ValueError("--routing: a GPU's recorded steps follow the gates; give --device cpu")
     if (asked.train is not None) != bool(taught):
         raise ValueError("--train TRACE and --peer moe_runtime:reuse+taught belong together")
@@ -456,25 +457,14 @@ def prompt_ids(
     return found
 
 
-class ChosenDevice(NamedTuple):
-    """A device, and how much of its memory is asked for."""
+def choose_device(
+    ctx: typer.Context, device: str, device_memory: str
+) -> tuple[str, str, int | float | str]:
+    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
 
-    name: str
-    gpus: str
-    memory: int | float | str = "auto"
-
-    @property
-    def setting(self) -> str:
-        """The device of the settings: a GPU is the first one that they see."""
-        return "cpu" if self.name == "cpu" else "cuda:0"
-
-    def seen_by(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Systems that see this device alone."""
-        return [replace(one, gpus=self.gpus) for one in programs]
-
-
-def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
-    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``."""
+    Returns:
+        The device, the GPUs that systems see, and how much of its memory is asked for.
+    """
     budget = parse_budget(device_memory, name="--device-memory")
     import torch
 
@@ -482,8 +472,8 @@ def choose_device(ctx: typer.Context, device: str, device_memory: str) -> Chosen
     if kind == "cpu" or not torch.cuda.device_count():  # NVML's, which needs no context on them
         why = f"is about a GPU, and this run is on the CPU (--device {device})"
         refuse_given(ctx, {"device_memory", "misses"}, why)
-        return ChosenDevice("cpu", "")
+        return "cpu", "", "auto"
     index = int(number or 0)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = str(index) if seen is None else seen.split(",")[index]
-    return ChosenDevice(f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto")
+    return f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto"
