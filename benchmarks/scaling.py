@@ -6,7 +6,6 @@ the simulator's prediction beside each. Runs under `torchrun` as well, with one 
 Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
+from moe_runtime.benchmarks.cases.dispatch import meet, ranks_here
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
@@ -277,15 +276,11 @@ def _words(row: dict[str, Any]) -> str:
     )
 
 
-def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
-    """One of the processes that this script starts by itself."""
-    torch.set_num_threads(1)
-    store = f"file://{Path(folder, f'store-{size}')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    found = measure(rounds)
-    if rank == 0:
-        Path(folder, f"{size}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def follow(number: int, rounds: int, num_ranks: int, store: str) -> None:
+    """What the ranks after the first one do, where this script starts them."""
+    meet(number + 1, num_ranks, store, lambda: None)
+    measure(rounds)
+    os._exit(0)  # threads of gloo abort an ordinary exit now and then
 
 
 def main() -> int:
@@ -306,8 +301,9 @@ def main() -> int:
         measured = []
         with tempfile.TemporaryDirectory() as folder:
             for size in sorted(options.ranks):
-                spawn(_measure_here, (size, folder, options.rounds), nprocs=size)
-                measured.append(json.loads(Path(folder, f"{size}.json").read_text()))
+                store = str(Path(folder, f"store-{size}"))
+                with ranks_here(options.rounds, size, store, follow):
+                    measured.append(measure(options.rounds))
     rows = {_words(row): row for group in measured for row in group["layers"]}
     errors = [abs(row["error"]) for row in rows.values()]
     spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"

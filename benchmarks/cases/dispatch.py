@@ -239,7 +239,7 @@ def measure_dispatch(
 _JOINING_S, _LEAVING_S, _SEEN_S = 120.0, 10.0, 0.5
 # A rank may compute long between two exchanges; one that ended breaks them at once.
 _EXCHANGES = timedelta(hours=6)
-Follow = Callable[[int, DispatchBenchPlan, int, str], None]
+Follow = Callable[[int, Any, int, str], None]
 
 
 def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> None:
@@ -250,9 +250,7 @@ def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> 
 
 
 @contextmanager
-def ranks_here(
-    plan: DispatchBenchPlan, num_ranks: int, store: str, follow: Follow = follow
-) -> Iterator[None]:
+def ranks_here(plan: Any, num_ranks: int, store: str, follow: Follow = follow) -> Iterator[None]:
     """A default group of this process, the first rank, and others that follow within the block.
 
     Raises:

@@ -365,9 +365,7 @@ def asked_model(
             yield AskedModel(path, read_ids(path), cache, {"model": Path(name).name}, able)
             return
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
-        from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
         from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
-        from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
         from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
             shape_checkpoint,
             shapes_folder,
@@ -377,10 +375,7 @@ def asked_model(
         require_takes_shapes(peers)
         require_not_read(output, "results", files_under(shapes_folder() / shape.name))
         (cache / "settings").mkdir()
-        if isinstance(shape, ModelShape):
-            write_settings(shape, cache / "settings")
-        else:
-            shape.write_settings(cache / "settings")
+        shape.write_settings(cache / "settings")
         ids = read_ids(str(cache / "settings"))
         failures = {one.name: _why_unable(one) for one in peers}
         is_gguf = isinstance(shape, GgufShape)

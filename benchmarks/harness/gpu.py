@@ -20,7 +20,6 @@ import torch
 
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, results_parser
 from moe_runtime.benchmarks.suite import Metric
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     SHAPES,
     SMALL_STD,
@@ -28,6 +27,7 @@ from moe_runtime.benchmarks.synthetic.model_shapes import (
     ModelShape,
     TensorPlan,
     make_shape,
+    write_checkpoint,
 )
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import TensorPlace, locate_tensors
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     FAMILIES,
     FP8_BLOCK,
     MXFP4_GROUP,
     ModelShape,
+    TensorPlace,
     facts_of,
     filled,
+    locate_tensors,
     with_layers,
 )
 from moe_runtime.benchmarks.synthetic.texts import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
@@ -144,7 +145,7 @@ class GgufShape:
         every = self._tensors(np.random.default_rng(0))
         return sum(one.num_bytes for one in every if one.kind != "F32")
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
         """Writes file and tokenizer.
 
         Raises:
@@ -155,7 +156,8 @@ class GgufShape:
         write_tokenizer(folder, self.sizes["V"])
         metadata = filled(FAMILIES[_RANDOM]["gguf"], self._dims())
         tensors = self._tensors(np.random.default_rng(0))
-        _write_file(folder / FILE_NAME, _RANDOM, folder / TOKENIZER_NAME, tensors, metadata)
+        tokenizer = folder / TOKENIZER_NAME
+        _write_file(folder / FILE_NAME, _RANDOM, tokenizer, tensors, metadata, progress)
 
     def write_settings(self, folder: Path) -> None:
         """Writes the tokenizer, and a configuration by which transformers finds it."""

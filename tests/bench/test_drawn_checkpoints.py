@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
+from moe_runtime.benchmarks.synthetic.model_shapes import (
+    SHAPES,
     TensorPlan,
     locate_tensors,
     make_parts,
     write_checkpoint,
 )
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:

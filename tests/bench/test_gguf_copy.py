@@ -6,9 +6,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import locate_tensors, write_checkpoint
 from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, make_shape
+from moe_runtime.benchmarks.synthetic.model_shapes import (
+    SHAPES,
+    locate_tensors,
+    make_shape,
+    write_checkpoint,
+)
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 

@@ -11,8 +11,7 @@ import pytest
 from moe_runtime.benchmarks.commands.texts import AskedModel
 from moe_runtime.benchmarks.suite.peers import find_peers
 from moe_runtime.benchmarks.synthetic import shape_checkpoint as module
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import INDEX_NAME
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import INDEX_NAME, SHAPES, ModelShape
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.main import describe, main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
@@ -101,7 +100,7 @@ def test_an_interrupted_writer_leaves_nothing(shape, tmp_path, monkeypatch, keep
                 os.kill(os.getpid(), signal.SIGINT)
             return drawn(plan, seed)
 
-        from moe_runtime.benchmarks.synthetic.checkpoint_writer import make_parts as drawn
+        from moe_runtime.benchmarks.synthetic.model_shapes import make_parts as drawn
 
         real(*args, **options, make=make)
 
