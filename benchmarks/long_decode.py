@@ -22,7 +22,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     run_script,
 )
 from moe_runtime.benchmarks.suite import Metric, facts
-from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, with_layers
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 from moe_runtime.config import KV_CACHES, parse_bytes
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--host-memory", default="8GiB", help="the budget whose slots are told")
     parser.add_argument("--repetitions", type=positive, default=5)
     options = parser.parse_args()
-    shape = shape_of_name(options.shape, options.layers)
+    shape = with_layers(SHAPES, options.shape, options.layers)
     names = ("shape", "layers", "tokens", "host_memory", "repetitions")
     settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
     file = f"long-decode-{plain(options.shape)}"

@@ -210,10 +210,9 @@ class DispatchSide(BenchSystem):
     def repeat(self) -> Mapping[str, Number]:
         tell, shapes, found = self._rounds.tell, self._rounds.plan.shapes, dict[str, Number]()
         if not self.compared:
-            for number, shape in enumerate(shapes):
-                self.compared += shape.num_tokens * dist.get_world_size()
-                self.equal += int(tell("compare", number, self.name)[0])
-            self.require_all_equal("tokens differ between the sides")
+            compared = sum(shape.num_tokens for shape in shapes) * dist.get_world_size()
+            equal = sum(tell("compare", number, self.name)[0] for number in range(len(shapes)))
+            self.count(compared, int(equal), "tokens differ between the sides")
         for number, shape in enumerate(shapes):
             found[f"{shape.name}_s"] = tell("time", number, self.name)
             found[f"{shape.name}_bytes"] = tell("bytes", number, self.name)[0]

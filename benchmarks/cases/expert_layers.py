@@ -90,10 +90,9 @@ class CallsSystem(suite.BenchSystem):
         with suite.peer_failures():
             self._select()
             if not self.compared:
-                for call in self._calls.values():
-                    compared, equal = call.judge(call.run(0))
-                    self.compared, self.equal = self.compared + compared, self.equal + equal
-                self.require_all_equal(self._difference)
+                judged = [one.judge(one.run(0)) for one in self._calls.values()]
+                compared, equal = map(sum, zip(*judged, strict=True))
+                self.count(compared, equal, self._difference)
             return {name: time_block(one.run, self._block_s) for name, one in self._calls.items()}
 
 
@@ -373,13 +372,13 @@ class ExpertsPeer(PeerSystem):
             self.process.ask("load_experts", folder=folder)
         calls = [(name, tokens) for name, tokens, trains in self._plan.calls() if not trains]
         if not self.compared:
+            equal = 0
             for name, tokens in calls:
                 self.process.ask("experts", folder=folder, tokens=tokens, block_s=None)
                 bits = np.load(self._folder / f"{tokens}.npy")
                 found = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-                self.compared += tokens
-                self.equal += num_equal(self._plan, found, self._expected[name], trains=False)
-            self.require_all_equal()
+                equal += num_equal(self._plan, found, self._expected[name], trains=False)
+            self.count(sum(tokens for _, tokens in calls), equal)
         asked = {"folder": folder, "block_s": self._plan.block_s}
         return {n: self.process.ask("experts", tokens=t, **asked)["seconds"] for n, t in calls}
 

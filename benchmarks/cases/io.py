@@ -94,12 +94,7 @@ class ReadSystem(suite.BenchSystem):
             torch.equal(_bits(view), _bits(tensor.view(_plain_bytes(tensor))))
             for view, tensor in zip(found, layout.tensors, strict=True)
         ]
-        self.compared += len(same)
-        self.equal += sum(same)
-        if differ := same.count(False):
-            raise suite.PeerFailedError(
-                f"{differ} of {len(same)} tensors differ from those of the file"
-            )
+        self.count(len(same), sum(same), "tensors differ from those of the file")
 
 
 class QueueReads(ReadSystem):

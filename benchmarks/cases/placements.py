@@ -49,31 +49,20 @@ class PlacementsPlan:
 
     def systems(self) -> "list[PlacedExperts]":
         """The baseline and every algorithm, a second time with copies where it makes them."""
-        found = [PlacedExperts(RANDOM, self, self._draw)]
+        size = self.future.shape[1], self.profile.num_experts
+        found = [PlacedExperts(RANDOM, self, lambda: [*random_placements(*size, self.devices)])]
         for name in ALGORITHMS:
             if name in SEARCHING and not self.searches:
                 continue
             found.append(PlacedExperts(name, self, partial(self._place, name, 0)))
             if self.num_replicas and name in _REPLICATING:
-                label = f"{name}, {self.num_replicas} replicas"
                 make = partial(self._place, name, self.num_replicas)
-                found.append(PlacedExperts(label, self, make))
+                found.append(PlacedExperts(f"{name}, {self.num_replicas} replicas", self, make))
         return found
 
     def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
-        return [
-            place_experts(
-                algorithm,
-                self.profile,
-                self.devices,
-                num_replicas=num_replicas,
-                options=self.options,
-            )
-        ]
-
-    def _draw(self) -> list[Placement]:
-        num_layers, num_experts = self.future.shape[1], self.profile.num_experts
-        return list(random_placements(num_layers, num_experts, self.devices))
+        rest = {"num_replicas": num_replicas, "options": self.options}
+        return [place_experts(algorithm, self.profile, self.devices, **rest)]
 
 
 class PlacedExperts(suite.BenchSystem):
@@ -104,13 +93,9 @@ class PlacedExperts(suite.BenchSystem):
         is_real = gpus >= 0
         layers = np.broadcast_to(np.arange(placement.num_layers)[:, None], gpus.shape)
         ids = self._plan.future[is_real].astype(np.int64)
-        self.compared += int(is_real.sum())
-        self.equal += int(holds_LGE[layers[is_real], gpus[is_real], ids].sum())
-        if self.equal < self.compared:
-            raise suite.PeerFailedError(
-                f"{self.compared - self.equal} of {self.compared} visits were counted where their "
-                "experts do not lie"
-            )
+        equal = int(holds_LGE[layers[is_real], gpus[is_real], ids].sum())
+        difference = "visits were counted where their experts do not lie"
+        self.count(int(is_real.sum()), equal, difference)
 
 
 def measure_placements(

@@ -130,11 +130,7 @@ def bench_throughput(
 
 
 def _measure(
-    run: TimedRun,
-    asked: TextOptions,
-    case_name: str,
-    batch: int,
-    num_built_in: int,
+    run: TimedRun, asked: TextOptions, case_name: str, batch: int, num_built_in: int
 ) -> None:
     require_one(asked.model, asked.shape, "what is measured?")
     if asked.shape is None and (asked.layers is not None or asked.keep_shape):
@@ -164,10 +160,8 @@ def _measure(
     from moe_runtime.lab.this_machine import num_usable_cores
 
     def read_ids(path: str) -> "Ids":
-        has_after = shape is not None
-        return prompt_ids(
-            path, texts, asked.prompt_tokens, num_built_in, num_new, has_after=has_after
-        )
+        given = texts, asked.prompt_tokens, num_built_in, num_new
+        return prompt_ids(path, *given, has_after=shape is not None)
 
     with asked_model(asked, peers, read_ids, output=run.output) as model:
         given, after, routing = model.ids, None, None
@@ -201,7 +195,7 @@ def _measure(
             ours["draft"] = asked.draft
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
-        measured, *others = model.with_files([replace(one, gpus=gpus) for one in programs])
+        measured, *others = (replace(model.given_to(one), gpus=gpus) for one in programs)
         settings = {
             **{name: value for name, value in ours.items() if name not in ("model", "routes")},
             **facts,
@@ -317,35 +311,22 @@ class AskedModel(NamedTuple):
     failures: Mapping[str, str | None]
     gguf: Path | None = None
 
-    def _cache_of(self, program: "PeerProgram") -> Path:
-        """What is kept between runs: a network that was taught is for those that ask for it."""
-        return self.cache / "taught" if "taught" in _words(program) else self.cache
+    def given_to(self, program: "PeerProgram") -> "PeerProgram":
+        """A peer with its cache and files.
 
-    def _settings_of(self, program: "PeerProgram") -> dict[str, Any]:
-        """Those of a peer: `trained` is what `auto` finds in the cache that was taught, and one
-        that reads GGUF files alone, and was given none, is given that of the shape."""
-        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS
+        A network that was taught is for those that ask for it; `trained` is what `auto` finds
+        there. One that reads GGUF files alone, and was given none, is given that of the shape.
+        """
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
 
-        if "trained" in _words(program):
-            return program.settings | {"predictor": "auto"}
-        lacks_file = program.settings["model"] == self.path
-        if self.gguf and program.file.stem in GGUF_PEERS and lacks_file:
-            return program.settings | {"model": str(self.gguf)}
-        return program.settings
-
-    def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers with their caches and files."""
-        from moe_runtime.benchmarks.suite.peers import OURS
-
-        return [
-            replace(
-                one,
-                failure=self.failures.get(one.name),
-                cache=self._cache_of(one) if one.file.stem == OURS else None,
-                settings=self._settings_of(one),
-            )
-            for one in programs
-        ]
+        words, kind, settings = _words(program), program.file.stem, program.settings
+        cache = self.cache / "taught" if "taught" in words else self.cache
+        if "trained" in words:
+            settings = settings | {"predictor": "auto"}
+        if self.gguf and kind in GGUF_PEERS and settings["model"] == self.path:
+            settings = settings | {"model": str(self.gguf)}
+        own = {"failure": self.failures.get(program.name), "settings": settings}
+        return replace(program, cache=cache if kind == OURS else None, **own)
 
 
 @contextmanager
@@ -399,16 +380,14 @@ def asked_model(
 
 def _shape_of(name: str, layers: int | None) -> "Shape":
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
-    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
-    from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
+    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES
+    from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, with_layers
 
     if name.endswith(".json"):
         if layers is not None:
             raise ValueError(f"--layers: how many layers there are, {name} says; change it there")
         return read_config_shape(Path(at_home(name)))
-    if name in GGUF_SHAPES:
-        return gguf_shape_of_name(name, layers)
-    return shape_of_name(name, layers)
+    return with_layers({**SHAPES, **GGUF_SHAPES}, name, layers)
 
 
 def _why_unable(program: "PeerProgram") -> str | None:

@@ -60,8 +60,14 @@ class BenchSystem(ABC):
             PeerFailedError: it has no numbers.
         """
 
-    def require_all_equal(self, difference: str = "tokens differ by more than roundings allow"):
-        """Raises `PeerFailedError` for a system whose answers differ."""
+    def count(
+        self,
+        compared: int,
+        equal: int,
+        difference: str = "tokens differ by more than roundings allow",
+    ) -> None:
+        """Counts answers; raises `PeerFailedError` where some differ."""
+        self.compared, self.equal = self.compared + compared, self.equal + equal
         if self.equal < self.compared:
             raise PeerFailedError(
                 f"{self.compared - self.equal} of {self.compared} {difference}; "

@@ -27,7 +27,6 @@ from moe_runtime.benchmarks.synthetic.model_shapes import (
     facts_of,
     filled,
     locate_tensors,
-    with_layers,
 )
 from moe_runtime.benchmarks.synthetic.texts import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
 from moe_runtime.errors import UnsupportedModelError
@@ -223,11 +222,6 @@ GGUF_SHAPES = {
     name: GgufShape(name, layers, dict(zip(_LETTERS, sizes, strict=True)))
     for name, (layers, *sizes) in _TABLE.items()
 }
-
-
-def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
-    """A shape of `GGUF_SHAPES`, with fewer layers if wanted; its name says so."""
-    return with_layers(GGUF_SHAPES, name, num_layers)
 
 
 _FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")

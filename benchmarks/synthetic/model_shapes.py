@@ -221,14 +221,9 @@ SHAPES: dict[str, ModelShape] = {
 }
 
 
-def shape_of_name(name: str, num_layers: int | None = None) -> ModelShape:
-    """A shape of `SHAPES`, with fewer layers if wanted, which its name says then."""
-    require_known("shape", name, tuple(SHAPES))
-    return with_layers(SHAPES, name, num_layers)
-
-
 def with_layers(shapes: Mapping[str, S], name: str, num_layers: int | None) -> S:
     """One of some shapes, with fewer layers if wanted, which its name says then."""
+    require_known("shape", name, tuple(shapes))
     shape = shapes[name]
     if num_layers is not None and not 1 <= num_layers <= shape.num_layers:
         raise ValueError(

@@ -233,6 +233,7 @@ def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path):
     )
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
-    found = [one.settings["model"] for one in asked.with_files(given)]
-    assert [one.failure for one in asked.with_files(given)] == [None, "no reason", None]
+    made = [*map(asked.given_to, given)]
+    found = [one.settings["model"] for one in made]
+    assert [one.failure for one in made] == [None, "no reason", None]
     assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]
