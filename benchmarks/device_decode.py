@@ -64,13 +64,6 @@ METRICS = {
 }
 
 
-class Prompts(NamedTuple):
-    """What is asked: several short prompts `[N, T]`, and a long one `[1, T]`."""
-
-    short_NT: Tensor
-    long_1T: Tensor
-
-
 class Answer(NamedTuple):
     """Greedy tokens `[N]` and the logits `[N, V]` that they were taken from."""
 
@@ -127,15 +120,14 @@ class Bench:
         self.exact: Answer | None = None
         # random tokens, without those that models have for other purposes
         generator = torch.Generator().manual_seed(1)
-        self.prompts = Prompts(*(
+        self.short_NT, self.long_1T = (
             torch.randint(2, shape.vocab_size, size, generator=generator).to(options.device)
             for size in ((options.repeats + 1, options.prompt_tokens), (1, options.long_prompt))
-        ))  # fmt: skip
+        )
 
     def is_late(self, name: str) -> bool:
         """Whether this row would take longer than may be, which is noted then."""
-        late = time.time() - self._began_s > self.options.seconds
-        if late:
+        if late := time.time() - self._began_s > self.options.seconds:
             self.results.add(name, LATE)
         return late
 
@@ -183,20 +175,21 @@ class Bench:
     def row(self, name: str, model: Any, cache: str, load_s: float, misses: str | None) -> None:
         """Measures a model with a kind of cache; `misses` where experts may be missing."""
         options, generation = self.options, {"cache_implementation": cache}
-        prompts, first = self.prompts, {"load_s": load_s}
+        generation |= {"max_new_tokens": options.new_tokens, "do_sample": False}
+        first = {"load_s": load_s}
 
         @torch.inference_mode()
         def read() -> None:
-            model(prompts.long_1T, use_cache=True, logits_to_keep=1)
+            model(self.long_1T, use_cache=True, logits_to_keep=1)
 
         try:
             prompt_s = median_s(read, options.device, options.repeats)
-            answer = answer_of(model, prompts.short_NT[0], options.new_tokens, **generation)
-            found = decode(model, prompts, options.new_tokens, **generation)
+            answer = answer_of(model, self.short_NT[0], **generation)
+            found = decode(model, self.short_NT[1:], options.new_tokens, **generation)
         except RuntimeError as error:  # memory, what compiles, a cache that does not work here
             self.results.add(name, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             return
-        first["prefill_tokens_per_s"] = prompts.long_1T.shape[1] / prompt_s
+        first["prefill_tokens_per_s"] = options.long_prompt / prompt_s
         if hasattr(model, "moe"):
             first |= device_memory(model.moe.facts.device_plan)
         for wanted in [*self.answers.values()][:1]:
@@ -277,7 +270,7 @@ def peers(bench: Bench) -> None:
             bench.row(name, model, "dynamic", load_s, None)
     if resident and any(name.startswith(PEER) for name in answers):
         model.set_experts_implementation("eager")
-        bench.exact = exact_answer(model.float(), bench.prompts.short_NT[0], resident[0])
+        bench.exact = exact_answer(model.float(), bench.short_NT[0], resident[0])
         bench.judge(*answers)
     del model
     free_memory()
@@ -308,20 +301,17 @@ class TokenClock(BaseStreamer):
         return (num_tokens - 1) / (times_s[-1] - times_s[0])
 
 
-def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> Answer:
+def answer_of(model: Any, prompt_T: Tensor, **options: Any) -> Answer:
     """What a model says, and why; also a warm-up."""
-    found = model.generate(
-        prompt_T[None], max_new_tokens=num_tokens, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
+    told = {"output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(prompt_T[None], **told, **options)
     return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
 
 
-def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> Repetitions:
-    """Tokens a second after the first token, for each prompt but the first."""
+def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> Repetitions:
+    """Tokens a second after the first token, for each prompt."""
     runtime, found = getattr(model, "moe", None), Repetitions()
-    options |= {"max_new_tokens": num_tokens, "do_sample": False}
-    for prompt_T in prompts.short_NT[1:]:
+    for prompt_T in prompts_NT:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(prompt_T[None], streamer=clock, **options)
         experts = _experts(runtime.stats(), num_tokens - 1) if runtime else {}

@@ -17,11 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-)
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, positive, results_parser
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (

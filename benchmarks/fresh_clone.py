@@ -18,16 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ROOT,
-    ScriptResults,
-    present_folder,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness import scripting
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.suite.programs import running
 
+ROOT = scripting.ROOT
 WORDS = {
     "clone_s": "git clone",
     "install_s": "make install",
@@ -127,12 +122,14 @@ def _pip(*words: str) -> str | None:
 
 
 def main() -> int:
-    parser = results_parser(__doc__, "--tests=run the whole suite in the clone, too")
-    parser.add_argument("--folder", type=present_folder, help="where the clone lies meanwhile")
+    parser = scripting.results_parser(__doc__, "--tests=run the whole suite in the clone, too")
+    parser.add_argument(
+        "--folder", type=scripting.present_folder, help="where the clone lies meanwhile"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pip = pip_facts()
-    results = ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
+    results = scripting.ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
     _say(f"pip's cache: {pip['pip_cache']}, {pip['pip_cache_bytes']} bytes")
     try:
         with tempfile.TemporaryDirectory(prefix="moe-clone-", dir=options.folder) as folder:
@@ -149,4 +146,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

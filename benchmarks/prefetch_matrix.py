@@ -15,12 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_runtime.benchmarks.cases.routed import TracedModel, take_routes
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness import scripting
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.lab.replay.timed import Machine, TimedReplay, replay_timed
@@ -28,21 +23,9 @@ from moe_runtime.lab.replay.untimed import DemandReplay, replay_demand
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.lab.traces.routes import routes_of, trace_of_routes
 from moe_runtime.lab.traces.workload import Workload, workload_of
-from moe_runtime.policies.eviction import LRU, LayerShares, Setting, even_shares, make_policy
+from moe_runtime.policies.eviction import LRU, LayerShares, Setting, even_shares, make_policy, reuse
 from moe_runtime.policies.eviction.base import Maker
-from moe_runtime.policies.eviction.reuse import (
-    CompiledReuse,
-    ReuseEstimator,
-    maker_of,
-    new_estimator,
-    teach,
-)
-from moe_runtime.policies.prediction import (
-    Estimator,
-    Routes,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import Estimator, Routes, TrackedPredictor, make_estimator
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.policies.prefetch import Controller
 
@@ -69,15 +52,15 @@ def machine_of(expert_bytes: int, link_gb_s: float) -> Machine:
     )
 
 
-def taught(learned: Routes) -> Callable[[], ReuseEstimator | CompiledReuse]:
+def taught(learned: Routes) -> Callable[[], reuse.ReuseEstimator | reuse.CompiledReuse]:
     """Makes estimators of `reuse` that begin with what was taught, and nothing of the last one."""
-    first = new_estimator(learned.shape)
-    if not teach(first, learned):
+    first = reuse.new_estimator(learned.shape)
+    if not reuse.teach(first, learned):
         raise UnsupportedUseError("the trace of --train has too few tokens; record more prompts")
     state = first.learned()
 
-    def make() -> ReuseEstimator | CompiledReuse:
-        estimator = new_estimator(learned.shape)
+    def make() -> reuse.ReuseEstimator | reuse.CompiledReuse:
+        estimator = reuse.new_estimator(learned.shape)
         estimator.restore(state)
         return estimator
 
@@ -109,11 +92,11 @@ def optimum(served: Workload, num_slots: int) -> DemandReplay:
 
 
 def traces_parser(doc: str | None, *, steps: int) -> argparse.ArgumentParser:
-    parser = results_parser(doc)
+    parser = scripting.results_parser(doc)
     parser.add_argument("trace", type=Path, help="recorded routing that is served")
     parser.add_argument("--train", type=Path, required=True, help="other requests, which teach")
-    parser.add_argument("--requests", type=positive, default=4, help="that are served")
-    parser.add_argument("--steps", type=positive, default=steps, help="of each request")
+    parser.add_argument("--requests", type=scripting.positive, default=4, help="that are served")
+    parser.add_argument("--steps", type=scripting.positive, default=steps, help="of each request")
     return parser
 
 
@@ -162,7 +145,7 @@ def compare(
 
 def main() -> int:
     parser = traces_parser(__doc__, steps=100)
-    parser.add_argument("--expert-bytes", type=positive, default=13_300_000)
+    parser.add_argument("--expert-bytes", type=scripting.positive, default=13_300_000)
     options = parser.parse_args()
     served, learned = served_and_learned(options)
     signature, shape = served.trace.signature, learned.shape
@@ -172,11 +155,11 @@ def main() -> int:
     new_taught = taught(learned)
     policies: dict[str, Callable[[], Maker]] = {
         "lru": lambda: LRU,
-        "reuse": lambda: maker_of(new_estimator(shape)),
-        "reuse, taught": lambda: maker_of(new_taught()),
+        "reuse": lambda: reuse.maker_of(reuse.new_estimator(shape)),
+        "reuse, taught": lambda: reuse.maker_of(new_taught()),
     }
     settings = {"trace": options.trace.name, "train": options.train.name, "steps": options.steps}
-    results = ScriptResults("prefetch-matrix", options, settings, METRICS)
+    results = scripting.ScriptResults("prefetch-matrix", options, settings, METRICS)
     for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)
@@ -187,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

@@ -5,9 +5,8 @@ import dataclasses
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -154,7 +153,7 @@ def bench_kernels(
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
+    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct, median_seconds
     from moe_runtime.benchmarks.suite import Rules, measure_systems
     from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
@@ -173,7 +172,7 @@ def bench_kernels(
                 refusals=(OutOfResources, PTXASError, CompilationError),
                 num_threads=os.cpu_count() or 1,
             ):
-                products.append(TimedProduct(layer, measured, median_seconds))
+                products.append(TimedProduct(layer, measured))
                 found = measured.tile
                 said = f"tile {found.block_m} x {found.block_n} x {found.block_k}"
                 if tune:
@@ -191,13 +190,6 @@ def bench_kernels(
     if tune:
         say_line(f"tiles are written to {path}")
     run.end(results)
-
-
-def median_seconds(call: Callable[[], Any]) -> float:
-    """Median time of a call by the GPU's own clock, with a cold second-level cache."""
-    from triton.testing import do_bench
-
-    return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
 def bench_ablation(
